@@ -1,0 +1,199 @@
+"""The recipes. `standard` states everything it changes; every other recipe is a base and a diff, with its reasons.
+
+A setting is `(value, reason)`. Where the value depends on the machine or on the rest of the run, a small function
+takes the run and returns the pair, so that what it decided is printed with why. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Choice = tuple[Any, str]  # a value and its reason
+Setting = Choice | Callable[[Any], Choice]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process."""
+
+    name: str
+    purpose: str
+    engine: str
+    micro_batch_cap: int
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    def but(self, name: str, purpose: str, **changes: Any) -> Recipe:
+        """This recipe with a few named values changed."""
+        own = {key: changes.pop(key) for key in ("engine", "micro_batch_cap") if key in changes}
+        return replace(self, name=name, purpose=purpose, settings={**self.settings, **changes}, **own)
+
+
+# --- The recipes -----------------------------------------------------------------------------------------------------
+
+
+def baseline() -> Recipe:
+    return Recipe(
+        "baseline",
+        "Trainer's defaults in fp32 on one process: the reference to compare with.",
+        engine="single.yaml",
+        micro_batch_cap=4,
+        settings=dict(
+            logging_steps=(1, "every step is visible; costs a host sync each"),
+            save_total_limit=(2, "the last two checkpoints"),
+        ),
+    )
+
+
+def standard() -> Recipe:
+    return Recipe(
+        "standard",
+        "Plain DDP with the settings that are right for nearly everyone.",
+        engine="standard.yaml",
+        micro_batch_cap=4,
+        settings=dict(
+            bf16=bf16_where_native,
+            fp16=fp16_before_sm80,
+            logging_steps=(5, "each log is an all-gather and a host sync"),
+            save_total_limit=(1, "the newest checkpoint is all that a resume needs"),
+            ddp_find_unused_parameters=(False, "searching the graph each step is only for models that skip layers"),
+            ddp_bucket_cap_mb=(25, "torch's own default, written down: large enough for bandwidth, small to overlap"),
+            dataloader_num_workers=workers_that_leave_cores,
+            dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
+        ),
+    )
+
+
+def fast() -> Recipe:
+    return standard().but(
+        "fast",
+        "Fewest synchronisations: the largest micro-batch, least accumulation, packed batches, quiet logs.",
+        engine="fast.yaml",
+        micro_batch_cap=8,
+        logging_steps=(10, "half as many host syncs as standard"),
+        logging_nan_inf_filter=(False, "two host syncs per micro-batch; a NaN stops the run when it is logged instead"),
+        gradient_as_bucket_view=(True, "gradients live in DDP's buckets: one copy fewer in memory and time"),
+        ddp_static_graph=static_graph_without_accumulation,
+        optim=("adamw_torch_fused", "one kernel for the whole update"),
+        tf32=tf32_from_sm80,
+        packing=packing_for_language_models,
+        torch_compile=compile_where_shapes_are_fixed,
+        use_liger_kernel=liger_where_installed,
+        cudnn_benchmark=benchmark_where_shapes_are_fixed,
+        dataloader_prefetch_factor=prefetch_with_workers,
+    )
+
+
+def memory() -> Recipe:
+    return standard().but(
+        "memory",
+        "ZeRO-2: optimizer state in host RAM, activations recomputed; slower, and fits where DDP does not.",
+        engine="memory.yaml",
+        micro_batch_cap=1,
+        bf16=bf16_unless_gpu_is_too_old,
+        logging_steps=(10, "half as many host syncs as standard"),
+        optim=("adamw_torch", "DeepSpeed runs it on the host as DeepSpeedCPUAdam, in AdamW mode"),
+        gradient_checkpointing=(True, "activations are recomputed in the backward: memory for about a third more compute"),
+        gradient_checkpointing_kwargs=({"use_reentrant": False}, "the variant that works with frozen and unused layers"),
+    )
+
+
+def memory_zero3() -> Recipe:
+    return memory().but(
+        "memory_zero3",
+        "ZeRO-3: parameters in host RAM too, gathered layer by layer; the slowest, fits the most.",
+        engine="memory_zero3.yaml",
+    )
+
+
+RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, memory, memory_zero3)}
+
+# Used when neither a model nor data is named: a small byte-level decoder learns Python's own source.
+DEMONSTRATION: Mapping[str, Choice] = dict(
+    max_steps=(200, "about a minute on two CPU cores"),
+    learning_rate=(3e-3, "a small model from scratch takes a large one"),
+    warmup_steps=(20, "a tenth of the steps"),
+    lr_scheduler_type=("cosine", "ends near zero, so that the last steps settle"),
+    max_length=(256, "bytes of context"),
+    packing=(True, "source files joined into full sequences"),
+)
+
+
+# --- Values that depend on the run -----------------------------------------------------------------------------------
+
+
+def bf16_where_native(run) -> Choice:
+    if not run.hardware.cuda:
+        return False, "no GPU: fp32"
+    if run.hardware.capability >= (8, 0):
+        return True, f"native on compute capability {_dotted(run.hardware.capability)}"
+    return False, f"compute capability {_dotted(run.hardware.capability)} only emulates bf16"
+
+
+def fp16_before_sm80(run) -> Choice:
+    if run["bf16"] or not run.hardware.cuda:
+        return False, "bf16 or fp32 is used"
+    return True, f"compute capability {_dotted(run.hardware.capability)} has fp16 tensor cores and no bf16"
+
+
+def bf16_unless_gpu_is_too_old(run) -> Choice:
+    if run.hardware.cuda and run.hardware.capability < (8, 0):
+        return bf16_where_native(run)
+    return True, "ZeRO keeps fp32 master weights; 16-bit weights and gradients halve the rest"
+
+
+def tf32_from_sm80(run) -> Choice:
+    if run.hardware.capability >= (8, 0):
+        return True, "what is left in fp32 runs on tensor cores"
+    return None, "needs a GPU of compute capability 8.0"
+
+
+def workers_that_leave_cores(run) -> Choice:
+    if not run.hardware.cuda:
+        return 0, "the CPU cores are training"
+    share = run.hardware.cores // run.local_world_size
+    workers = max(1, min(4, share))
+    return workers, "4 keep a GPU fed" if workers == 4 else f"{share} cores for each of {run.local_world_size} processes"
+
+
+def prefetch_with_workers(run) -> Choice:
+    if run["dataloader_num_workers"]:
+        return 4, "batches ready ahead for each worker"
+    return None, "illegal with 0 workers"
+
+
+def static_graph_without_accumulation(run) -> Choice:
+    if run["gradient_accumulation_steps"] == 1:
+        return True, "accumulation is 1: one backward per step, so DDP may plan it once"
+    return False, "a static graph aborts with accumulation above 1"
+
+
+def packing_for_language_models(run) -> Choice:
+    if run["task"] == "causal_lm":
+        return True, "no padding is computed, and every batch has one shape"
+    return False, "each example keeps its own label"
+
+
+def compile_where_shapes_are_fixed(run) -> Choice:
+    if not run.hardware.cuda:
+        return False, "on CUDA only"
+    if not run["packing"]:
+        return False, "batches vary in length: each new shape would be compiled again"
+    return True, "packed batches have one shape"
+
+
+def benchmark_where_shapes_are_fixed(run) -> Choice:
+    if run.hardware.cuda and run["packing"]:
+        return True, "one shape: cuDNN searches once"
+    return False, "shapes vary, or there is no GPU"
+
+
+def liger_where_installed(run) -> Choice:
+    if run.hardware.cuda and run.hardware.liger:
+        return True, "fused kernels: logits are never materialised"
+    return False, "needs CUDA and the package liger-kernel"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

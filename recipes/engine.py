@@ -1,0 +1,163 @@
+"""The engine that runs the processes: what an Accelerate YAML says, or what a launcher has put in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import mistake
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`kind` is single, ddp, deepspeed, fsdp or another of accelerate's types in lower case; `raw` the YAML's content."""
+
+    kind: str
+    source: str
+    zero_stage: int = 0
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    mixed_precision: str = "no"
+    dynamo_backend: str = "no"
+    num_processes: int | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def offloads(self) -> bool:
+        return (self.offload_optimizer, self.offload_param) != ("none", "none")
+
+    @property
+    def title(self) -> str:
+        names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}
+        if self.kind != "deepspeed":
+            return names.get(self.kind, self.kind)
+        moved = [n for n, where in (("optimizer", self.offload_optimizer), ("parameter", self.offload_param)) if where != "none"]
+        return f"DeepSpeed ZeRO-{self.zero_stage}" + (f", {' and '.join(moved)} offload" if moved else "")
+
+
+KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
+
+def shipped(name: str) -> Path:
+    """Where a shipped Accelerate YAML lies: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package / "accelerate_configs" / name
+    return inside if inside.exists() else package.parent / "accelerate_configs" / name
+
+
+def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `UserError` naming the flag `subject` where there is none."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise mistake(subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise mistake(subject, f"{path} is not valid YAML{line}", "a file with one `name: value` a line") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise mistake(subject, f"{path} holds a {type(content).__name__}, not settings", "one `name: value` a line")
+    return content
+
+
+def from_yaml(path: str | Path) -> Engine:
+    """Read an Accelerate YAML. What is illegal in it is for the rules to say; nothing here raises for it."""
+    raw = read_yaml(path, "--accelerate_config")
+    deepspeed = raw.get("deepspeed_config") if isinstance(raw.get("deepspeed_config"), dict) else {}
+    kind = str(raw.get("distributed_type", "NO")).upper()
+    dynamo = raw.get("dynamo_config") if isinstance(raw.get("dynamo_config"), dict) else {}
+    backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
+    processes = raw.get("num_processes")
+    json_zero = _zero_of_json(deepspeed, Path(path))
+    return Engine(
+        kind=KINDS.get(kind, kind.lower()),
+        source=str(path),
+        zero_stage=_int(json_zero.get("stage", deepspeed.get("zero_stage", 2))) if kind == "DEEPSPEED" else 0,
+        offload_optimizer=_device(json_zero.get("offload_optimizer"), deepspeed.get("offload_optimizer_device")),
+        offload_param=_device(json_zero.get("offload_param"), deepspeed.get("offload_param_device")),
+        mixed_precision=_precision(raw.get("mixed_precision")),
+        dynamo_backend=str(backend).lower(),
+        num_processes=processes if isinstance(processes, int) and not isinstance(processes, bool) else None,
+        raw=raw,
+    )
+
+
+def from_environment(environment: Mapping[str, str]) -> Engine | None:
+    """The engine `accelerate launch` or torchrun has set up; None where a process was started by hand."""
+    common = dict(
+        source="the launcher",
+        mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
+        dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+    )
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
+        return Engine(
+            kind="deepspeed",
+            zero_stage=_int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)),
+            offload_optimizer=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+            offload_param=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
+            **common,
+        )
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+        return Engine(kind="fsdp", **common)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return Engine(kind="ddp", **common)
+    if "ACCELERATE_MIXED_PRECISION" in environment:
+        return Engine(kind="single", **common)
+    return None
+
+
+def launch_environment(engine: Engine) -> dict[str, str]:
+    """The variables `accelerate launch` would export for a DeepSpeed YAML, for a world that was started without it."""
+    section = engine.raw.get("deepspeed_config") or {}
+    names = {
+        "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    }
+    given = {variable: str(section[key]).lower() for key, variable in names.items() if key in section}
+    return {"ACCELERATE_USE_DEEPSPEED": "true", **given}
+
+
+def _zero_of_json(section: Mapping[str, Any], yaml_file: Path) -> dict[str, Any]:
+    content = deepspeed_json(section, yaml_file)
+    zero = content.get("zero_optimization", {}) if content else {}
+    return zero if isinstance(zero, dict) else {}
+
+
+def deepspeed_json(section: Mapping[str, Any], yaml_file: Path | None = None) -> dict[str, Any] | None:
+    """The DeepSpeed JSON a YAML points to; None where there is none or it cannot be read."""
+    import json
+
+    name = section.get("deepspeed_config_file")
+    if not name:
+        return None
+    try:
+        content = json.loads(Path(str(name)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _device(section: Any, plain: Any) -> str:
+    if isinstance(section, dict):
+        return str(section.get("device", "none"))
+    return str(plain).lower() if plain else "none"
+
+
+def _precision(value: Any) -> str:
+    return "no" if value in (None, False) else str(value).lower()
+
+
+def _int(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0

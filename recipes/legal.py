@@ -1,0 +1,249 @@
+"""What is legal, read from the source of the installed libraries without importing them.
+
+`importlib.util.find_spec` of a top-level package imports nothing, and `ast` gives the fields of a dataclass or the
+flags of an argument parser in milliseconds. So a name is legal exactly when the installed version knows it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from recipes.flags import RunFlags
+
+
+@dataclass(frozen=True)
+class Field:
+    """One legal setting. `annotation` is its type as written in the source, `choices` its legal values if listed."""
+
+    name: str
+    annotation: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    help: str = ""
+
+    @property
+    def types(self) -> frozenset[str]:
+        """The plain types among bool, int, float, str, list, dict and None that the annotation allows."""
+        found = frozenset(re.findall(r"\b(?:bool|int|float|str|list|dict|None)\b", re.sub(r"\[.*?\]", "", self.annotation)))
+        return found or frozenset({"str"})
+
+
+# New names of old fields. Inside this package the name is the one every supported version has.
+ALIASES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+
+
+@cache
+def training_arguments() -> dict[str, Field]:
+    """Every field of the installed `transformers.TrainingArguments`."""
+    source = _parse("transformers", "training_args.py")
+    enums = _enums(source) | _enums(_parse("transformers", "trainer_utils.py"))
+    return {field.name: field for field in _dataclass_fields(_class(source, "TrainingArguments"), enums)}
+
+
+@cache
+def run_flags() -> dict[str, Field]:
+    """Our own flags, in the same form."""
+    return {
+        item.name: Field(
+            item.name,
+            str(item.type),
+            item.default,
+            tuple(re.findall(r'"([^"]*)"', str(item.type))),
+            item.metadata["help"],
+        )
+        for item in dataclasses.fields(RunFlags)
+    }
+
+
+@cache
+def settings() -> dict[str, Field]:
+    """Everything that train.py takes. An alias stands for the field it renames."""
+    return {**training_arguments(), **run_flags()}
+
+
+@cache
+def accelerate_keys() -> frozenset[str]:
+    """Legal top-level keys of an Accelerate YAML."""
+    source = _parse("accelerate", "commands/config/config_args.py")
+    names = {field.name for cls in ("BaseConfig", "ClusterConfig") for field in _dataclass_fields(_class(source, cls), {})}
+    return frozenset(names | {"fp16", "dynamo_backend"})  # old spellings that `process_config` still converts
+
+
+@cache
+def distributed_types() -> tuple[str, ...]:
+    """Legal values of `distributed_type`."""
+    return _enums(_parse("accelerate", "utils/dataclasses.py"))["DistributedType"]
+
+
+@cache
+def accelerate_nested_keys(section: str) -> dict[str, Field]:
+    """Legal keys of a section such as `deepspeed_config`: the flags of the launch parser's argument group.
+
+    accelerate itself never checks them: an unknown one is dropped without a word.
+    """
+    prefix = section.removesuffix("_config")
+    group = {"parallelism": "parallelism_config_args"}.get(prefix, f"{prefix}_args")
+    flags = {}
+    for call in _calls(_parse("accelerate", "commands/launch.py"), "add_argument"):
+        if prefix == "dynamo":
+            names = [name for name in _option_names(call) if name.startswith("dynamo_")]
+        else:
+            names = _option_names(call) if _receiver(call) == group else []
+        for name in names:
+            flags[name] = _parser_field(name, call)
+    optional_prefix = {"fsdp": "fsdp_", "fp8": "fp8_", "dynamo": "dynamo_"}.get(prefix)
+    if optional_prefix:
+        flags |= {name.removeprefix(optional_prefix): field for name, field in flags.items()}
+    return flags
+
+
+@cache
+def ddp_keywords() -> frozenset[str]:
+    """What torch's DistributedDataParallel takes through accelerate's handler."""
+    source = _parse("accelerate", "utils/dataclasses.py")
+    return frozenset(field.name for field in _dataclass_fields(_class(source, "DistributedDataParallelKwargs"), {}))
+
+
+@cache
+def accelerator_config_keys() -> frozenset[str]:
+    """Legal keys of `TrainingArguments.accelerator_config`."""
+    source = _parse("transformers", "trainer_pt_utils.py")
+    return frozenset(field.name for field in _dataclass_fields(_class(source, "AcceleratorConfig"), {}))
+
+
+@cache
+def deepspeed_keys() -> frozenset[str]:
+    """Top-level keys a DeepSpeed JSON may have: every name that DeepSpeed's own config sources mention.
+
+    That is more than the legal ones, so a legal key is never refused, and a misspelt one is not among them.
+    """
+    root = _root("deepspeed")
+    if root is None:
+        return frozenset()
+    words: set[str] = set()
+    for file in sorted({*root.glob("**/constants.py"), *root.glob("**/config.py"), *root.glob("**/config_v2.py")}):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        words |= {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+    return frozenset(word for word in words if word.isidentifier())
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --- Reading sources -------------------------------------------------------------------------------------------------
+
+
+@cache
+def _root(package: str) -> Path | None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@cache
+def _parse(package: str, file: str) -> ast.Module:
+    root = _root(package)
+    if root is None:
+        raise ModuleNotFoundError(f"{package} is not installed: pip install {package}", name=package)
+    return ast.parse((root / file).read_text(encoding="utf-8"))
+
+
+def _class(tree: ast.Module, name: str) -> ast.ClassDef:
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _enums(tree: ast.Module) -> dict[str, tuple[str, ...]]:
+    """Class name -> string values, for classes whose body assigns string constants. A call like Enum(...) is not one."""
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or not any("Enum" in ast.unparse(base) for base in node.bases):
+            continue
+        values = [item.value for item in node.body if isinstance(item, ast.Assign)]
+        found[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str))
+    return found
+
+
+def _dataclass_fields(cls: ast.ClassDef, enums: dict[str, tuple[str, ...]]) -> list[Field]:
+    constants = {  # the last assignment counts, also inside an `if`: that is what an up-to-date install executes
+        item.targets[0].id: item.value
+        for item in ast.walk(cls)
+        if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name)
+    }
+    fields = []
+    for item in cls.body:
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        annotation = ast.unparse(item.annotation)
+        keywords = _keywords(item.value)
+        default = keywords.get("default", None if isinstance(item.value, ast.Call) else item.value)
+        if isinstance(default, ast.Name):
+            default = constants.get(default.id, default)
+        metadata = _literal_entries(keywords.get("metadata"))
+        choices = metadata.get("choices") or next((enums[e] for e in enums if e in annotation), ())
+        fields.append(Field(item.target.id, annotation, _literal(default), tuple(choices), str(metadata.get("help", ""))))
+    return fields
+
+
+def _keywords(node: ast.expr | None) -> dict[str, ast.expr]:
+    return {k.arg: k.value for k in node.keywords if k.arg} if isinstance(node, ast.Call) else {}
+
+
+def _literal_entries(node: ast.expr | None) -> dict[str, Any]:
+    if not isinstance(node, ast.Dict):
+        return {}
+    return {_literal(k): _literal(v) for k, v in zip(node.keys, node.values, strict=True)}
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except (ValueError, SyntaxError):
+        return None
+
+
+def _calls(tree: ast.Module, method: str) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+    ]
+
+
+def _receiver(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+
+
+def _option_names(call: ast.Call) -> list[str]:
+    names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return [name[2:].replace("-", "_") for name in names if name.startswith("--")]
+
+
+def _parser_field(name: str, call: ast.Call) -> Field:
+    keywords = _keywords(call)
+    help_text = str(_literal(keywords.get("help")) or "")
+    # Some choices are stated in the help text alone, as in "(none|cpu|nvme)".
+    stated = re.search(r"\((\w+(?:\|\w+)+)\)", help_text)
+    choices = _literal(keywords.get("choices")) or (stated.group(1).split("|") if stated else ())
+    annotation = ast.unparse(keywords["type"]) if "type" in keywords else "str"
+    return Field(name, annotation, _literal(keywords.get("default")), tuple(choices), help_text)

@@ -1,0 +1,73 @@
+"""What was renamed or removed, and what belongs somewhere else. Legal names themselves are read, never listed."""
+
+from __future__ import annotations
+
+_GONE_5_0 = "was removed in transformers 5.0"
+
+# old name -> (what happened, what to write). Sources: transformers' release notes and the fields of its versions.
+RENAMED: dict[str, tuple[str, str]] = {
+    "evaluation_strategy": ("was renamed by transformers 4.57", "eval_strategy"),
+    "overwrite_output_dir": (_GONE_5_0, "leave it out; --fresh starts over without deleting anything"),
+    "save_safetensors": (_GONE_5_0, "leave it out; checkpoints are always safetensors"),
+    "fp16_opt_level": (_GONE_5_0, "leave it out; it was for Apex"),
+    "fp16_backend": (_GONE_5_0, "leave it out; --fp16 is enough"),
+    "half_precision_backend": (_GONE_5_0, "leave it out; --bf16 or --fp16 is enough"),
+    "no_cuda": (_GONE_5_0, "use_cpu"),
+    "include_tokens_per_second": (_GONE_5_0, "leave it out; the summary always has tokens per second"),
+    "per_gpu_train_batch_size": (_GONE_5_0, "per_device_train_batch_size"),
+    "per_gpu_eval_batch_size": (_GONE_5_0, "per_device_eval_batch_size"),
+    "tpu_num_cores": (_GONE_5_0, "leave it out; the launcher counts the processes"),
+    "ray_scope": (_GONE_5_0, "leave it out"),
+    "mp_parameters": (_GONE_5_0, "leave it out"),
+    "past_index": (_GONE_5_0, "leave it out"),
+    "jit_mode_eval": (_GONE_5_0, "leave it out; --torch_compile compiles"),
+    "adafactor": (_GONE_5_0, "optim: adafactor"),
+    "push_to_hub_model_id": (_GONE_5_0, "hub_model_id"),
+    "push_to_hub_organization": (_GONE_5_0, "hub_model_id: organization/name"),
+    "push_to_hub_token": (_GONE_5_0, "hub_token"),
+    "group_by_length": ("was removed by transformers 5.2", "train_sampling_strategy: group_by_length"),
+    "warmup_ratio": ("was removed by transformers 5.15", "warmup_steps with a value below 1, such as 0.03"),
+    "logging_dir": ("was removed by transformers 5.15", "the environment variable TENSORBOARD_LOGGING_DIR"),
+    "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
+    "split_batches": ("was moved by transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
+    "use_ipex": ("was removed by transformers 4.57", "leave it out"),
+    "max_seq_length": ("has another name, as in TRL", "max_length"),
+    "torch_dtype": ("has another name, as in transformers 5", "dtype"),
+    "tokenizer_name": ("is not taken: the tokenizer comes with the model", "model_name_or_path"),
+    "dataset_path": ("has another name", "dataset_name"),
+    "train_file": ("has another name", "dataset_name"),
+    "block_size": ("has another name", "max_length"),
+    "use_lora": ("has another name", "use_peft"),
+}
+
+# name -> where it belongs instead
+ELSEWHERE: dict[str, str] = {
+    "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
+    "static_graph": "ddp_static_graph",
+    "find_unused_parameters": "ddp_find_unused_parameters",
+    "bucket_cap_mb": "ddp_bucket_cap_mb",
+    "broadcast_buffers": "ddp_broadcast_buffers",
+    "ddp_gradient_as_bucket_view": "gradient_as_bucket_view",
+    "comm_hook": "ddp_comm_hook",
+    "num_processes": "after `accelerate launch`, before launch/train.py",
+    "num_machines": "after `accelerate launch`, before launch/train.py",
+    "machine_rank": "after `accelerate launch`, before launch/train.py",
+    "main_process_ip": "after `accelerate launch`, before launch/train.py",
+    "main_process_port": "after `accelerate launch`, before launch/train.py",
+    "config_file": "`accelerate launch --config_file` for an Accelerate YAML; --config for settings of the run",
+    "distributed_type": "the Accelerate YAML",
+    "deepspeed_config": "the Accelerate YAML",
+    "zero_stage": "deepspeed_config in the Accelerate YAML",
+    "offload_optimizer_device": "deepspeed_config in the Accelerate YAML",
+    "offload_param_device": "deepspeed_config in the Accelerate YAML",
+    "gradient_clipping": "max_grad_norm",
+    "fsdp_version": "fsdp_config in the Accelerate YAML",
+    "even_batches": 'accelerator_config: {"even_batches": ...}',
+    "sync_each_batch": 'accelerator_config: {"gradient_accumulation_kwargs": {"sync_each_batch": true}}',
+    "train_batch_size": "global_batch_size, or per_device_train_batch_size",
+    "batch_size": "global_batch_size, or per_device_train_batch_size",
+    "micro_batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "epochs": "num_train_epochs",
+    "lr": "learning_rate",
+}

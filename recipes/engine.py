@@ -70,7 +70,7 @@ def from_yaml(path: str | Path) -> Engine:
     """Read an Accelerate YAML. What is illegal in it is for the rules to say; nothing here raises for it."""
     raw = read_yaml(path, "--accelerate_config")
     deepspeed = raw.get("deepspeed_config") if isinstance(raw.get("deepspeed_config"), dict) else {}
-    kind = str(raw.get("distributed_type", "NO")).upper()
+    kind = str(raw.get("distributed_type") or "NO").upper()  # a bare NO is false in YAML
     dynamo = raw.get("dynamo_config") if isinstance(raw.get("dynamo_config"), dict) else {}
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     processes = raw.get("num_processes")

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recipes.errors import mistake
 from recipes.flags import RunFlags
 
 
@@ -58,7 +59,7 @@ def run_flags() -> dict[str, Field]:
             item.name,
             str(item.type),
             item.default,
-            tuple(re.findall(r'"([^"]*)"', str(item.type))),
+            tuple(re.findall(r"""['"]([^'"]*)['"]""", str(item.type))),
             item.metadata["help"],
         )
         for item in dataclasses.fields(RunFlags)
@@ -101,10 +102,24 @@ def accelerate_nested_keys(section: str) -> dict[str, Field]:
             names = _option_names(call) if _receiver(call) == group else []
         for name in names:
             flags[name] = _parser_field(name, call)
+    if prefix == "fsdp":  # the launcher reads more from the YAML than its parser has flags for
+        flags = {name: Field(name, "str") for name in _attributes(_parse("accelerate", "utils/launch.py"), "fsdp_")} | flags
     optional_prefix = {"fsdp": "fsdp_", "fp8": "fp8_", "dynamo": "dynamo_"}.get(prefix)
     if optional_prefix:
         flags |= {name.removeprefix(optional_prefix): field for name, field in flags.items()}
     return flags
+
+
+@cache
+def accelerate_choices() -> dict[str, tuple[str, ...]]:
+    """Legal values that accelerate writes as constants or enumerations: `FSDP_STATE_DICT_TYPE`, `PrecisionType`, ..."""
+    constants = {
+        node.targets[0].id: _literal(node.value)
+        for node in _parse("accelerate", "utils/constants.py").body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    lists = {name: tuple(value) for name, value in constants.items() if isinstance(value, list)}
+    return lists | _enums(_parse("accelerate", "utils/dataclasses.py"))
 
 
 @cache
@@ -122,6 +137,51 @@ def accelerator_config_keys() -> frozenset[str]:
 
 
 @cache
+def gradient_accumulation_keys() -> frozenset[str]:
+    """Legal keys of `accelerator_config.gradient_accumulation_kwargs`."""
+    source = _parse("accelerate", "utils/dataclasses.py")
+    return frozenset(field.name for field in _dataclass_fields(_class(source, "GradientAccumulationPlugin"), {}))
+
+
+@cache
+def fsdp_config_keys() -> frozenset[str]:
+    """Keys `TrainingArguments.fsdp_config` may have, without `fsdp_`: every name in the methods that read it."""
+    cls = _class(_parse("transformers", "training_args.py"), "TrainingArguments")
+    readers = [node for node in cls.body if isinstance(node, ast.FunctionDef) and "fsdp" in node.name]
+    return frozenset(name for reader in readers for name in _strings(reader) if name.isidentifier())
+
+
+@cache
+def checkpoint_keys() -> frozenset[str]:
+    """Legal keys of `gradient_checkpointing_kwargs`: the keywords of torch's own `checkpoint`."""
+    tree = _parse("torch", "utils/checkpoint.py")
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "checkpoint")
+    return frozenset({argument.arg for argument in function.args.kwonlyargs} | {"use_reentrant", "preserve_rng_state"})
+
+
+@cache
+def report_integrations() -> tuple[str, ...]:
+    """What `report_to` may name."""
+    return _dict_keys(_parse("transformers", "integrations/integration_utils.py"), "INTEGRATION_TO_CALLBACK")
+
+
+@cache
+def log_levels() -> tuple[str, ...]:
+    """What `log_level` may be."""
+    return (*_dict_keys(_parse("transformers", "utils/logging.py"), "log_levels"), "passive")
+
+
+@cache
+def deepspeed_zero_keys() -> frozenset[str]:
+    """Legal keys of a DeepSpeed JSON's `zero_optimization`, aliases included; empty where DeepSpeed is not installed."""
+    if _root("deepspeed") is None:
+        return frozenset()
+    cls = _class(_parse("deepspeed", "runtime/zero/config.py"), "DeepSpeedZeroConfig")
+    names = _strings(cls) | {field.name for field in _dataclass_fields(cls, {})}
+    return frozenset(name for name in names if name.isidentifier())
+
+
+@cache
 def deepspeed_keys() -> frozenset[str]:
     """Top-level keys a DeepSpeed JSON may have: every name that DeepSpeed's own config sources mention.
 
@@ -133,9 +193,7 @@ def deepspeed_keys() -> frozenset[str]:
     words: set[str] = set()
     for file in sorted({*root.glob("**/constants.py"), *root.glob("**/config.py"), *root.glob("**/config_v2.py")}):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        words |= {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
+        words |= _strings(tree)
     return frozenset(word for word in words if word.isidentifier())
 
 
@@ -164,7 +222,7 @@ def _root(package: str) -> Path | None:
 def _parse(package: str, file: str) -> ast.Module:
     root = _root(package)
     if root is None:
-        raise ModuleNotFoundError(f"{package} is not installed: pip install {package}", name=package)
+        raise mistake(package, "is not installed, and what is legal is read from its source", f"pip install {package}")
     return ast.parse((root / file).read_text(encoding="utf-8"))
 
 
@@ -219,6 +277,23 @@ def _literal(node: ast.expr | None) -> Any:
         return ast.literal_eval(node) if node is not None else None
     except (ValueError, SyntaxError):
         return None
+
+
+def _strings(tree: ast.AST) -> set[str]:
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def _attributes(tree: ast.AST, prefix: str) -> set[str]:
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | _strings(tree)
+    return {name for name in found if name.startswith(prefix) and name.isidentifier()}
+
+
+def _dict_keys(tree: ast.Module, name: str) -> tuple[str, ...]:
+    """The keys of the dictionary that the module assigns to `name`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Dict):
+            return tuple(str(_literal(key)) for key in node.value.keys)
+    return ()
 
 
 def _calls(tree: ast.Module, method: str) -> list[ast.Call]:

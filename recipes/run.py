@@ -50,6 +50,7 @@ class RunSpec(Mapping):
     batch: Batch
     problems: list[Problem] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
+    demonstrate: bool = True
     _resolved: dict[str, Setting] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Any:
@@ -73,7 +74,8 @@ class RunSpec(Mapping):
 
     @property
     def demonstration(self) -> bool:
-        return self["model_name_or_path"] is None and self["dataset_name"] is None
+        """Whether train.py trains its demonstration: nobody named a model or data."""
+        return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given
 
     def chosen(self) -> dict[str, Setting]:
         """Every setting that somebody or something chose: all but the libraries' defaults."""
@@ -124,10 +126,12 @@ def resolve(
     engine: Engine | None = None,
     accelerate_config: str | None = None,
     environment: Mapping[str, str] | None = None,
+    demonstrate: bool = True,
 ) -> RunSpec:
     """Resolve train.py's command line `argv` (and keyword `settings`, which count the same) into a run.
 
     The world size is the given one, else the Accelerate YAML's, else 1. Problems are in `run.problems`.
+    `demonstrate` false leaves the demonstration's settings out where no model and data are named.
     """
     problems: list[Problem] = []
     given = _parse_command_line(argv, problems)
@@ -148,6 +152,7 @@ def resolve(
         _split(recipe, world, given, problems),
         problems,
         os.environ if environment is None else environment,
+        demonstrate,
     )
 
 
@@ -273,9 +278,8 @@ def coerce(value: Any, known: legal.Field) -> Any:
     types = known.types
     if isinstance(value, str):
         value = _from_text(value, types)
-    if isinstance(value, int) and not isinstance(value, bool) and "float" in types and "int" not in types:
-        value = float(value)
-    if type(value).__name__ not in types and not (value is None and "None" in types):
+    accepted = types | {"int"} if "float" in types else types  # 2 stays 2 where 2.0 would do
+    if type(value).__name__ not in accepted and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
         raise ValueError(f"takes {_names(types)}, got {given}")
     if known.choices and isinstance(value, str) and value not in known.choices:
@@ -287,12 +291,11 @@ def _from_text(text: str, types: frozenset[str]) -> Any:
     lowered = text.lower()
     if "bool" in types and lowered in ("true", "false", "yes", "no", "1", "0") and not ("str" in types and lowered == "no"):
         return lowered in ("true", "yes", "1")
-    for name, convert in (("int", int), ("float", float)):
-        if name in types:
-            try:
-                return convert(text)
-            except ValueError:
-                pass
+    for convert in (int, float) if "float" in types else (int,) if "int" in types else ():
+        try:
+            return convert(text)
+        except ValueError:
+            pass
     if "dict" in types and text.lstrip().startswith("{"):
         try:
             return json.loads(text)

@@ -1,0 +1,41 @@
+"""From a run to Hugging Face's objects: the arguments and the Trainer, and nothing that the run does not say."""
+
+from __future__ import annotations
+
+from transformers import EarlyStoppingCallback, TrainingArguments
+
+from launch.data import Data, compute_accuracy
+from launch.trainer import Meter, Progress, RecipeTrainer, StopOnNotANumber, apply_ddp_settings, only_our_progress
+from recipes.errors import mistake
+from recipes.factories import training_arguments
+from recipes.run import RunSpec
+
+
+def build_arguments(run: RunSpec) -> TrainingArguments:
+    """The real TrainingArguments; their own complaints become one line. Joins the world as a side effect."""
+    try:
+        return training_arguments(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
+    except (TypeError, ValueError) as error:
+        raise mistake("TrainingArguments", str(error).splitlines()[0], "the setting it names") from None
+
+
+def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
+    trainer = RecipeTrainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.eval,
+        data_collator=data.collator,
+        processing_class=tokenizer,
+        compute_metrics=compute_accuracy if run["task"] == "sequence_classification" else None,
+        callbacks=[StopOnNotANumber()],
+    )
+    trainer.meter = Meter()
+    trainer.add_callback(trainer.meter)
+    if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):
+        trainer.add_callback(Progress(console))
+    if run["early_stopping_patience"]:
+        trainer.add_callback(EarlyStoppingCallback(run["early_stopping_patience"]))
+    only_our_progress(trainer)
+    apply_ddp_settings(trainer, run)
+    return trainer

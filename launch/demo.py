@@ -1,0 +1,83 @@
+"""The demonstration: a small byte-level decoder that learns Python's own source, with nothing to download."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+CORPUS_BYTES = 2_000_000
+HELD_OUT_EVERY = 20
+
+END_OF_TEXT, PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|padding|>", "<|im_start|>", "<|im_end|>"
+
+# The assistant's words are marked, so that `assistant_only_loss` knows them without guessing.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def demo_corpus() -> list[str]:
+    """The standard library's single-file modules in alphabetical order: the same texts on every rank."""
+    texts: list[str] = []
+    room = CORPUS_BYTES
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if not text or len(text) > room:
+            continue
+        texts.append(text)
+        room -= len(text)
+    return texts
+
+
+def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Texts to train on and texts to evaluate on: every twentieth, so that both hold the whole alphabet."""
+    kept = [text for number, text in enumerate(texts, start=1) if number % HELD_OUT_EVERY]
+    return kept, texts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+
+
+def demo_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte and four special ones: any text goes in and comes back exactly."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character stands for each byte
+    bytes_only = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.add_special_tokens(
+        [AddedToken(token, special=True) for token in (END_OF_TEXT, PADDING, TURN_START, TURN_END)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        extra_special_tokens=[TURN_START, TURN_END],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,  # "a ." stays "a ."
+        model_max_length=1024,
+    )
+
+
+def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    """0.7 million parameters: what two CPU cores can train in a minute, and enough to learn how Python looks."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        initializer_range=0.06,  # the usual 0.02 suits wide models; so narrow a one would learn half as fast
+        tie_word_embeddings=True,
+        bos_token_id=None,  # texts begin with their first byte
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )

@@ -1,0 +1,115 @@
+"""run.json: what trained, with what, and how it ended. Written atomically; a damaged one never stops a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.world import World
+from recipes.legal import version
+from recipes.run import RunSpec
+
+NAME = "run.json"
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
+
+# A checkpoint trained with another value of these cannot be gone on from: other weights, or other data.
+IDENTITY = (
+    "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit "
+    "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
+    "padding_free assistant_only_loss completion_only_loss"
+).split()
+# A resume silently keeps the old value of these: they are in the checkpoint's state.
+KEPT_BY_RESUME = ("logging_steps", "save_steps", "eval_steps", "learning_rate")
+# A resume takes the new value of these, and is then no continuation of the same training.
+CHANGES_COURSE = ("global_batch_size", "seed", "optim", "lr_scheduler_type", "warmup_steps", "weight_decay")
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """The record in a folder; empty where it is missing or damaged."""
+    try:
+        content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write(folder: str | Path, record: dict[str, Any]) -> None:
+    """Replace the record in one step, so that a reader or a crash never sees half of it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{NAME}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(record, stream, indent=2, default=str)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(name, folder / NAME)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class Record:
+    """The record of one run; `results` are filled in by the training."""
+
+    results: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.results = {}
+
+
+@contextlib.contextmanager
+def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
+    """Writes run.json as `running`, then as `finished`, `interrupted` or `failed`; rank 0 does."""
+    record, content = Record(), started(run, world.size)
+    status, error_text = "failed", None
+    if world.speaks:
+        write(run["output_dir"], content)
+    try:
+        yield record
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    except BaseException as error:
+        error_text = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if world.speaks:
+            content |= {"status": status, "ended": _now(), **record.results}
+            write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
+
+
+def started(run: RunSpec, world_size: int) -> dict[str, Any]:
+    """The record of a run that begins now."""
+    return {
+        "status": "running",
+        "recipe": run.recipe.name,
+        "engine": run.engine.title,
+        "world_size": world_size,
+        "started": _now(),
+        "command": sys.argv,
+        "settings": {
+            name: {"value": s.value, "source": s.source, "reason": s.reason} for name, s in sorted(run.chosen().items())
+        },
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in _PACKAGES}},
+        "hardware": run.hardware.as_dict(),
+    }
+
+
+def changes(old: dict[str, Any], run: RunSpec, names: tuple[str, ...] | list[str]) -> dict[str, tuple[Any, Any]]:
+    """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
+    settings = old.get("settings") if isinstance(old.get("settings"), dict) else {}
+    then = {name: entry.get("value") for name, entry in settings.items() if isinstance(entry, dict)}
+    return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

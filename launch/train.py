@@ -1,0 +1,101 @@
+"""Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [--config FILE] [flags]`.
+
+Reads from top to bottom as what it does: resolve, check, join the world, load, train, record.
+Without a model and data it trains a small byte-level decoder on Python's own source.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __package__ in (None, ""):  # run as a script: import the packages beside launch/, not the files inside it
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from launch import report
+from launch.quiet import quiet_libraries, quiet_progress_bars
+from launch.record import kept_record
+from launch.world import World, joined, launched, on_launched_engine, prepare_environment
+from recipes.check import require_legal
+from recipes.errors import UserError
+from recipes.help import train_help
+from recipes.run import RunSpec, resolve
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 finished, 1 the machine failed, 2 a mistake to mend, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(train_help())
+        return 0
+    world = World()
+    run = None
+    try:
+        world = launched()
+        run = on_launched_engine(resolve(argv, world_size=world.size, local_world_size=world.local_size))
+        report.print_problems(require_legal(run), report.console(world.speaks))
+        train(run, world)
+        return 0
+    except UserError as error:
+        report.print_problems(error.problems, report.console(world.speaks, stderr=True))
+        return 2
+    except (KeyboardInterrupt, Exception) as error:
+        words = report.explain_failure(error, run) if run else None
+        if words is None:
+            raise
+        report.console(world.speaks, stderr=True).print(words, style="red", highlight=False)
+        return report.exit_code(error)
+
+
+def train(run: RunSpec, world: World) -> None:
+    """One run in the world that was launched."""
+    quiet_libraries(run["verbose"])
+    prepare_environment(run)
+    from launch.build import build_arguments  # torch and transformers take seconds: only for a legal run
+
+    args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
+    with joined(run, world, args):
+        train_joined(run, world, args)
+
+
+def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
+    """Data, model, Trainer, train, record."""
+    from launch.build import build_trainer
+    from launch.data import load_data
+    from launch.measure import checkpoint_bytes, results
+    from launch.model import load_model, load_tokenizer, saved_sample
+    from launch.resume import decided_by_rank_0, find_earlier_run, prepare_output, require_disk_space
+
+    quiet_progress_bars(run["verbose"])
+    out = report.console(world.speaks)
+    decided_by_rank_0(world, lambda: prepare_output(run))
+    earlier = decided_by_rank_0(world, lambda: find_earlier_run(run, world))
+    report.print_earlier(earlier, run, out)
+    if earlier.finished:
+        return
+
+    tokenizer = load_tokenizer(run)
+    data = load_data(run, tokenizer)
+    model = load_model(run, tokenizer, data)
+    decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model)))
+    trainer = build_trainer(run, args, model, tokenizer, data, out)
+    report.banner(run, model, data, out)
+
+    with kept_record(run, world) as record:
+        trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
+        if data.eval is not None:
+            trained.metrics.update(trainer.evaluate())
+        trainer.save_model()
+        record.results = results(run, trainer, trained.metrics)
+    report.summary(record.results, run, out)
+    if run.demonstration and world.speaks:
+        report.sample(saved_sample(run), out)
+    trainer.accelerator.free_memory()  # DDP's buckets and DeepSpeed's engine go before the process group does
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""A Trainer that wastes no synchronisation, and the callbacks that watch it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+
+class RecipeTrainer(Trainer):
+    """Trainer, less its per-micro-batch flop counting, plus a token count that never waits for the GPU."""
+
+    tokens_seen: torch.Tensor | int = 0
+    meter: Meter
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: it walks every parameter each micro-batch. MFU comes from the token count instead."""
+        return 0
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.tokens_seen = self.tokens_seen + sum(_tokens(batch) for batch in samples)
+        return samples, items
+
+    def _run_epoch(self, *args, **kwargs):
+        # Resumed from its last step, Trainer would take one more: it looks at max_steps only after a step.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
+
+def _tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
+    """Tokens of one micro-batch without padding, left on the device where they are counted from a mask."""
+    if batch.get("attention_mask") is not None:
+        return batch["attention_mask"].sum()
+    return batch["input_ids"].numel()
+
+
+def apply_ddp_settings(trainer: Trainer, run: Mapping[str, Any]) -> None:
+    """Hand DDP what is no field of TrainingArguments. Between `Trainer(...)` and `train()`: DDP wraps in `train()`.
+
+    `run` has `gradient_as_bucket_view` (bool) and `ddp_comm_hook` ("no", "fp16" or "bf16").
+    """
+    from accelerate.utils import DDPCommunicationHookType
+
+    handler = trainer.accelerator.ddp_handler
+    if handler is None:
+        return
+    handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
+    handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
+
+
+class NotANumber(ArithmeticError):
+    """The loss is NaN or infinite."""
+
+
+class StopOnNotANumber(TrainerCallback):
+    """Stops when a logged loss is NaN or infinite: the value is on the host then, so looking costs nothing."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        loss = (logs or {}).get("loss")
+        if loss is not None and not math.isfinite(float(loss)):
+            raise NotANumber(f"the loss is {loss} at step {state.global_step}")
+
+
+class Meter(TrainerCallback):
+    """Step time in seconds, over the steps after the warm-up that neither save nor evaluate."""
+
+    WARM_UP_STEPS = 3
+
+    def __init__(self) -> None:
+        self.durations: list[float] = []
+        self._started: float | None = None
+        self._interrupted = False
+        self.steps_trained = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        if self._started is not None and not self._interrupted and self.steps_trained > self.WARM_UP_STEPS:
+            self.durations.append(now - self._started)
+        self._started, self._interrupted = now, False
+        self.steps_trained += 1
+
+    def on_save(self, args, state, control, **kwargs):
+        self._interrupted = True
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._interrupted = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self._interrupted = True
+
+    @property
+    def step_time(self) -> float | None:
+        """Mean seconds per step: with a GPU that runs ahead of the host, single steps mean little. None if too few."""
+        return sum(self.durations) / len(self.durations) if self.durations else None
+
+
+class Progress(TrainerCallback):
+    """One progress bar on a terminal, one line a log elsewhere."""
+
+    def __init__(self, console) -> None:
+        self.console = console
+        self.bar: Any = None
+        self.task: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not self.console.is_terminal:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self.console)
+        self.bar.start()
+        self.task = self.bar.add_task("starting", total=state.max_steps, completed=state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        words = [f"{name} {_short(logs[name])}" for name in ("loss", "learning_rate", "eval_loss", "eval_accuracy") if name in logs]
+        if not words:
+            return
+        if self.bar and "loss" in logs:
+            self.bar.update(self.task, description="  ".join(words))
+        else:
+            self.console.print(f"step {state.global_step}/{state.max_steps}  " + "  ".join(words), highlight=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.stop()
+
+    def stop(self) -> None:
+        if self.bar:
+            self.bar.stop()
+            self.bar = None
+
+
+def _short(value: Any) -> str:
+    return f"{float(value):.4g}"
+
+
+def only_our_progress(trainer: Trainer) -> None:
+    """Take out the printing callback that Trainer adds when its own progress bar is off."""
+    trainer.remove_callback(PrinterCallback)

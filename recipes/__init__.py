@@ -1,0 +1,10 @@
+"""Explained TrainingArguments for Hugging Face Trainer: `from recipes import fast; args = fast(output_dir="out")`.
+
+Importing this package imports neither torch nor transformers; calling a recipe does.
+"""
+
+from recipes.errors import Problem, UserError
+from recipes.factories import baseline, fast, memory, memory_zero3, standard
+
+__all__ = ["Problem", "UserError", "baseline", "fast", "memory", "memory_zero3", "standard"]
+__version__ = "0.1.0"

@@ -1,0 +1,65 @@
+"""The recipes as functions that return TrainingArguments, for people who bring their own training script."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from recipes import catalog, legal
+from recipes.check import require_legal
+from recipes.run import RunSpec, resolve
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+def _factory(recipe: catalog.Recipe):
+    def build(
+        output_dir: str | None = None, *, args_class: type | None = None, num_processes: int | None = None, **overrides: Any
+    ) -> TrainingArguments:
+        if args_class is None:
+            from transformers import TrainingArguments as args_class
+        given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
+        own = {name: value for name, value in given.items() if name not in legal.settings() and _has(args_class, name)}
+        run = resolve(
+            settings={"recipe": recipe.name, **{name: value for name, value in given.items() if name not in own}},
+            world_size=num_processes or int(os.environ.get("WORLD_SIZE", 1)),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None,
+            demonstrate=False,
+        )
+        require_legal(run)
+        return training_arguments(run, args_class, own)
+
+    build.__name__ = build.__qualname__ = recipe.name
+    build.__doc__ = f"""{recipe.purpose}
+
+    Returns `args_class` (TrainingArguments or a subclass such as TRL's SFTConfig) for this machine and the world that
+    was launched. `global_batch_size` (default 16 examples per optimizer step over all processes) is split into
+    micro-batch and accumulation; any other keyword overrides the recipe. `num_processes` is WORLD_SIZE without it.
+    Raises `UserError` where the settings are not legal together. What is no field of TrainingArguments, such as
+    `gradient_as_bucket_view`, reaches DDP through `launch.trainer.apply_ddp_settings(trainer, run)`.
+    """
+    return build
+
+
+def training_arguments(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:
+    """Build `args_class` from a run; `own` are fields that only the subclass has."""
+    extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.training_arguments()}
+    shared = {name: value for name, value in extra.items() if _has(args_class, name)}  # SFTConfig has packing, ...
+    args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
+    # One process drives one GPU. Trainer would wrap a lone process that sees several in DataParallel, and multiply
+    # the global batch by their number.
+    args._n_gpu = min(args.n_gpu, 1)
+    return args
+
+
+def _has(args_class: type, name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(args_class))
+
+
+baseline = _factory(catalog.baseline())
+standard = _factory(catalog.standard())
+fast = _factory(catalog.fast())
+memory = _factory(catalog.memory())
+memory_zero3 = _factory(catalog.memory_zero3())

@@ -1,0 +1,41 @@
+"""`train.py --help`, from the same legal names that the check uses; nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import textwrap
+
+from recipes import legal
+from recipes.catalog import RECIPES
+
+_INTRODUCTION = """\
+usage: accelerate launch [--config_file accelerate_configs/X.yaml] [--num_processes N] launch/train.py
+                         [--recipe NAME] [--config FILE] [model and data flags] [Trainer flags]
+
+With no model and data it trains a small byte-level decoder on the Python standard library's own source.
+Precedence: command line > --config file > recipe > library default.
+"""
+
+
+def train_help() -> str:
+    recipes = "\n".join(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items())
+    own = "\n".join(_line(field) for field in legal.run_flags().values())
+    theirs = textwrap.fill(
+        ", ".join(f"--{name}" for name in legal.training_arguments()),
+        width=110,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
+    version = legal.version("transformers")
+    return (
+        f"{_INTRODUCTION}\nRecipes (recipes show NAME explains one):\n{recipes}\n\nRun, model and data:\n{own}\n\n"
+        f"Every field of TrainingArguments (transformers {version}):\n{theirs}\n"
+    )
+
+
+def _line(field: legal.Field) -> str:
+    default = f" [{field.default}]" if field.default not in (None, False) else ""
+    choices = f" ({', '.join(field.choices)})" if field.choices else ""
+    return textwrap.fill(
+        f"{field.help}{choices}{default}", width=110, initial_indent=f"  --{field.name:<26} ", subsequent_indent=" " * 31
+    )

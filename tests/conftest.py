@@ -1,0 +1,58 @@
+"""Small real things that the tests train on: a tiny model with its tokenizer, texts, and a checkpoint of Trainer's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A folder with a Llama of some 30 thousand parameters and the byte-level tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from launch.demo import demo_tokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-model")
+    tokenizer = demo_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """256 texts of different lengths, as .jsonl."""
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    lines = [{"text": f"Example {n} says " + "well " * (1 + n % 7) + "and ends."} for n in range(256)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="session")
+def real_checkpoint(tiny_model, texts, tmp_path_factory) -> Path:
+    """checkpoint-4 of a run that was trained for four steps."""
+    from tests.running import train_here
+
+    folder = tmp_path_factory.mktemp("real-run")
+    assert train_here(tiny_model, texts, folder, "--max_steps", "4").code == 0
+    return folder / "checkpoint-4"

@@ -1,0 +1,133 @@
+"""Resolving: precedence, sources, types, and nothing lost on the way."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes import legal
+from recipes.catalog import RECIPES
+from recipes.hardware import Hardware
+from recipes.run import coerce, resolve
+
+CPU = Hardware(cores=2)
+
+
+def resolved(argv="", **keywords):
+    words = argv.split() if isinstance(argv, str) else argv
+    return resolve(words, hardware=CPU, environment={}, **keywords)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_recipe(config):
+    path = config("recipe: fast\nlogging_steps: 7\nlearning_rate: 1e-4\n")
+    run = resolved(["--config", path, "--learning_rate", "2e-4"])
+    assert (run["learning_rate"], run["logging_steps"], run["save_total_limit"]) == (2e-4, 7, 1)
+
+
+def test_each_value_says_where_it_came_from(config):
+    path = config("logging_steps: 7\n")
+    run = resolved(["--config", path, "--seed", "1"])
+    names = ("seed", "logging_steps", "save_total_limit", "per_device_train_batch_size", "adam_beta1")
+    sources = [run.setting(name).source for name in names]
+    assert sources == ["command line", path, "recipe standard", "batch arithmetic", "library default"]
+
+
+def test_text_in_yaml_that_is_a_number_is_read_as_one(config):
+    assert resolved(["--config", config("learning_rate: 1e-4\n")])["learning_rate"] == 1e-4
+
+
+@pytest.mark.parametrize("words", ["--packing", "--packing true", "--packing=True", "--packing yes"])
+def test_a_switch_can_be_written_in_the_usual_ways(words):
+    assert resolved(words)["packing"] is True
+
+
+@pytest.mark.parametrize("words", ["--no_packing", "--no-packing", "--packing false"])
+def test_a_switch_can_be_turned_off(words):
+    assert resolved(f"--recipe fast {words}")["packing"] is False
+
+
+def test_dashes_are_underscores():
+    assert resolved("--max-steps 3")["max_steps"] == 3
+
+
+def test_a_list_takes_several_words():
+    assert resolved("--lora_target_modules q_proj v_proj")["lora_target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_json_is_read_as_a_mapping():
+    run = resolved(["--accelerator_config", '{"even_batches": false}'])
+    assert run["accelerator_config"] == {"even_batches": False}
+
+
+def test_no_as_a_strategy_is_text():
+    assert resolved("--save_strategy no")["save_strategy"] == "no"
+
+
+def test_negative_numbers_are_values():
+    assert resolved("--max_steps -1")["max_steps"] == -1
+
+
+def test_the_new_name_of_activation_checkpointing_is_the_same_setting():
+    if "activation_checkpointing" not in legal.training_arguments():
+        pytest.skip("this transformers has only the old name")
+    run = resolved("--activation_checkpointing")
+    assert run["gradient_checkpointing"] is True
+    assert run.training_arguments()["activation_checkpointing"] is True
+
+
+def test_the_demonstration_ends_where_a_model_or_data_is_named():
+    assert resolved("").demonstration
+    assert not resolved("--dataset_name data.jsonl").demonstration
+    assert resolved("--dataset_name data.jsonl")["max_steps"] == -1
+
+
+def test_a_machine_without_gpus_trains_on_its_cpu_explicitly():
+    assert resolved("").training_arguments()["use_cpu"] is True
+
+
+@given(
+    recipe=st.sampled_from(sorted(RECIPES)),
+    rate=st.floats(1e-6, 1.0),
+    steps=st.integers(1, 10_000),
+    world=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_what_is_typed_is_what_trains(recipe, rate, steps, world):
+    run = resolved(["--recipe", recipe, "--learning_rate", repr(rate), "--max_steps", str(steps)], world_size=world)
+    arguments = run.training_arguments()
+    assert not run.problems
+    assert (arguments["learning_rate"], arguments["max_steps"]) == (rate, steps)
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * world == 16
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        ("float", "1e-4", 1e-4),
+        ("float", "2", 2),
+        ("int | None", "none", None),
+        ("bool", "no", False),
+        ("str", "no", "no"),
+        ("str | bool", "all", "all"),
+        ("dict | str | None", '{"a": 1}', {"a": 1}),
+        ("list[str] | None", "q_proj", ["q_proj"]),
+    ],
+)
+def test_values_become_the_type_of_the_field(annotation, value, expected):
+    assert coerce(value, legal.Field("x", annotation)) == expected
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"), [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3)]
+)
+def test_values_of_another_type_are_refused(annotation, value):
+    with pytest.raises(ValueError, match="takes"):
+        coerce(value, legal.Field("x", annotation))

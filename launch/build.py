@@ -5,7 +5,15 @@ from __future__ import annotations
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from launch.data import Data, compute_accuracy
-from launch.trainer import Meter, Progress, RecipeTrainer, StopOnNotANumber, apply_ddp_settings, only_our_progress
+from launch.trainer import (
+    LogLastStep,
+    Meter,
+    Progress,
+    RecipeTrainer,
+    StopOnNotANumber,
+    apply_ddp_settings,
+    only_our_progress,
+)
 from recipes.errors import mistake
 from recipes.factories import training_arguments
 from recipes.run import RunSpec
@@ -28,7 +36,7 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         data_collator=data.collator,
         processing_class=tokenizer,
         compute_metrics=compute_accuracy if run["task"] == "sequence_classification" else None,
-        callbacks=[StopOnNotANumber()],
+        callbacks=[StopOnNotANumber(), LogLastStep()],
     )
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)

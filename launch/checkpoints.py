@@ -84,7 +84,11 @@ def _state_faults(file: Path) -> list[str]:
         return ["trainer_state.json is missing"]
     except (OSError, ValueError):
         return ["trainer_state.json cannot be read"]
-    return [] if isinstance(state, dict) and isinstance(state.get("global_step"), int) else ["trainer_state.json has no step"]
+    return (
+        []
+        if isinstance(state, dict) and isinstance(state.get("global_step"), int)
+        else ["trainer_state.json has no step"]
+    )
 
 
 def _weight_faults(path: Path) -> list[str]:
@@ -127,7 +131,9 @@ def _missing(path: Path, names: list[str]) -> list[str]:
 
 
 def _torch_faults(path: Path, names: list[str]) -> list[str]:
-    return _missing(path, names) + [fault for name in names if (path / name).exists() for fault in _file_faults(path / name)]
+    return _missing(path, names) + [
+        fault for name in names if (path / name).exists() for fault in _file_faults(path / name)
+    ]
 
 
 def _file_faults(file: Path) -> list[str]:

@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("name", metavar="NAME")
     show.add_argument("--diff", metavar="OTHER", help="only what differs from another recipe")
     _add_world(show)
-    show.add_argument("--global_batch_size", "--global-batch-size", type=_count, help="examples per optimizer step [16]")
+    show.add_argument(
+        "--global_batch_size", "--global-batch-size", type=_count, help="examples per optimizer step [16]"
+    )
     show.add_argument("--json", action="store_true")
     show.set_defaults(run=show_recipe)
 
@@ -106,7 +108,9 @@ def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
         print(json.dumps(_as_json(run, settings), indent=2, default=str))
         return 0
     _print_heading(run)
-    _print_table(["setting", "value", "from", "reason"], [[n, _text(s.value), s.source, s.reason] for n, s in settings.items()])
+    _print_table(
+        ["setting", "value", "from", "reason"], [[n, _text(s.value), s.source, s.reason] for n, s in settings.items()]
+    )
     return 0
 
 
@@ -146,7 +150,11 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
         errors = check_deep(run)
         problems += errors
     if options.json:
-        found = {"legal": not errors, "problems": [vars(problem) for problem in problems], **_as_json(run, run.chosen())}
+        found = {
+            "legal": not errors,
+            "problems": [vars(problem) for problem in problems],
+            **_as_json(run, run.chosen()),
+        }
         print(json.dumps(found, indent=2, default=str))
         return 2 if errors else 0
     _print_problems(problems)
@@ -193,7 +201,10 @@ def _as_yaml(recipe: Recipe) -> str:
     lines = [f"# {recipe.purpose}", f"# Engine: accelerate_configs/{recipe.engine}", f"recipe: {recipe.name}", ""]
     for name, setting in recipe.settings.items():
         if callable(setting):
-            lines += [f"# {name}: decided by the recipe for each machine and run ({setting.__name__.replace('_', ' ')})", ""]
+            lines += [
+                f"# {name}: decided by the recipe for each machine and run ({setting.__name__.replace('_', ' ')})",
+                "",
+            ]
         else:
             value, reason = setting
             lines += [f"# {reason}", f"{name}: {json.dumps(value)}", ""]  # JSON is YAML
@@ -202,7 +213,9 @@ def _as_yaml(recipe: Recipe) -> str:
 
 def _print_heading(run: RunSpec) -> None:
     print(f"{run.recipe.name}: {run.recipe.purpose}")
-    print(f"on {run.hardware}, {run.world_size} process(es), {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n")
+    print(
+        f"on {run.hardware}, {run.world_size} process(es), {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n"
+    )
 
 
 def _print_table(headings: list[str], rows: list[list[str]]) -> None:

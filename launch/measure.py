@@ -52,17 +52,21 @@ def peak_memory() -> dict[str, Any]:
     return {"peak_memory_bytes": peak, "peak_memory_of": "of RAM in the first process"}
 
 
-def parameter_count(model: torch.nn.Module) -> int:
-    """Parameters, tied ones once, ZeRO-3's sharded ones whole."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
+    """Parameters, tied ones once, whole where ZeRO-3 has sharded them, and unpacked where 4 bits share a byte."""
+    return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
+
+
+def _size(parameter: torch.nn.Parameter) -> int:
+    if hasattr(parameter, "ds_numel"):
+        return parameter.ds_numel
+    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
 def checkpoint_bytes(model: torch.nn.Module) -> int:
     """About what a checkpoint takes: the trainable weights in their type, and two fp32 Adam moments for each."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trainable)
-    width = max((parameter.element_size() for parameter in trainable), default=4)
-    return count * (width + 8)
+    width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
+    return parameter_count(model, trained_only=True) * (width + 8)
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
@@ -73,8 +77,7 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
     config = model.config
     n = parameter_count(model)
     if not getattr(config, "tie_word_embeddings", False):
-        weight = model.get_input_embeddings().weight
-        n -= getattr(weight, "ds_numel", weight.numel())
+        n -= _size(model.get_input_embeddings().weight)
     return 6 * n + 6 * config.num_hidden_layers * config.hidden_size * length
 
 

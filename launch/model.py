@@ -60,13 +60,18 @@ def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
     """The model to train: a PreTrainedModel, or a PeftModel around it."""
     set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
-    config = _load_config(run, tokenizer, data)
+    config = _load_config(run, tokenizer, data.labels)
     require_fitting_length(run, max_positions(config))
     model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
     model.config.use_cache = False  # with a cache, transformers overlooks where padding-free sequences begin
     if run["padding_free"]:
         _require_separate_sequences(run, model)
     return _with_adapters(run, model) if run["use_peft"] else model
+
+
+def longest_sequence(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """`max_positions` of the run's model, before it is loaded."""
+    return max_positions(_load_config(run, tokenizer, labels=None))
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -118,7 +123,7 @@ def saved_sample(run: Mapping[str, Any]) -> str:
 
 
 def _expanded(name: str) -> str:
-    return os.path.expanduser(name)
+    return str(Path(name).expanduser())
 
 
 def _require_model_folder(name: str) -> None:
@@ -150,7 +155,9 @@ def _has_weights(path: Path) -> bool:
     return any(any(path.glob(pattern)) for pattern in WEIGHTS)
 
 
-def _load_config(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> PreTrainedConfig:
+def _load_config(
+    run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, labels: list[str] | None
+) -> PreTrainedConfig:
     name = run["model_name_or_path"]
     try:
         config = demo_config(tokenizer) if name is None else AutoConfig.from_pretrained(_expanded(name), **_origin(run))
@@ -160,9 +167,9 @@ def _load_config(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, dat
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
-    if data.labels is not None:
-        config.id2label = dict(enumerate(data.labels))
-        config.label2id = {label: number for number, label in enumerate(data.labels)}
+    if labels is not None:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
         config.problem_type = "single_label_classification"
     return config
 
@@ -218,7 +225,7 @@ def _require_separate_sequences(run: Mapping[str, Any], model: PreTrainedModel) 
         )
 
 
-def _auto_class(run: Mapping[str, Any]) -> type:
+def _auto_class(run: Mapping[str, Any]) -> Any:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,16 +43,15 @@ def write(folder: str | Path, record: dict[str, Any]) -> None:
     """Replace the record in one step, so that a reader or a crash never sees half of it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{NAME}-")
+    unfinished = folder / f".{NAME}-{os.getpid()}"
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with unfinished.open("w", encoding="utf-8") as stream:
             json.dump(record, stream, indent=2, default=str)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(name, folder / NAME)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        unfinished.replace(folder / NAME)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class Record:
@@ -106,7 +104,8 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
 
 def changes(old: dict[str, Any], run: RunSpec, names: tuple[str, ...] | list[str]) -> dict[str, tuple[Any, Any]]:
     """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
-    settings = old.get("settings") if isinstance(old.get("settings"), dict) else {}
+    settings = old.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
     then = {name: entry.get("value") for name, entry in settings.items() if isinstance(entry, dict)}
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 

@@ -21,7 +21,9 @@ _WIDTH = 110
 def console(speaks: bool = True, stderr: bool = False) -> Console:
     """Where rank 0 speaks. Output to a file or a pipe is not wrapped at 80 columns."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, quiet=not speaks, width=None if stream.isatty() else _WIDTH, soft_wrap=not stream.isatty())
+    return Console(
+        file=stream, quiet=not speaks, width=None if stream.isatty() else _WIDTH, soft_wrap=not stream.isatty()
+    )
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:
@@ -33,8 +35,10 @@ def print_problems(problems: Iterable[Problem], out: Console) -> None:
 
 def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
     """What is about to train, from the run and from what was really loaded."""
-    trainable, total = model.num_parameters(only_trainable=True), model.num_parameters()
-    share = "" if trainable == total else f", {trainable:,} trained ({trainable / total:.2%})"
+    from launch.measure import parameter_count
+
+    total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
+    share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
     lines = {
         "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
         "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
@@ -52,20 +56,25 @@ def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
     out.print(table)
     idle = len(run.hardware.gpus) - run.local_world_size
     if idle > 0:
-        out.print(f"[yellow]advice[/yellow]  {idle} visible GPUs are idle: --num_processes {len(run.hardware.gpus)} uses all")
+        out.print(
+            f"[yellow]advice[/yellow]  {idle} visible GPUs are idle: --num_processes {len(run.hardware.gpus)} uses all"
+        )
 
 
 def precision(run: RunSpec) -> str:
     """The compute precision with the reason for it."""
     name = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "fp32"
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
-    return f"{name} compute, {run['dtype']} weights" + (f" ({reason})" if reason else "") + (", tf32" if run["tf32"] else "")
+    weights = f"{name} weights, fp32 master copy" if run.engine.kind == "deepspeed" else f"{run['dtype']} weights"
+    return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
 
 
 def summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
     """The end of a run, from the same numbers that run.json holds."""
     out.print()
-    out.print(_table({**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}))
+    out.print(
+        _table({**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"})
+    )
 
 
 def sample(text: str, out: Console) -> None:

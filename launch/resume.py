@@ -149,7 +149,9 @@ def _changes(run: RunSpec, old: dict[str, Any], everything: bool = False) -> lis
     kept = record.changes(old, run, record.KEPT_BY_RESUME)
     course = record.changes(old, run, record.CHANGES_COURSE)
     if everything:
-        return [f"asked for now and not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()]
+        return [
+            f"asked for now and not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()
+        ]
     return [
         *(f"{name} {now} is ignored by a resume: {then} is kept" for name, (then, now) in kept.items()),
         *(f"{name} changes from {then} to {now}: no longer the same training" for name, (then, now) in course.items()),

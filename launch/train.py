@@ -39,9 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         run = on_launched_engine(resolve(argv, world_size=world.size, local_world_size=world.local_size))
         report.print_problems(require_legal(run), report.console(world.speaks))
         train(run, world)
-        return 0
     except UserError as error:
-        report.print_problems(error.problems, report.console(world.speaks, stderr=True))
+        problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
+        report.print_problems(problems, report.console(world.speaks, stderr=True))
         return 2
     except (KeyboardInterrupt, Exception) as error:
         words = report.explain_failure(error, run) if run else None
@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         report.console(world.speaks, stderr=True).print(words, style="red", highlight=False)
         return report.exit_code(error)
+    return 0
 
 
 def train(run: RunSpec, world: World) -> None:
@@ -67,7 +68,7 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
     from launch.build import build_trainer
     from launch.data import load_data
     from launch.measure import checkpoint_bytes, results
-    from launch.model import load_model, load_tokenizer, saved_sample
+    from launch.model import load_model, load_tokenizer, longest_sequence, saved_sample
     from launch.resume import decided_by_rank_0, find_earlier_run, prepare_output, require_disk_space
 
     quiet_progress_bars(run["verbose"])
@@ -79,7 +80,9 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
         return
 
     tokenizer = load_tokenizer(run)
-    data = load_data(run, tokenizer)
+    longest = longest_sequence(run, tokenizer)
+    run.lower("max_length", longest, "the longest sequence of this model")
+    data = load_data(run, tokenizer, longest)
     model = load_model(run, tokenizer, data)
     decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model)))
     trainer = build_trainer(run, args, model, tokenizer, data, out)

@@ -69,6 +69,14 @@ class StopOnNotANumber(TrainerCallback):
             raise NotANumber(f"the loss is {loss} at step {state.global_step}")
 
 
+class LogLastStep(TrainerCallback):
+    """Logs at the last step too, so that the final loss is known however seldom a recipe logs."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+
 class Meter(TrainerCallback):
     """Step time in seconds, over the steps after the warm-up that neither save nor evaluate."""
 
@@ -126,7 +134,11 @@ class Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
-        words = [f"{name} {_short(logs[name])}" for name in ("loss", "learning_rate", "eval_loss", "eval_accuracy") if name in logs]
+        words = [
+            f"{name} {_short(logs[name])}"
+            for name in ("loss", "learning_rate", "eval_loss", "eval_accuracy")
+            if name in logs
+        ]
         if not words:
             return
         if self.bar and "loss" in logs:

@@ -36,7 +36,11 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         size = int(environment["WORLD_SIZE"])
         return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
-    for variable, starter in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpirun")):
+    for variable, starter in (
+        ("SLURM_STEP_NUM_TASKS", "srun"),
+        ("OMPI_COMM_WORLD_SIZE", "mpirun"),
+        ("PMI_SIZE", "mpirun"),
+    ):
         count = int(environment.get(variable, "1") or 1)
         if count > 1:
             raise mistake(

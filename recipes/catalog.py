@@ -56,6 +56,7 @@ def standard() -> Recipe:
             bf16=bf16_where_native,
             fp16=fp16_before_sm80,
             logging_steps=(5, "each log is an all-gather and a host sync"),
+            logging_first_step=(True, "the loss before training, to see it fall"),
             save_total_limit=(1, "the newest checkpoint is all that a resume needs"),
             ddp_find_unused_parameters=(False, "searching the graph each step is only for models that skip layers"),
             ddp_bucket_cap_mb=(25, "torch's own default, written down: large enough for bandwidth, small to overlap"),
@@ -94,8 +95,14 @@ def memory() -> Recipe:
         bf16=bf16_unless_gpu_is_too_old,
         logging_steps=(10, "half as many host syncs as standard"),
         optim=("adamw_torch", "DeepSpeed runs it on the host as DeepSpeedCPUAdam, in AdamW mode"),
-        gradient_checkpointing=(True, "activations are recomputed in the backward: memory for about a third more compute"),
-        gradient_checkpointing_kwargs=({"use_reentrant": False}, "the variant that works with frozen and unused layers"),
+        gradient_checkpointing=(
+            True,
+            "activations are recomputed in the backward: memory for about a third more compute",
+        ),
+        gradient_checkpointing_kwargs=(
+            {"use_reentrant": False},
+            "the variant that works with frozen and unused layers",
+        ),
     )
 
 
@@ -154,7 +161,10 @@ def workers_that_leave_cores(run) -> Choice:
         return 0, "the CPU cores are training"
     share = run.hardware.cores // run.local_world_size
     workers = max(1, min(4, share))
-    return workers, "4 keep a GPU fed" if workers == 4 else f"{share} cores for each of {run.local_world_size} processes"
+    return (
+        workers,
+        "4 keep a GPU fed" if workers == 4 else f"{share} cores for each of {run.local_world_size} processes",
+    )
 
 
 def prefetch_with_workers(run) -> Choice:

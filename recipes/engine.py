@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,11 @@ class Engine:
         names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}
         if self.kind != "deepspeed":
             return names.get(self.kind, self.kind)
-        moved = [n for n, where in (("optimizer", self.offload_optimizer), ("parameter", self.offload_param)) if where != "none"]
+        moved = [
+            n
+            for n, where in (("optimizer", self.offload_optimizer), ("parameter", self.offload_param))
+            if where != "none"
+        ]
         return f"DeepSpeed ZeRO-{self.zero_stage}" + (f", {' and '.join(moved)} offload" if moved else "")
 
 
@@ -54,7 +58,9 @@ def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise mistake(subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file") from None
+        raise mistake(
+            subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
@@ -69,12 +75,11 @@ def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
 def from_yaml(path: str | Path) -> Engine:
     """Read an Accelerate YAML. What is illegal in it is for the rules to say; nothing here raises for it."""
     raw = read_yaml(path, "--accelerate_config")
-    deepspeed = raw.get("deepspeed_config") if isinstance(raw.get("deepspeed_config"), dict) else {}
+    deepspeed, dynamo = _section(raw, "deepspeed_config"), _section(raw, "dynamo_config")
     kind = str(raw.get("distributed_type") or "NO").upper()  # a bare NO is false in YAML
-    dynamo = raw.get("dynamo_config") if isinstance(raw.get("dynamo_config"), dict) else {}
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     processes = raw.get("num_processes")
-    json_zero = _zero_of_json(deepspeed, Path(path))
+    json_zero = _zero_of_json(deepspeed)
     return Engine(
         kind=KINDS.get(kind, kind.lower()),
         source=str(path),
@@ -90,25 +95,26 @@ def from_yaml(path: str | Path) -> Engine:
 
 def from_environment(environment: Mapping[str, str]) -> Engine | None:
     """The engine `accelerate launch` or torchrun has set up; None where a process was started by hand."""
-    common = dict(
+    found = Engine(
+        kind="single",
         source="the launcher",
         mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
         dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
     )
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
-        return Engine(
+        return replace(
+            found,
             kind="deepspeed",
             zero_stage=_int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)),
             offload_optimizer=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
             offload_param=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
-            **common,
         )
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        return Engine(kind="fsdp", **common)
+        return replace(found, kind="fsdp")
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return Engine(kind="ddp", **common)
+        return replace(found, kind="ddp")
     if "ACCELERATE_MIXED_PRECISION" in environment:
-        return Engine(kind="single", **common)
+        return found
     return None
 
 
@@ -126,13 +132,18 @@ def launch_environment(engine: Engine) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", **given}
 
 
-def _zero_of_json(section: Mapping[str, Any], yaml_file: Path) -> dict[str, Any]:
-    content = deepspeed_json(section, yaml_file)
+def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = raw.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _zero_of_json(section: Mapping[str, Any]) -> dict[str, Any]:
+    content = deepspeed_json(section)
     zero = content.get("zero_optimization", {}) if content else {}
     return zero if isinstance(zero, dict) else {}
 
 
-def deepspeed_json(section: Mapping[str, Any], yaml_file: Path | None = None) -> dict[str, Any] | None:
+def deepspeed_json(section: Mapping[str, Any]) -> dict[str, Any] | None:
     """The DeepSpeed JSON a YAML points to; None where there is none or it cannot be read."""
     import json
 

@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 
 def _factory(recipe: catalog.Recipe):
     def build(
-        output_dir: str | None = None, *, args_class: type | None = None, num_processes: int | None = None, **overrides: Any
+        output_dir: str | None = None,
+        *,
+        args_class: type | None = None,
+        num_processes: int | None = None,
+        **overrides: Any,
     ) -> TrainingArguments:
-        if args_class is None:
-            from transformers import TrainingArguments as args_class
+        from transformers import TrainingArguments
+
+        wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
-        own = {name: value for name, value in given.items() if name not in legal.settings() and _has(args_class, name)}
+        own = {name: value for name, value in given.items() if name not in legal.settings() and _has(wanted, name)}
         run = resolve(
             settings={"recipe": recipe.name, **{name: value for name, value in given.items() if name not in own}},
             world_size=num_processes or int(os.environ.get("WORLD_SIZE", 1)),
@@ -29,7 +34,7 @@ def _factory(recipe: catalog.Recipe):
             demonstrate=False,
         )
         require_legal(run)
-        return training_arguments(run, args_class, own)
+        return training_arguments(run, wanted, own)
 
     build.__name__ = build.__qualname__ = recipe.name
     build.__doc__ = f"""{recipe.purpose}

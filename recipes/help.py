@@ -37,5 +37,8 @@ def _line(field: legal.Field) -> str:
     default = f" [{field.default}]" if field.default not in (None, False) else ""
     choices = f" ({', '.join(field.choices)})" if field.choices else ""
     return textwrap.fill(
-        f"{field.help}{choices}{default}", width=110, initial_indent=f"  --{field.name:<26} ", subsequent_indent=" " * 31
+        f"{field.help}{choices}{default}",
+        width=110,
+        initial_indent=f"  --{field.name:<26} ",
+        subsequent_indent=" " * 31,
     )

@@ -32,7 +32,9 @@ class Field:
     @property
     def types(self) -> frozenset[str]:
         """The plain types among bool, int, float, str, list, dict and None that the annotation allows."""
-        found = frozenset(re.findall(r"\b(?:bool|int|float|str|list|dict|None)\b", re.sub(r"\[.*?\]", "", self.annotation)))
+        found = frozenset(
+            re.findall(r"\b(?:bool|int|float|str|list|dict|None)\b", re.sub(r"\[.*?\]", "", self.annotation))
+        )
         return found or frozenset({"str"})
 
 
@@ -76,7 +78,9 @@ def settings() -> dict[str, Field]:
 def accelerate_keys() -> frozenset[str]:
     """Legal top-level keys of an Accelerate YAML."""
     source = _parse("accelerate", "commands/config/config_args.py")
-    names = {field.name for cls in ("BaseConfig", "ClusterConfig") for field in _dataclass_fields(_class(source, cls), {})}
+    names = {
+        field.name for cls in ("BaseConfig", "ClusterConfig") for field in _dataclass_fields(_class(source, cls), {})
+    }
     return frozenset(names | {"fp16", "dynamo_backend"})  # old spellings that `process_config` still converts
 
 
@@ -103,7 +107,8 @@ def accelerate_nested_keys(section: str) -> dict[str, Field]:
         for name in names:
             flags[name] = _parser_field(name, call)
     if prefix == "fsdp":  # the launcher reads more from the YAML than its parser has flags for
-        flags = {name: Field(name, "str") for name in _attributes(_parse("accelerate", "utils/launch.py"), "fsdp_")} | flags
+        read = _attributes(_parse("accelerate", "utils/launch.py"), "fsdp_")
+        flags = {name: Field(name, "str") for name in read} | flags
     optional_prefix = {"fsdp": "fsdp_", "fp8": "fp8_", "dynamo": "dynamo_"}.get(prefix)
     if optional_prefix:
         flags |= {name.removeprefix(optional_prefix): field for name, field in flags.items()}
@@ -173,7 +178,7 @@ def log_levels() -> tuple[str, ...]:
 
 @cache
 def deepspeed_zero_keys() -> frozenset[str]:
-    """Legal keys of a DeepSpeed JSON's `zero_optimization`, aliases included; empty where DeepSpeed is not installed."""
+    """Legal keys of a DeepSpeed JSON's `zero_optimization`, aliases included; empty without DeepSpeed."""
     if _root("deepspeed") is None:
         return frozenset()
     cls = _class(_parse("deepspeed", "runtime/zero/config.py"), "DeepSpeedZeroConfig")
@@ -258,7 +263,9 @@ def _dataclass_fields(cls: ast.ClassDef, enums: dict[str, tuple[str, ...]]) -> l
             default = constants.get(default.id, default)
         metadata = _literal_entries(keywords.get("metadata"))
         choices = metadata.get("choices") or next((enums[e] for e in enums if e in annotation), ())
-        fields.append(Field(item.target.id, annotation, _literal(default), tuple(choices), str(metadata.get("help", ""))))
+        fields.append(
+            Field(item.target.id, annotation, _literal(default), tuple(choices), str(metadata.get("help", "")))
+        )
     return fields
 
 

@@ -133,7 +133,6 @@ _NOT_NEGATIVE = (lambda value: value >= 0, "is 0 or more")
 _POSITIVE = (lambda value: value > 0, "is more than 0")
 _BELOW_ONE = (lambda value: 0 <= value < 1, "is from 0 to below 1")
 _FRACTION = (lambda value: 0 <= value <= 1, "is from 0 to 1")
-_STEPS = (lambda value: value > 0, "is a number of steps, or a fraction of the run below 1")
 _SEED = (lambda value: 0 <= value < 2**32, "is a whole number from 0 to 4294967295")
 
 # Values of the right type that the constructor takes without a word. None always means: not given.
@@ -143,7 +142,6 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,
     "eval_accumulation_steps": _COUNT,
-    "num_train_epochs": _POSITIVE,
     "max_steps": (lambda value: value == -1 or value > 0, "is a number of steps, or -1 for num_train_epochs"),
     "learning_rate": _NOT_NEGATIVE,
     "weight_decay": _NOT_NEGATIVE,
@@ -155,9 +153,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "label_smoothing_factor": _FRACTION,
     "neftune_noise_alpha": _NOT_NEGATIVE,
     "torch_empty_cache_steps": _COUNT,
-    "logging_steps": _STEPS,
-    "eval_steps": _STEPS,
-    "save_steps": _STEPS,
+    "eval_steps": (lambda value: value >= 0, "is a number of steps, or a fraction of the run below 1"),
     "eval_delay": _NOT_NEGATIVE,
     "save_total_limit": (
         lambda value: value >= 1,
@@ -192,6 +188,17 @@ def values_are_in_range(run):
         value = run[name]
         if value is not None and not is_legal(value):
             yield problem(run, name, f"{value} is out of range", f"{name} {words}")
+
+
+@rule
+def a_run_has_steps(run):
+    """No epochs train nothing and say so nowhere; a step count of 0 divides by zero where it is read."""
+    if run["num_train_epochs"] <= 0 and run["max_steps"] <= 0:
+        yield problem(run, "num_train_epochs", f"{run['num_train_epochs']:g} trains nothing", "a number above 0")
+    for name in ("logging_steps", "save_steps"):
+        if run[name] <= 0 and run[name.replace("steps", "strategy")] == "steps":
+            fix = f"a number of steps, a fraction of the run below 1, or --{name.replace('steps', 'strategy')} no"
+            yield problem(run, name, f"{run[name]:g} is out of range", fix)
 
 
 @rule
@@ -295,6 +302,8 @@ def single_engine_starts_one_process(run):
     kind = run.engine.kind
     if run.world_size == 1 or not run.engine.raw or kind not in ("single", "multi_cpu"):
         return
+    if run.engine.raw.get("mpirun_config"):
+        return  # mpirun starts them
     what = f"{run.engine.raw.get('distributed_type', 'NO')} starts one process, {run.world_size} are asked for"
     is_default = kind == "single" and run.engine.source == str(shipped(run.recipe.engine))
     severity = "advice" if is_default else "error"  # nobody chose that file: another one can still be launched
@@ -310,8 +319,8 @@ def single_engine_starts_one_process(run):
 @rule
 def processes_have_a_gpu_each(run):
     """`CUDA error: invalid device ordinal`, or NCCL's `Duplicate GPU detected`."""
-    if not run.hardware.cuda or run["use_cpu"]:
-        return
+    if not run.hardware.cuda or run["use_cpu"] or run["ddp_backend"] == "gloo":
+        return  # with gloo, processes may share a GPU
     machines = run.engine.raw.get("num_machines", 1)
     machines = machines if isinstance(machines, int) and machines > 0 else 1
     here = min(run.local_world_size, -(-run.world_size // machines))
@@ -323,11 +332,13 @@ def processes_have_a_gpu_each(run):
 
 
 @rule
-def one_process_sees_one_gpu(run):
-    """Trainer puts one process with several visible GPUs into DataParallel, which multiplies the global batch."""
-    if run.engine.kind == "single" and run.world_size == 1 and len(run.hardware.gpus) > 1 and not run["use_cpu"]:
-        what = f"one process sees {len(run.hardware.gpus)} GPUs, and DataParallel would multiply the global batch"
-        yield Problem("num_processes", what, "CUDA_VISIBLE_DEVICES=0", "the launch", "advice")
+def one_process_uses_one_gpu(run):
+    """The others stay idle: Trainer's own answer, DataParallel, would multiply the global batch and is switched off."""
+    if run.engine.kind != "single" or run.world_size > 1 or len(run.hardware.gpus) < 2 or run["use_cpu"]:
+        return
+    count = len(run.hardware.gpus)
+    fix = f"accelerate launch --config_file accelerate_configs/standard.yaml --num_processes {count}"
+    yield Problem("num_processes", f"1 uses one of {count} GPUs", fix, "the launch", "advice")
 
 
 @rule
@@ -739,7 +750,7 @@ def signal_checkpoints_may_be_incomplete(run):
 def resume_starts_from_something(run):
     """`Can't find a valid checkpoint at ...`, after model and data were loaded."""
     wanted = run["resume_from_checkpoint"]
-    if not wanted or str(wanted).lower() in ("true", "false", "yes", "no"):
+    if not wanted or str(wanted).lower() == "true":
         return
     if run["fresh"]:
         yield problem(run, "resume_from_checkpoint", "contradicts --fresh", "leave one of them out")

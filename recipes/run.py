@@ -72,6 +72,17 @@ class RunSpec(Mapping):
         """Whether the user wrote it, on the command line or in a file."""
         return legal.ALIASES.get(name, name) in self.given
 
+    def lower(self, name: str, limit: int | None, reason: str) -> None:
+        """Lower a value that nobody wrote to a limit that has turned up, such as the model's longest sequence."""
+        if limit is not None and not self.explicit(name) and self[name] > limit:
+            self._resolved[name] = Setting(limit, "limit", reason)
+
+    def with_source(self, problem: Problem) -> Problem:
+        """The problem with where its setting came from, if it does not say so itself."""
+        if problem.source or problem.subject not in legal.settings():
+            return problem
+        return replace(problem, source=self.setting(problem.subject).source)
+
     @property
     def demonstration(self) -> bool:
         """Whether train.py trains its demonstration: nobody named a model or data."""
@@ -258,7 +269,9 @@ def unknown(name: str, source: str) -> Problem:
         return Problem(name, "does not belong here", moved.ELSEWHERE[name], source)
     suggestion = nearest(name, legal.settings())
     fix = f"--{suggestion}" if suggestion and source == COMMAND_LINE else suggestion
-    return Problem(name, "is no argument of train.py or of TrainingArguments", fix or "`train.py --help` lists them", source)
+    return Problem(
+        name, "is no argument of train.py or of TrainingArguments", fix or "`train.py --help` lists them", source
+    )
 
 
 def nearest(name: str, names: Any) -> str:
@@ -289,7 +302,11 @@ def coerce(value: Any, known: legal.Field) -> Any:
 
 def _from_text(text: str, types: frozenset[str]) -> Any:
     lowered = text.lower()
-    if "bool" in types and lowered in ("true", "false", "yes", "no", "1", "0") and not ("str" in types and lowered == "no"):
+    if (
+        "bool" in types
+        and lowered in ("true", "false", "yes", "no", "1", "0")
+        and not ("str" in types and lowered == "no")
+    ):
         return lowered in ("true", "yes", "1")
     for convert in (int, float) if "float" in types else (int,) if "int" in types else ():
         try:

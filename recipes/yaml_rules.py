@@ -184,8 +184,12 @@ def top_level_values_have_the_right_type(run):
     """`TypeError: '>' not supported between instances of 'str' and 'int'`: accelerate takes them as YAML reads them."""
     raw = run.engine.raw
     for name in _WHOLE_NUMBERS:
-        if raw.get(name) is not None and type(raw[name]) is not int:
-            yield wrong(run, name, f"takes a whole number, got {raw[name]!r}", f"{name}: 1, without quotes")
+        if raw.get(name) is None or type(raw[name]) is int:
+            continue
+        is_read_as_text = name in ("num_processes", "machine_rank") and run.engine.kind != "single"
+        severity = "advice" if is_read_as_text and str(raw[name]).isdigit() else "error"
+        fix = f"{name}: {raw[name] if str(raw[name]).isdigit() else 1}, without quotes"
+        yield wrong(run, name, f"takes a whole number, got {raw[name]!r}", fix, severity)
     for name in _SWITCHES:
         if (
             raw.get(name) is not None
@@ -231,7 +235,7 @@ def gpu_ids_name_enough_gpus(run):
             f"{ids!r} is one GPU, and MULTI_GPU wants several",
             "gpu_ids: all, or distributed_type: 'NO'",
         )
-    elif count < run.world_size:
+    elif count < run.world_size and run.hardware.cuda and not run["use_cpu"]:
         yield wrong(run, "gpu_ids", f"names {count} GPUs for {run.world_size} processes", "gpu_ids: all")
 
 

@@ -24,8 +24,8 @@ class Outcome:
     record: dict
 
 
-def model_flags(model: Path, data: Path, output: Path) -> list[str]:
-    flags = {"model_name_or_path": model, "dataset_name": data, "output_dir": output, "max_length": 64}
+def model_flags(model: Path, data: Path) -> list[str]:
+    flags = {"model_name_or_path": model, "dataset_name": data, "max_length": 64}
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
@@ -35,7 +35,7 @@ def train_here(model: Path, data: Path, output: Path, *flags: str) -> Outcome:
 
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _kept_environment():
-        code = main([*model_flags(model, data, output), *flags])
+        code = main([*model_flags(model, data), "--output_dir", str(output), *flags])
     return Outcome(code, stdout.getvalue() + stderr.getvalue(), read_record(output))
 
 

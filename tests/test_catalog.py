@@ -17,7 +17,9 @@ EIGHT_H100 = Hardware(H100.gpus * 8, cores=64, liger=True)
 
 
 def run_of(recipe, hardware=CPU, world=1, **settings):
-    return resolve(settings={"recipe": recipe, **settings}, hardware=hardware, world_size=world, environment={}, demonstrate=False)
+    return resolve(
+        settings={"recipe": recipe, **settings}, hardware=hardware, world_size=world, environment={}, demonstrate=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,9 @@ def test_each_recipe_keeps_its_promise(recipe, logging, kept, engine):
 
 
 @pytest.mark.parametrize(
-    ("hardware", "precision"), [(CPU, (False, False)), (T4, (False, True)), (H100, (True, False))], ids=["cpu", "t4", "h100"]
+    ("hardware", "precision"),
+    [(CPU, (False, False)), (T4, (False, True)), (H100, (True, False))],
+    ids=["cpu", "t4", "h100"],
 )
 def test_standard_computes_in_what_the_hardware_has(hardware, precision):
     run = run_of("standard", hardware)
@@ -100,4 +104,6 @@ def test_a_variant_changes_only_what_it_names():
 
 def test_importing_the_recipes_imports_neither_torch_nor_transformers():
     code = "import recipes, recipes.catalog, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

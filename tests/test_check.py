@@ -202,7 +202,7 @@ def test_a_check_imports_none_of_the_libraries():
         "from recipes.run import resolve\n"
         "from recipes.engine import shipped\n"
         "for recipe in ('fast', 'memory_zero3'):\n"
-        "    argv = ['--recipe', recipe, '--report_to', 'wandb', '--optim', 'adamw_bnb_8bit', '--deepspeed', 'x.json']\n"
+        "    argv = ['--recipe', recipe, '--report_to', 'wandb', '--optim', 'adamw_8bit', '--deepspeed', 'x.json']\n"
         "    check(resolve(argv, accelerate_config=str(shipped('memory.yaml'))), accelerate_config_given=False)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
     )

@@ -20,7 +20,9 @@ def test_what_trainer_wrote_is_valid(checkpoint):
     assert faults(checkpoint, world_size=1) == []
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+)
 def test_a_missing_file_is_named(checkpoint, name):
     (checkpoint / name).unlink()
     assert len(faults(checkpoint, world_size=1)) == 1

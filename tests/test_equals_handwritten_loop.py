@@ -13,8 +13,8 @@ from tests.running import losses, model_flags, train_here
 STEPS, LENGTH, RATE = 8, 64, 1e-3
 
 
-def loop_losses(model, texts, output, *, micro, accumulation, bf16):
-    run = resolve([*model_flags(model, texts, output), "--packing"])
+def loop_losses(model, texts, *, micro, accumulation, bf16):
+    run = resolve([*model_flags(model, texts), "--packing"])
     rows = torch.tensor(load_data(run, load_tokenizer(run)).train["input_ids"][:])
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     found, _ = train_loop(
@@ -31,5 +31,5 @@ def test_losses_are_those_of_the_loop(tiny_model, texts, tmp_path, recipe, micro
     flags = f"--recipe {recipe} --packing --max_steps {STEPS} --learning_rate {RATE} --logging_steps 1"
     order = "--train_sampling_strategy sequential --dataloader_drop_last --num_train_epochs 10"
     outcome = train_here(tiny_model, texts, tmp_path, *flags.split(), *order.split(), *(["--bf16"] if bf16 else []))
-    expected = loop_losses(tiny_model, texts, tmp_path, micro=micro, accumulation=accumulation, bf16=bf16)
+    expected = loop_losses(tiny_model, texts, micro=micro, accumulation=accumulation, bf16=bf16)
     assert losses(outcome) == pytest.approx(expected, rel=1e-3 if bf16 else 1e-5)

@@ -126,7 +126,8 @@ def test_values_become_the_type_of_the_field(annotation, value, expected):
 
 
 @pytest.mark.parametrize(
-    ("annotation", "value"), [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3)]
+    ("annotation", "value"),
+    [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3)],
 )
 def test_values_of_another_type_are_refused(annotation, value):
     with pytest.raises(ValueError, match="takes"):

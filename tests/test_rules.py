@@ -90,6 +90,7 @@ CLASSIFY = "--task sequence_classification --dataset_name d.csv"
 # rule -> (a run in which it fires, the nearest one in which it does not)
 CASES: dict[str, tuple[Run, Run]] = {
     "values_are_in_range": (Run("--save_total_limit 0"), Run("--save_total_limit 1")),
+    "a_run_has_steps": (Run("--num_train_epochs 0 --max_steps -1"), Run("--num_train_epochs 0 --max_steps 5")),
     "steps_above_one_are_whole": (Run("--logging_steps 2.5"), Run("--logging_steps 0.5")),
     # Precision
     "one_precision": (Run("--fp16 --bf16", hardware=TWO_GPUS), Run("--fp16 --bf16 false", hardware=TWO_GPUS)),
@@ -112,7 +113,7 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run(yaml=yaml("MULTI_GPU"), world=2),
     ),
     "processes_have_a_gpu_each": (Run(world=4, hardware=TWO_GPUS), Run(world=2, hardware=TWO_GPUS)),
-    "one_process_sees_one_gpu": (
+    "one_process_uses_one_gpu": (
         Run("--recipe baseline", hardware=TWO_GPUS),
         Run("--recipe baseline", hardware=machine(A100)),
     ),
@@ -412,6 +413,7 @@ def test_rule_leaves_the_nearest_legal_run_alone(name, tmp_path, monkeypatch):
 ALSO_FIRES = [
     ("values_are_in_range", Run("--adam_beta1 1.0"), "adam_beta1"),
     ("values_are_in_range", Run("--max_steps 0"), "max_steps"),
+    ("a_run_has_steps", Run("--save_steps 0"), "save_steps"),
     ("values_are_in_range", Run("--log_level loud"), "log_level"),
     ("best_model_needs_matching_strategies", Run(BEST), "load_best_model_at_end"),
     (
@@ -487,6 +489,10 @@ LEGAL_AFTER_ALL = [
     ("mixed_precision_is_known", Run(yaml=yaml("MULTI_GPU", "mixed_precision: BF16"))),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
+    ("values_are_in_range", Run(f"{EVAL} --eval_steps 0")),  # logging_steps counts then
+    ("a_run_has_steps", Run("--logging_steps 0 --logging_strategy no --save_steps 0 --save_strategy epoch")),
+    ("single_engine_starts_one_process", Run(world=2, yaml=yaml("MULTI_CPU", "mpirun_config: {mpirun_hostfile: h}"))),
+    ("gpu_ids_name_enough_gpus", Run(world=4, yaml=yaml("MULTI_GPU", "gpu_ids: '0,1'"))),  # on a CPU
     ("processes_have_a_gpu_each", Run(world=4, hardware=TWO_GPUS, yaml=yaml("MULTI_GPU", "num_machines: 2"))),
     ("worker_settings_need_workers", Run("--recipe fast --dataloader_num_workers 0", hardware=machine(A100))),
 ]

@@ -1,0 +1,32 @@
+"""What only a GPU can show. Skipped without one; `python -m tests.gpu.measure` prints the speed table."""
+
+import pytest
+import torch
+
+from recipes import hardware
+from tests.running import losses, train_here
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_the_driver_and_torch_see_the_same_gpus():
+    found = hardware.read().gpus
+    assert [gpu.capability for gpu in found] == [torch.cuda.get_device_capability(i) for i in range(len(found))]
+    assert len(found) == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("recipe", ["baseline", "standard", "fast"])
+def test_a_recipe_trains_on_the_gpu(recipe, tiny_model, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path, "--recipe", recipe, "--max_steps", "6", "--learning_rate", "1e-3")
+    assert losses(outcome)[-1] < losses(outcome)[0]
+
+
+def test_fast_computes_in_bf16_and_compiles(tiny_model, texts, tmp_path):
+    settings = train_here(tiny_model, texts, tmp_path, "--recipe", "fast", "--max_steps", "2").record["settings"]
+    assert (settings["bf16"]["value"], settings["torch_compile"]["value"]) == (True, True)
+
+
+def test_eight_bit_adam_trains_on_the_gpu(tiny_model, texts, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    outcome = train_here(tiny_model, texts, tmp_path, "--optim", "adamw_bnb_8bit", "--max_steps", "6")
+    assert outcome.record["status"] == "finished"

@@ -1,0 +1,585 @@
+"""The failures that rules prevent, in the real libraries: what happens without the rule, and that the rule fires."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from recipes.hardware import Gpu, Hardware
+from recipes.rules import RULES
+from recipes.run import resolve
+
+BY_NAME = {function.__name__: function for function in RULES}
+TOKENS = {"input_ids": list(range(8)), "labels": list(range(8))}
+
+
+def assert_fires(rule: str, settings: dict, *, world: int = 1, gpu: tuple[int, int] | None = None, config=None) -> None:
+    """The rule reports the run that just failed."""
+    hardware = Hardware((Gpu("GPU", gpu, 16 << 30),)) if gpu else Hardware()
+    config = str(config) if config else None
+    run = resolve([], settings=settings, world_size=world, hardware=hardware, accelerate_config=config, environment={})
+    assert list(BY_NAME[rule](run)), f"{rule} says nothing about {settings}"
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """accelerate keeps its state, and what it wrote into the environment, for the life of a process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    before = dict(os.environ)
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def arguments(folder: Path, **changes):
+    from transformers import TrainingArguments
+
+    fixed = dict(
+        output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, save_strategy="no", disable_tqdm=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TrainingArguments(**{**fixed, **changes})
+
+
+def tiny_llama():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+
+
+def train(folder: Path, *, callbacks=None, model=None, resume=None, **changes):
+    """A real Trainer that has trained a tiny model; the losses are equal where the settings mean the same."""
+    from transformers import Trainer
+
+    args = arguments(folder, **changes)
+    trainer = Trainer(model or tiny_llama(), args, train_dataset=[TOKENS] * 16, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+# --- TrainingArguments refuses, in every rank, after the libraries were imported -------------------------------------
+
+REFUSED_BY_THE_CONSTRUCTOR = [
+    ("one_precision", dict(fp16=True, bf16=True), ValueError, "At most one of fp16 and bf16"),
+    ("tf32_needs_sm80", dict(tf32=True), ValueError, "requires Ampere"),
+    ("steps_above_one_are_whole", dict(logging_steps=2.5), ValueError, "must be an integer"),
+    ("schedule_needs_evaluation", dict(lr_scheduler_type="reduce_lr_on_plateau"), ValueError, "requires an eval"),
+    ("worker_settings_need_workers", dict(dataloader_prefetch_factor=2), ValueError, "prefetch_factor can only be set"),
+    ("values_are_in_range", dict(warmup_steps=-1), ValueError, "warmup_steps"),
+    ("values_are_in_range", dict(torch_empty_cache_steps=0), ValueError, "bigger than 0"),
+    ("nested_settings_are_known", dict(accelerator_config={"even_batch": True}), TypeError, "even_batch"),
+    ("ddp_backend_needs_processes", dict(ddp_backend="gloo"), ValueError, "Default process group"),
+    (
+        "best_model_needs_matching_strategies",
+        dict(load_best_model_at_end=True, save_strategy="steps"),
+        ValueError,
+        "requires the save and eval strategy to match",
+    ),
+    (
+        "best_model_needs_matching_strategies",
+        dict(load_best_model_at_end=True, save_strategy="steps", save_steps=7, eval_strategy="steps", eval_steps=3),
+        ValueError,
+        "round multiple",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "settings", "error", "message"), REFUSED_BY_THE_CONSTRUCTOR)
+def test_the_constructor_raises(rule, settings, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        arguments(tmp_path, **settings)
+    assert_fires(rule, {"recipe": "baseline", **settings})
+
+
+# --- The constructor takes it, training fails ------------------------------------------------------------------------
+
+FAILS_IN_TRAINING = [
+    ("worker_settings_need_workers", dict(dataloader_persistent_workers=True), ValueError, "persistent_workers option"),
+    (
+        "worker_settings_need_workers",
+        dict(dataloader_multiprocessing_context="spawn"),
+        ValueError,
+        "multi-process loading",
+    ),
+    ("values_are_in_range", dict(gradient_accumulation_steps=0), ZeroDivisionError, "zero"),
+    ("values_are_in_range", dict(seed=-1), Exception, "(?i)seed"),
+    ("values_are_in_range", dict(adam_beta1=1.0), ValueError, "Invalid beta"),
+    ("values_are_in_range", dict(learning_rate=-1.0), ValueError, "Invalid learning rate"),
+    ("values_are_in_range", dict(dataloader_num_workers=-1), ValueError, "non-negative"),
+    ("values_are_in_range", dict(log_level="loud"), KeyError, "loud"),
+    (
+        "nested_settings_are_known",
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_rentrant": False}),
+        ValueError,
+        "use_rentrant",
+    ),
+    (
+        "accumulation_is_said_once",
+        dict(gradient_accumulation_steps=2, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}}),
+        ValueError,
+        "num_steps",
+    ),
+    ("saving_the_best_needs_evaluation", dict(save_strategy="best"), ValueError, "metric_for_best_model"),
+    ("reports_go_somewhere", dict(report_to="tensorbord"), ValueError, "is not supported"),
+    ("reports_go_somewhere", dict(report_to="clearml"), RuntimeError, "to be installed"),
+    ("optimizer_is_installed", dict(optim="schedule_free_adamw"), ImportError, "schedulefree"),
+    ("optimizer_is_installed", dict(optim="lomo"), ImportError, "lomo"),
+    ("liger_is_installed", dict(use_liger_kernel=True), ImportError, "liger"),
+]
+
+
+@pytest.mark.parametrize(("rule", "settings", "error", "message"), FAILS_IN_TRAINING)
+def test_training_fails(rule, settings, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        train(tmp_path, **settings)
+    assert_fires(rule, settings)
+
+
+def test_early_stopping_without_evaluation_is_an_assertion_error(tmp_path):
+    from transformers import EarlyStoppingCallback
+
+    with pytest.raises(AssertionError, match="EarlyStoppingCallback requires"):
+        train(tmp_path, callbacks=[EarlyStoppingCallback(3)])
+    assert_fires("early_stopping_needs_evaluation", {"early_stopping_patience": 3})
+
+
+def test_resuming_from_nothing_fails_after_everything_was_loaded(tmp_path):
+    with pytest.raises(Exception, match="checkpoint"):
+        train(tmp_path, resume=str(tmp_path / "checkpoint-9"))
+    assert_fires("resume_starts_from_something", {"resume_from_checkpoint": str(tmp_path / "checkpoint-9")})
+
+
+def test_weights_in_four_bits_cannot_be_trained_without_adapters(tiny_model, tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=quantised, device_map={"": "cpu"})
+    with pytest.raises(ValueError, match="purely quantized"):
+        train(tmp_path, model=model)
+    assert_fires("four_bits_need_adapters", {"load_in_4bit": True})
+
+
+def test_fp16_gradients_cannot_be_unscaled():
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("cpu")
+    scaler.scale((weight * 2).sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+    assert_fires("fp16_weights_cannot_be_unscaled", {"dtype": "float16", "fp16": True}, gpu=(7, 5))
+
+
+def test_small_updates_of_bf16_weights_are_lost():
+    import torch
+
+    kept = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.ones(1, dtype=dtype))
+        optimizer = torch.optim.AdamW([weight], lr=1e-4, weight_decay=0.0)
+        for _ in range(10):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        kept[dtype] = weight.item() != 1.0
+    assert kept == {torch.float32: True, torch.bfloat16: False}
+    assert_fires("sixteen_bit_weights_lose_small_updates", {"dtype": "bfloat16"})
+
+
+# --- Nothing fails, and something else happens -----------------------------------------------------------------------
+
+
+def test_a_save_total_limit_of_zero_keeps_every_checkpoint(tmp_path):
+    train(tmp_path, save_total_limit=0, save_strategy="steps", save_steps=1, max_steps=3)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+    assert_fires("values_are_in_range", {"save_total_limit": 0})
+
+
+def test_saving_the_best_without_evaluation_saves_nothing(tmp_path):
+    train(tmp_path, save_strategy="best", metric_for_best_model="loss", load_best_model_at_end=True)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert_fires("saving_the_best_needs_evaluation", {"save_strategy": "best", "metric_for_best_model": "loss"})
+    assert_fires("best_model_needs_matching_strategies", {"save_strategy": "best", "load_best_model_at_end": True})
+
+
+def test_fp16_on_a_cpu_trains_in_fp32(tmp_path):
+    losses = [train(tmp_path, fp16=fp16).state.log_history[-1]["train_loss"] for fp16 in (False, True)]
+    assert losses[0] == losses[1]
+    assert_fires("fp16_needs_a_gpu", {"fp16": True})
+
+
+def test_zero_max_steps_train_one_step_of_several_epochs(tmp_path):
+    assert train(tmp_path, max_steps=0, num_train_epochs=3).state.global_step == 1
+    assert_fires("values_are_in_range", {"max_steps": 0})
+
+
+def test_zero_epochs_train_nothing(tmp_path):
+    assert train(tmp_path, max_steps=-1, num_train_epochs=0).state.global_step == 0
+    assert_fires("a_run_has_steps", {"num_train_epochs": 0.0, "max_steps": -1})
+
+
+def test_a_warmup_of_one_point_zero_is_one_step(tmp_path):
+    assert arguments(tmp_path, warmup_steps=1.0).get_warmup_steps(100) == 1
+    assert arguments(tmp_path, warmup_steps=0.5).get_warmup_steps(100) == 50
+    assert_fires("one_warmup_step_is_one_step", {"warmup_steps": 1.0})
+
+
+def test_a_compile_backend_compiles_what_torch_compile_switched_off(tmp_path):
+    settings = dict(torch_compile=False, torch_compile_backend="eager")
+    assert arguments(tmp_path, **settings).torch_compile
+    assert_fires("compile_settings_compile", settings)
+
+
+def test_weights_alone_leave_no_optimizer_to_resume(tmp_path):
+    train(tmp_path, save_only_model=True, save_strategy="steps", save_steps=2)
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    assert not (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
+    assert_fires("weights_alone_do_not_resume", {"save_only_model": True})
+
+
+def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):
+    settings = dict(fsdp="full_shard", fsdp_config={"fsdp_verion": 2})
+    assert "verion" in arguments(tmp_path, **settings).fsdp_config
+    assert_fires("nested_settings_are_known", settings)
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    def write(type_: str, *lines: str, processes: int | None = 2) -> Path:
+        file = tmp_path / "accelerate.yaml"
+        head = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {type_}"]
+        head += [f"num_processes: {processes}"] if processes else []
+        file.write_text("\n".join([*head, *lines, ""]), encoding="utf-8")
+        return file
+
+    return write
+
+
+def test_mixed_precision_in_the_yaml_turns_bf16_on_behind_the_arguments(yaml, tmp_path, monkeypatch):
+    file = yaml("'NO'", "mixed_precision: bf16", processes=1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched(file)["ACCELERATE_MIXED_PRECISION"])
+    trainer = train(tmp_path)
+    assert (trainer.args.bf16, trainer.accelerator.mixed_precision) == (False, "bf16")
+    assert_fires("yaml_precision_agrees_with_arguments", {"bf16": False}, config=file)
+
+
+def test_dynamo_in_the_yaml_compiles_behind_the_arguments(yaml, tmp_path, monkeypatch):
+    file = yaml("'NO'", "dynamo_config:", "  dynamo_backend: eager", processes=1)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launched(file)["ACCELERATE_DYNAMO_BACKEND"])
+    trainer = train(tmp_path)
+    assert not trainer.args.torch_compile
+    assert trainer.accelerator.state.dynamo_plugin.backend.value == "EAGER"
+    assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)
+
+
+# --- What accelerate's launcher makes of a YAML ----------------------------------------------------------------------
+
+
+def launched(file: Path, *flags: str) -> dict[str, str]:
+    """What `accelerate launch --config_file FILE` would put into the processes' environment."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    parsed = launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"])
+    args, defaults, _ = _validate_launch_command(parsed)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        return launch.prepare_deepspeed_cmd_env(args)[1]
+    if args.multi_gpu or args.use_fsdp:
+        return launch.prepare_multi_gpu_env(args)
+    return launch.prepare_simple_launcher_cmd_env(args)[1]
+
+
+REFUSED_BY_THE_LAUNCHER = [
+    ("mixed_precision_is_known", "MULTI_GPU", ["mixed_precision: no"], AttributeError, "'bool' object"),
+    ("mixed_precision_is_known", "MULTI_GPU", ["mixed_precision: bfloat16"], ValueError, "Unknown mixed_precision"),
+    ("yaml_keys_are_known", "MULTI_GPU", ["static_graph: true"], ValueError, "unknown keys"),
+    ("distributed_type_is_known", "multi_gpu", [], ValueError, "not a valid DistributedType"),
+    ("top_level_values_have_the_right_type", "MULTI_GPU", ["gpu_ids: 0"], AttributeError, "'int' object"),
+    ("top_level_values_have_the_right_type", "MULTI_GPU", ["num_machines: '1'"], TypeError, "not supported between"),
+    ("gpu_ids_name_enough_gpus", "MULTI_GPU", ["gpu_ids: '0'"], ValueError, "Less than two GPU ids"),
+    (
+        "efficient_loading_needs_synchronisation",
+        "FSDP",
+        ["fsdp_config:", "  fsdp_sync_module_states: false"],
+        ValueError,
+        "fsdp_sync_module_states",
+    ),
+    (
+        "nested_yaml_values_are_legal",
+        "MULTI_GPU",
+        ["dynamo_config:", "  dynamo_backend: inductr"],
+        ValueError,
+        "Unknown dynamo backend",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "type_", "lines", "error", "message"), REFUSED_BY_THE_LAUNCHER)
+def test_the_launcher_raises(rule, type_, lines, error, message, yaml):
+    file = yaml(type_, *lines)
+    with pytest.raises(error, match=message):
+        launched(file)
+    assert_fires(rule, {}, config=file)
+
+
+def run_launch_command(file: Path, *flags: str) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"]))
+
+
+def test_a_section_that_is_a_file_name_breaks_the_launcher(yaml):
+    file = yaml("DEEPSPEED", "deepspeed_config: ds.json")
+    with pytest.raises(AttributeError, match="keys"):
+        run_launch_command(file)
+    assert_fires("sections_hold_settings", {}, config=file)
+
+
+def test_the_launcher_wants_num_processes(yaml):
+    file = yaml("MULTI_GPU", processes=None)
+    with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
+        launched(file)
+    launched(file, "--num_processes", "2")
+    assert_fires("num_processes_is_given", {}, config=file)
+
+
+@pytest.mark.parametrize("type_", ["'NO'", "MULTI_CPU"])
+def test_no_and_multi_cpu_start_one_process(type_, yaml, monkeypatch):
+    from accelerate.commands import launch
+
+    started = []
+    monkeypatch.setattr(launch, "simple_launcher", started.append)
+    file = yaml(type_)
+    run_launch_command(file)
+    assert [args.num_processes for args in started] == [2]  # one command, though two were asked for
+    assert_fires("single_engine_starts_one_process", {}, world=2, config=file)
+
+
+def test_a_misspelt_zero_stage_trains_with_stage_two(yaml, monkeypatch):
+    from accelerate.utils import DeepSpeedPlugin
+
+    file = yaml("DEEPSPEED", "deepspeed_config:", "  zero_stge: 3")
+    environment = launched(file)
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in environment
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", raising=False)
+    assert DeepSpeedPlugin().zero_stage == 2
+    assert_fires("nested_yaml_keys_are_known", {}, config=file)
+
+
+def test_a_misspelt_fsdp_version_trains_with_fsdp1(yaml):
+    file = yaml("FSDP", "fsdp_config:", "  fsdp_verion: 2")
+    assert launched(file)["FSDP_VERSION"] == "1"
+    assert_fires("nested_yaml_keys_are_known", {}, config=file)
+    assert_fires("fsdp_version_two_is_chosen", {}, config=file)
+
+
+def test_an_nvme_path_never_reaches_the_processes(yaml):
+    path = "  offload_optimizer_nvme_path: /local_nvme"
+    file = yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 3", "  offload_optimizer_device: nvme", path)
+    environment = launched(file)
+    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "nvme"
+    assert "/local_nvme" not in environment.values()
+    assert_fires("nvme_paths_reach_the_workers", {}, config=file)
+
+
+def test_a_deepspeed_launch_exports_no_dynamo(yaml):
+    file = yaml("DEEPSPEED", "dynamo_config:", "  dynamo_backend: inductor", "deepspeed_config:", "  zero_stage: 2")
+    assert not [name for name in launched(file) if "DYNAMO" in name]
+    assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)
+
+
+def test_three_processes_on_two_machines_start_one_each(yaml):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    address = ["main_process_ip: 127.0.0.1", "main_process_port: 29876"]
+    file = yaml("MULTI_GPU", "num_machines: 2", *address, processes=3)
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
+    prepare_multi_gpu_env(args)
+    assert (args.nnodes, args.nproc_per_node) == ("2", "1")
+    assert_fires("machines_share_the_processes", {"global_batch_size": 12}, world=3, config=file)
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "adamw_mode"), [("SGD", False), ("Adam", False), ("AdamW", True), ("bnb8bit", False)]
+)
+def test_offload_replaces_the_optimizer_silently(optimizer, adamw_mode, monkeypatch):
+    """Accelerate's own decision; only the class that would be compiled from C++ is a stand-in."""
+    adam = pytest.importorskip("deepspeed.ops.adam")
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    monkeypatch.setattr(adam, "DeepSpeedCPUAdam", lambda groups, **options: ("DeepSpeedCPUAdam", options["adamw_mode"]))
+    weight = [torch.nn.Parameter(torch.ones(1))]
+    if optimizer == "bnb8bit":
+        chosen = pytest.importorskip("bitsandbytes").optim.AdamW(weight, lr=0.1, optim_bits=8)
+    else:
+        chosen = getattr(torch.optim, optimizer)(weight, lr=0.1)
+    assert map_pytorch_optim_to_deepspeed(chosen) == ("DeepSpeedCPUAdam", adamw_mode)
+    if optimizer in ("SGD", "bnb8bit"):
+        named = {"SGD": "sgd", "bnb8bit": "adamw_bnb_8bit"}[optimizer]
+        assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": named})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        dict(train_micro_batch_size_per_gpu=3),
+        dict(gradient_accumulation_steps=3),
+        dict(train_batch_size=99),
+        dict(gradient_clipping=0.3),
+        dict(bf16={"enabled": True}),
+        dict(optimizer={"params": {"lr": 0.3}}),
+    ],
+    ids=lambda content: next(iter(content)),
+)
+def test_a_deepspeed_json_that_contradicts_the_arguments_is_refused(content, tmp_path):
+    pytest.importorskip("deepspeed")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    config = {"zero_optimization": {"stage": 2}, **content}
+    real = HfTrainerDeepSpeedConfig(config)
+    args = arguments(tmp_path)
+    real.trainer_config_process(args)
+    with pytest.raises(ValueError, match="mismatch TrainingArguments"):
+        real.trainer_config_finalize(args, None, 10)
+    assert_fires("deepspeed_json_agrees_with_arguments", {"recipe": "baseline", "deepspeed": config})
+
+
+def test_deepspeed_is_configured_in_the_yaml_or_in_the_json(yaml, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    from accelerate.utils import DeepSpeedPlugin
+
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
+    json_file = tmp_path / "ds.json"
+    file = yaml("DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {json_file}", "  zero_stage: 2")
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", launched(file)["ACCELERATE_CONFIG_DS_FIELDS"])
+    with pytest.raises(ValueError, match="will be ignored"):
+        DeepSpeedPlugin(hf_ds_config=str(json_file))
+    assert_fires("deepspeed_is_configured_once", {}, config=file)
+
+
+def test_a_typo_inside_zero_optimization_is_refused_by_deepspeed():
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    with pytest.raises(ValueError, match="stge"):
+        zero.DeepSpeedZeroConfig(stge=2)
+    assert_fires("deepspeed_json_keys_are_known", {"deepspeed": {"zero_optimization": {"stge": 2}}})
+
+
+# --- Two ranks -------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, sys, tempfile, torch
+from tests.test_rules_real_failures import train
+from pathlib import Path
+settings = json.loads(sys.argv[1])
+trainer = train(Path(tempfile.mkdtemp()), per_device_train_batch_size=2, **settings)
+parts = [trainer.args.world_size, trainer.accelerator.distributed_type.value, type(trainer.model_wrapped).__name__]
+print("TRAINED", *parts, flush=True)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+STATIC = {"ddp_static_graph": True, "gradient_accumulation_steps": 2}
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "ddp_find_unused_parameters": True,
+}
+
+
+def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: str) -> str:
+    """What the ranks print, errors included."""
+    import json
+
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    home = Path(__file__).parent.parent
+    path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*command, str(script), json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "settings", "processes", "message"),
+    [
+        ("static_graph_needs_accumulation_one", STATIC, 2, "expect_autograd_hooks_ INTERNAL ASSERT FAILED"),
+        ("reentrant_checkpointing_needs_find_unused_off", REENTRANT, 1, "Expected to mark a variable ready only once"),
+        ("nccl_needs_a_gpu", {"ddp_backend": "nccl"}, 1, "nccl is not available"),
+    ],
+)
+def test_ranks_fail(rule, settings, processes, message, tmp_path):
+    output = torchrun(tmp_path, settings, processes)
+    assert message in output and "TRAINED" not in output
+    assert_fires(rule, settings, world=processes)
+
+
+@pytest.mark.slow
+def test_static_graph_with_accumulation_works_in_one_process(tmp_path):
+    assert torchrun(tmp_path, STATIC, 1).count("TRAINED 1 MULTI_CPU DistributedDataParallel") == 1
+    run = resolve([], settings=STATIC, world_size=1, hardware=Hardware(), environment={})
+    assert not list(BY_NAME["static_graph_needs_accumulation_one"](run))
+
+
+@pytest.mark.slow
+def test_static_graph_trains_when_every_micro_batch_is_reduced(tmp_path):
+    settings = {**STATIC, "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    assert torchrun(tmp_path, settings).count("TRAINED 2 ") == 2
+    run = resolve([], settings=settings, world_size=2, hardware=Hardware(), environment={})
+    assert not list(BY_NAME["static_graph_needs_accumulation_one"](run))
+
+
+@pytest.mark.slow
+def test_two_ranks_without_use_cpu_train_two_models(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    assert torchrun(tmp_path, {"use_cpu": False}).count("TRAINED 1 ") == 2
+    assert_fires("several_processes_on_a_cpu_need_use_cpu", {"use_cpu": False}, world=2)
+
+
+@pytest.mark.slow
+def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
+    output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2
+
+
+@pytest.mark.slow
+def test_bf16_compression_on_a_cpu_is_a_type_error(tmp_path):
+    script = tmp_path / "hook.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import DistributedDataParallelKwargs, DDPCommunicationHookType, PartialState\n"
+        "PartialState(cpu=True)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16).register_comm_hook(model)\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode and "BF16 all reduce communication hook required" in done.stderr
+    assert_fires("bf16_compression_needs_nccl", {"ddp_comm_hook": "bf16"}, world=2)

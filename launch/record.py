@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.world import World
-from recipes.legal import version
+from recipes import legal
 from recipes.run import RunSpec
 
 NAME = "run.json"
@@ -97,7 +97,7 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
         "settings": {
             name: {"value": s.value, "source": s.source, "reason": s.reason} for name, s in sorted(run.chosen().items())
         },
-        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in _PACKAGES}},
+        "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
         "hardware": run.hardware.as_dict(),
     }
 
@@ -105,9 +105,12 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
 def changes(old: dict[str, Any], run: RunSpec, names: tuple[str, ...] | list[str]) -> dict[str, tuple[Any, Any]]:
     """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
     settings = old.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    then = {name: entry.get("value") for name, entry in settings.items() if isinstance(entry, dict)}
-    return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
+    if not isinstance(settings, dict):
+        return {}
+    recorded = {name: entry.get("value") for name, entry in settings.items() if isinstance(entry, dict)}
+    # What is not recorded was left at the library's default.
+    then = {name: recorded.get(name, legal.settings()[name].default) for name in names}
+    return {name: (then[name], run[name]) for name in names if then[name] != run[name]}
 
 
 def _now() -> str:

@@ -1,0 +1,39 @@
+"""The oldest supported transformers: every recipe builds, every shipped file is legal, and it trains the same."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.running import ROOT
+
+TESTS = ("test_check.py", "test_catalog.py", "test_resolve.py", "test_factories.py", "test_equals_handwritten_loop.py")
+
+
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory):
+    """A folder that holds the oldest supported transformers."""
+    folder = tmp_path_factory.mktemp("oldest")
+    words = ["install", "--quiet", "--no-deps", "--target", str(folder), "-r", str(ROOT / "tests" / "oldest.txt")]
+    installed = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if installed.returncode and not os.environ.get("CI"):
+        pytest.skip("the oldest transformers cannot be installed here")
+    assert installed.returncode == 0, installed.stderr
+    return folder
+
+
+def test_the_same_tests_pass_with_the_oldest_supported_version(oldest):
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(oldest)}
+    )
+    # Indented, so that nobody takes its last line for the outer run's.
+    assert done.returncode == 0, "\n".join(f"  {line}" for line in done.stdout.splitlines()[-60:])
+
+
+def test_it_really_is_the_oldest(oldest):
+    code = "import transformers; print(transformers.__version__)"
+    environment = {**os.environ, "PYTHONPATH": str(oldest)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert f"transformers=={done.stdout.strip()}" in (ROOT / "tests" / "oldest.txt").read_text()

@@ -1,0 +1,73 @@
+"""The wheel: complete outside the checkout, and with nothing in it that shadows another package."""
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import yaml
+
+from recipes.engine import shipped
+from tests.running import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    words = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    built = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if built.returncode and not os.environ.get("CI"):
+        pytest.skip("the build backend cannot be installed here")
+    assert built.returncode == 0, built.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_it_brings_two_packages_and_no_azureml(installed):
+    assert sorted(path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")) == [
+        "launch",
+        "recipes",
+    ]
+
+
+def test_every_accelerate_yaml_travels_with_it(installed):
+    names = {path.name for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert {path.name for path in (installed / "recipes" / "accelerate_configs").glob("*.yaml")} == names
+
+
+def test_a_memory_recipe_finds_its_engine_outside_the_checkout(installed, tmp_path):
+    words = [sys.executable, "-m", "launch", "show", "memory"]
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert "DeepSpeed ZeRO-2, optimizer offload" in done.stdout, done.stderr
+
+
+def test_nothing_in_launch_bears_the_name_of_a_library():
+    """As a script, launch/ is the first entry of sys.path until train.py replaces it."""
+    libraries = {
+        "datasets",
+        "azureml",
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "rich",
+        "yaml",
+        *sys.stdlib_module_names,
+    }
+    assert not libraries & {path.stem for path in (ROOT / "launch").iterdir()}
+
+
+@pytest.mark.parametrize("name", ["single", "standard", "fast", "memory", "memory_zero3", "fsdp2"])
+def test_every_yaml_is_read_by_accelerate_itself(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    file = shipped(f"{name}.yaml")
+    assert load_config_from_file(str(file)).num_processes == yaml.safe_load(file.read_text())["num_processes"]

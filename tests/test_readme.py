@@ -1,0 +1,33 @@
+"""README says what is true: its two commands are the ones CI runs, and everything it names exists."""
+
+import re
+
+import pytest
+
+from recipes.catalog import RECIPES
+from tests.running import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```\w*\n(.*?)```", README, flags=re.S)
+
+
+def test_the_first_block_has_exactly_two_commands():
+    assert len(BLOCKS[0].strip().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "file", sorted(set(re.findall(r"\b(?:accelerate_configs|launch|recipes|tests)/[\w/.]+\.\w+", README)))
+)
+def test_every_file_it_names_exists(file):
+    assert (ROOT / file).exists()
+
+
+@pytest.mark.parametrize("words", sorted(set(re.findall(r"^recipes (check .*|show .*|list)$", README, flags=re.M))))
+def test_every_quick_command_in_it_works(words, capsys):
+    from launch.cli import main
+
+    assert main(words.split()) == 0
+
+
+def test_it_names_every_recipe():
+    assert all(f"`{name}`" in README for name in RECIPES)

@@ -1,0 +1,175 @@
+"""A run from start to end and back: resumed exactly, finished once, never deleted, always recorded."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.running import SCRIPT, losses, model_flags, read_record, train_here
+
+EIGHT_STEPS = "--max_steps 8 --save_steps 4 --save_total_limit 2 --learning_rate 1e-3 --logging_steps 1".split()
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model, texts, tmp_path_factory):
+    """Eight steps with checkpoints at 4 and 8."""
+    output = tmp_path_factory.mktemp("whole")
+    return train_here(tiny_model, texts, output, *EIGHT_STEPS), output
+
+
+@pytest.fixture
+def stopped_at_four(whole_run, tmp_path):
+    """The folder as it was when the run had been killed after checkpoint-4."""
+    folder = shutil.copytree(whole_run[1], tmp_path / "stopped")
+    shutil.rmtree(folder / "checkpoint-8")
+    (folder / "model.safetensors").unlink()
+    record = read_record(folder)
+    (folder / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    return folder
+
+
+def test_the_record_says_how_it_ended(whole_run):
+    record = whole_run[0].record
+    assert (record["status"], record["world_size"], record["global_step"]) == ("finished", 1, 8)
+
+
+def test_the_record_has_results_under_trainers_names(whole_run):
+    names = {"train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "log_history"}
+    assert names <= set(whole_run[0].record)
+
+
+def test_every_recorded_setting_has_its_source(whole_run):
+    settings = whole_run[0].record["settings"]
+    assert settings["max_steps"] == {"value": 8, "source": "command line", "reason": ""}
+    assert settings["save_total_limit"]["source"] == "command line"
+    assert settings["ddp_bucket_cap_mb"]["source"] == "recipe standard"
+
+
+def test_the_banner_is_what_trained(whole_run):
+    assert "micro 4 x accumulation 4 x world 1 = global 16" in whole_run[0].output
+
+
+def test_an_interrupted_run_resumes_with_exactly_the_same_losses(whole_run, stopped_at_four, tiny_model, texts):
+    resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert "checkpoint-4, step 4" in resumed.output
+    assert losses(resumed) == pytest.approx(losses(whole_run[0]), rel=1e-6)
+
+
+def test_a_damaged_checkpoint_is_named_skipped_and_kept(stopped_at_four, tiny_model, texts):
+    newer = shutil.copytree(stopped_at_four / "checkpoint-4", stopped_at_four / "checkpoint-6")
+    (newer / "optimizer.pt").write_bytes(b"cut off")
+    resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert "checkpoint-6 is damaged (optimizer.pt is cut off or damaged)" in resumed.output
+    assert (stopped_at_four / "damaged-checkpoint-6" / "model.safetensors").exists()
+    assert resumed.record["global_step"] == 8
+
+
+def test_without_a_valid_checkpoint_training_starts_over(stopped_at_four, tiny_model, texts):
+    (stopped_at_four / "checkpoint-4" / "trainer_state.json").write_text("{")
+    resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert "training starts over" in resumed.output
+    assert len(losses(resumed)) == 8
+
+
+def test_a_finished_run_trains_nothing(whole_run, tmp_path, tiny_model, texts):
+    folder = shutil.copytree(whole_run[1], tmp_path / "again")
+    before = (folder / "model.safetensors").read_bytes()
+    again = train_here(tiny_model, texts, folder, *EIGHT_STEPS)
+    assert again.code == 0 and "nothing to train" in again.output
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_killed_between_its_last_step_and_its_end_takes_no_step_more(whole_run, tmp_path, tiny_model, texts):
+    folder = shutil.copytree(whole_run[1], tmp_path / "killed-late")
+    (folder / "run.json").write_text(json.dumps({**read_record(folder), "status": "running"}))
+    again = train_here(tiny_model, texts, folder, *EIGHT_STEPS)
+    assert (again.code, again.record["global_step"], again.record["status"]) == (0, 8, "finished")
+
+
+def test_more_steps_go_on_from_where_it_ended(whole_run, tmp_path, tiny_model, texts):
+    folder = shutil.copytree(whole_run[1], tmp_path / "longer")
+    longer = train_here(tiny_model, texts, folder, *["10" if word == "8" else word for word in EIGHT_STEPS])
+    assert longer.record["global_step"] == 10
+
+
+def test_settings_that_a_resume_ignores_are_reported(stopped_at_four, tiny_model, texts):
+    changed = ["2e-3" if word == "1e-3" else word for word in EIGHT_STEPS]
+    assert (
+        "learning_rate 0.002 is ignored by a resume" in train_here(tiny_model, texts, stopped_at_four, *changed).output
+    )
+
+
+def test_another_training_in_the_same_folder_is_refused(whole_run, tiny_model, texts):
+    other = train_here(tiny_model, texts, whole_run[1], *EIGHT_STEPS, "--packing")
+    assert other.code == 2 and "another --output_dir, or --fresh" in other.output
+
+
+def test_fresh_starts_over_and_deletes_nothing(whole_run, tmp_path, tiny_model, texts):
+    folder = shutil.copytree(whole_run[1], tmp_path / "run")
+    fresh = train_here(tiny_model, texts, folder, *EIGHT_STEPS, "--fresh")
+    assert fresh.record["status"] == "finished" and len(losses(fresh)) == 8
+    assert (tmp_path / "run.old-1" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"settings": 3, "world_size": null}'])
+def test_a_damaged_record_never_stops_a_run(content, stopped_at_four, tiny_model, texts):
+    (stopped_at_four / "run.json").write_text(content)
+    assert train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS).record["status"] == "finished"
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tiny_model, texts, tmp_path):
+    flags = "--recipe fast --learning_rate 1e30 --max_grad_norm 0 --max_steps 20 --logging_steps 1".split()
+    outcome = train_here(tiny_model, texts, tmp_path, *flags)
+    assert (outcome.code, outcome.record["status"]) == (1, "failed")
+    assert "the loss is" in outcome.output
+
+
+def test_ctrl_c_is_recorded_and_the_next_start_resumes(tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path)]
+    words = [
+        sys.executable,
+        str(SCRIPT),
+        *flags,
+        "--max_steps",
+        "100000",
+        "--save_steps",
+        "5",
+        "--num_train_epochs",
+        "9999",
+    ]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert read_record(tmp_path)["status"] == "interrupted"
+    assert "interrupted. Saved: checkpoint-" in output and "Traceback" not in output
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a small file system: needs root")
+class TestFullDisk:
+    @pytest.fixture
+    def small_disk(self, tmp_path):
+        """A real file system of 500 KiB; a checkpoint of the tiny model takes about 450 KiB."""
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", folder]).returncode:
+            pytest.skip("mounting is not allowed here")
+        yield folder
+        subprocess.run(["umount", "-l", folder], check=True)
+
+    def test_too_small_a_disk_is_refused_before_training(self, small_disk, tiny_model, texts):
+        (small_disk / "filler").write_bytes(b"x" * 400_000)
+        outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)
+        assert outcome.code == 2 and "GiB free" in outcome.output
+
+    def test_a_disk_that_fills_up_says_what_was_saved(self, small_disk, tiny_model, texts):
+        outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)
+        assert outcome.code == 1 and "the disk is full" in outcome.output

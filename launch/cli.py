@@ -161,7 +161,8 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
     if errors:
         print(f"{len(errors)} error{'s' * (len(errors) > 1)}: this run would not start.", file=sys.stderr)
         return 2
-    print(f"legal: {run.recipe.name} on {run.engine.title}, {run.world_size} process(es), batch {run.batch}")
+    world = f"{run.world_size} process{'es' * (run.world_size > 1)}"
+    print(f"legal: {run.recipe.name} on {run.engine.title}, {world}, batch {run.batch}")
     return 0
 
 
@@ -213,9 +214,8 @@ def _as_yaml(recipe: Recipe) -> str:
 
 def _print_heading(run: RunSpec) -> None:
     print(f"{run.recipe.name}: {run.recipe.purpose}")
-    print(
-        f"on {run.hardware}, {run.world_size} process(es), {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n"
-    )
+    world = f"{run.world_size} process{'es' * (run.world_size > 1)}"
+    print(f"on {run.hardware}, {world}, {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n")
 
 
 def _print_table(headings: list[str], rows: list[list[str]]) -> None:
@@ -230,6 +230,8 @@ def _print_table(headings: list[str], rows: list[list[str]]) -> None:
 
 
 def _print_problems(problems: list[Problem] | tuple[Problem, ...]) -> None:
+    if not problems:
+        return
     from launch.report import console, print_problems
 
     print_problems(problems, console(stderr=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -69,6 +68,8 @@ def check_deep(run: RunSpec) -> list[Problem]:
 
 
 def _refused_by_trainer(run: RunSpec) -> Iterator[Problem]:
+    import tempfile
+
     from transformers import TrainingArguments
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,7 +12,7 @@ from recipes.errors import mistake
 
 @dataclass(frozen=True)
 class Engine:
-    """`kind` is single, ddp, deepspeed, fsdp or another of accelerate's types in lower case; `raw` the YAML's content."""
+    """`kind`: single, ddp, deepspeed, fsdp or another of accelerate's types, lower case; `raw`: the YAML's content."""
 
     kind: str
     source: str

@@ -48,8 +48,8 @@ ALIASES = {
 @cache
 def training_arguments() -> dict[str, Field]:
     """Every field of the installed `transformers.TrainingArguments`."""
-    source = _parse("transformers", "training_args.py")
-    enums = _enums(source) | _enums(_parse("transformers", "trainer_utils.py"))
+    source = _parse_classes("transformers", "training_args.py")
+    enums = _enums(source) | _enums(_parse_classes("transformers", "trainer_utils.py"))
     return {field.name: field for field in _dataclass_fields(_class(source, "TrainingArguments"), enums)}
 
 
@@ -77,7 +77,7 @@ def settings() -> dict[str, Field]:
 @cache
 def accelerate_keys() -> frozenset[str]:
     """Legal top-level keys of an Accelerate YAML."""
-    source = _parse("accelerate", "commands/config/config_args.py")
+    source = _parse_classes("accelerate", "commands/config/config_args.py")
     names = {
         field.name for cls in ("BaseConfig", "ClusterConfig") for field in _dataclass_fields(_class(source, cls), {})
     }
@@ -87,7 +87,7 @@ def accelerate_keys() -> frozenset[str]:
 @cache
 def distributed_types() -> tuple[str, ...]:
     """Legal values of `distributed_type`."""
-    return _enums(_parse("accelerate", "utils/dataclasses.py"))["DistributedType"]
+    return _enums(_parse_classes("accelerate", "utils/dataclasses.py"))["DistributedType"]
 
 
 @cache
@@ -124,27 +124,27 @@ def accelerate_choices() -> dict[str, tuple[str, ...]]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     lists = {name: tuple(value) for name, value in constants.items() if isinstance(value, list)}
-    return lists | _enums(_parse("accelerate", "utils/dataclasses.py"))
+    return lists | _enums(_parse_classes("accelerate", "utils/dataclasses.py"))
 
 
 @cache
 def ddp_keywords() -> frozenset[str]:
     """What torch's DistributedDataParallel takes through accelerate's handler."""
-    source = _parse("accelerate", "utils/dataclasses.py")
+    source = _parse_classes("accelerate", "utils/dataclasses.py")
     return frozenset(field.name for field in _dataclass_fields(_class(source, "DistributedDataParallelKwargs"), {}))
 
 
 @cache
 def accelerator_config_keys() -> frozenset[str]:
     """Legal keys of `TrainingArguments.accelerator_config`."""
-    source = _parse("transformers", "trainer_pt_utils.py")
+    source = _parse_classes("transformers", "trainer_pt_utils.py")
     return frozenset(field.name for field in _dataclass_fields(_class(source, "AcceleratorConfig"), {}))
 
 
 @cache
 def gradient_accumulation_keys() -> frozenset[str]:
     """Legal keys of `accelerator_config.gradient_accumulation_kwargs`."""
-    source = _parse("accelerate", "utils/dataclasses.py")
+    source = _parse_classes("accelerate", "utils/dataclasses.py")
     return frozenset(field.name for field in _dataclass_fields(_class(source, "GradientAccumulationPlugin"), {}))
 
 
@@ -225,10 +225,26 @@ def _root(package: str) -> Path | None:
 
 @cache
 def _parse(package: str, file: str) -> ast.Module:
+    return ast.parse(_source(package, file))
+
+
+def _source(package: str, file: str) -> str:
     root = _root(package)
     if root is None:
         raise mistake(package, "is not installed, and what is legal is read from its source", f"pip install {package}")
-    return ast.parse((root / file).read_text(encoding="utf-8"))
+    return (root / file).read_text(encoding="utf-8")
+
+
+@cache
+def _parse_classes(package: str, file: str) -> ast.Module:
+    """Only the classes of a module, each up to its first method: all that fields and enumerations need, much sooner."""
+    source = _source(package, file)
+    blocks = re.findall(r"^class .*\n(?:(?:[ \t].*)?\n)*", source, flags=re.M)
+    heads = [re.split(r"^    (?:@|def )", block, maxsplit=1, flags=re.M)[0] + "    pass\n" for block in blocks]
+    try:
+        return ast.parse("".join(heads))
+    except SyntaxError:  # a text at the left margin inside a docstring, say
+        return _parse(package, file)
 
 
 def _class(tree: ast.Module, name: str) -> ast.ClassDef:
@@ -236,7 +252,7 @@ def _class(tree: ast.Module, name: str) -> ast.ClassDef:
 
 
 def _enums(tree: ast.Module) -> dict[str, tuple[str, ...]]:
-    """Class name -> string values, for classes whose body assigns string constants. A call like Enum(...) is not one."""
+    """Class name -> string values, for classes whose body assigns them."""
     found = {}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or not any("Enum" in ast.unparse(base) for base in node.bases):

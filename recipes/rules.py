@@ -954,16 +954,16 @@ def nested_settings_are_known(run):
     """fsdp_config takes any key silently; the others fail with a TypeError or ValueError in every rank."""
     fsdp = {str(key).removeprefix("fsdp_") for key in _mapping(run["fsdp_config"])}
     nested = (
-        ("accelerator_config", accelerator_config(run), legal.accelerator_config_keys()),
-        ("accelerator_config", gradient_accumulation_kwargs(run), legal.gradient_accumulation_keys()),
-        ("gradient_checkpointing_kwargs", _mapping(run["gradient_checkpointing_kwargs"]), legal.checkpoint_keys()),
-        ("fsdp_config", fsdp, legal.fsdp_config_keys()),
+        ("accelerator_config", accelerator_config(run), legal.accelerator_config_keys),
+        ("accelerator_config", gradient_accumulation_kwargs(run), legal.gradient_accumulation_keys),
+        ("gradient_checkpointing_kwargs", _mapping(run["gradient_checkpointing_kwargs"]), legal.checkpoint_keys),
+        ("fsdp_config", fsdp, legal.fsdp_config_keys),
     )
-    for name, keys, known in nested:
+    for name, keys, read_known in nested:
+        known = read_known() if keys else frozenset()  # read from a source only where there is something to look up
         for key in sorted(set(keys) - known):
-            yield problem(
-                run, name, f"has no key {key!r}", _closest(key, known) or "one of " + ", ".join(sorted(known))
-            )
+            fix = _closest(key, known) or "one of " + ", ".join(sorted(known))
+            yield problem(run, name, f"has no key {key!r}", fix)
 
 
 @rule

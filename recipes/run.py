@@ -199,7 +199,7 @@ def _split(recipe: Recipe, world: int, given: dict[str, Setting], problems: list
 
 
 def _parse_command_line(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
-    """`--name value`, `--name=value`, `--flag`, `--no_flag`; dashes and underscores are the same, as for HF's parser."""
+    """`--name value`, `--name=value`, `--flag`, `--no_flag`; dashes are underscores, as for HF's parser."""
     raw: dict[str, Any] = {}
     words = list(argv)
     while words:

@@ -214,13 +214,13 @@ def test_a_check_imports_none_of_the_libraries():
 
 def test_a_missing_library_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setattr(legal, "_root", lambda package: None)
-    legal._parse.cache_clear()
+    legal._parse_classes.cache_clear()
     legal.training_arguments.cache_clear()
     try:
         with pytest.raises(UserError, match="pip install transformers"):
             legal.training_arguments()
     finally:
-        legal._parse.cache_clear()
+        legal._parse_classes.cache_clear()
 
 
 def test_every_optional_package_is_looked_for_without_importing(monkeypatch):

@@ -13,7 +13,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import transformers
@@ -92,9 +91,8 @@ def main() -> int:
         first, second = turns if number % 2 else reversed(turns)
         medians = {turn.__name__: statistics.median(turn(rows, options.steps)) for turn in (first, second)}
         ratios.append(medians["loop_seconds"] / medians["trainer_seconds"])
-        print(
-            f"round {number + 1}: loop {medians['loop_seconds']:.3f} s, recipe {medians['trainer_seconds']:.3f} s a step"
-        )
+        loop, recipe = medians["loop_seconds"], medians["trainer_seconds"]
+        print(f"round {number + 1}: loop {loop:.3f} s, recipe {recipe:.3f} s a step")
     ratio = statistics.median(ratios)
     print(f"{hardware.read()}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"throughput of the recipe over the loop's: median {ratio:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")

@@ -25,7 +25,9 @@ Encoder = Callable[[Rows], dict[str, list]]
 # --- Examples to tokens ----------------------------------------------------------------------------------------------
 
 
-def encode_and_cut(rows: Rows, encode: Encoder, longest: int | None) -> dict[str, list]:
+def encode_and_cut(rows: Rows, encode: Encoder, longest: int | None, version: str) -> dict[str, list]:
+    """`version` of this package is not read: being an argument, it is part of the key under which results are cached,
+    so that no release is handed what an earlier one tokenized."""
     encoded = encode(rows)
     pairs = [
         (ids[:longest], labels[:longest]) for ids, labels in zip(encoded["input_ids"], encoded["labels"], strict=True)
@@ -178,9 +180,9 @@ def _where(mask: list[int], values: list[int]) -> list[int]:
 
 
 def encode_classified(
-    rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[Any, int], longest: int
+    rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[Any, int], longest: int, version: str
 ) -> dict[str, list]:
-    """The tokenizer itself cuts long texts, so that its closing token stays."""
+    """The tokenizer itself cuts long texts, so that its closing token stays. `version`: see `encode_and_cut`."""
     pairs = [(text, numbers[label]) for text, label in zip(rows[columns[0]], rows[columns[1]], strict=True) if text]
     ids = _tokenize(tokenizer, [text for text, _ in pairs], truncation=True, max_length=longest)
     return {"input_ids": ids, "labels": [label for _, label in pairs]}

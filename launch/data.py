@@ -31,6 +31,7 @@ from launch.collate import (
     stack,
 )
 from launch.demo import demo_corpus, held_out
+from recipes import __version__
 from recipes.errors import UserError, mistake
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -254,7 +255,7 @@ def _token_rows(run: Mapping[str, Any], tokenizer, rows: Dataset, flag: str) -> 
     encode = _encoder(run, tokenizer, rows)
     longest = None if run["packing"] else run["max_length"]
     examples = rows.map(
-        partial(encode_and_cut, encode=encode, longest=longest),
+        partial(encode_and_cut, encode=encode, longest=longest, version=__version__),
         batched=True,
         remove_columns=rows.column_names,
         features=TOKENIZED,
@@ -386,6 +387,7 @@ def _classified_rows(
         columns=(run["dataset_text_field"], field),
         numbers=numbers,
         longest=run["max_length"],
+        version=__version__,
     )
     examples = rows.map(encode, batched=True, remove_columns=rows.column_names, features=CLASSIFIED, desc="Tokenizing")
     if not len(examples):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launch.world import World
 from recipes.errors import Problem
 from recipes.run import RunSpec
 
@@ -122,25 +124,47 @@ def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def explain_failure(error: BaseException, run: RunSpec) -> str | None:
     """A failure of the machine in words, with how to go on; None for anything else, which is a bug of ours."""
-    words = _failure(error)
+    words = _failure(error, run)
     if words is None:
         return None
-    again = f"run the same command again: it resumes from the newest checkpoint in {run['output_dir']}"
     saved = sorted(Path(run["output_dir"]).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    return f"{words}. Saved: {saved[-1].name if saved else 'no checkpoint yet'}. To go on, {again}."
+    if not saved:
+        return f"{words}. Saved: no checkpoint yet."
+    return f"{words}. Saved: {saved[-1]}. To go on, run the same command again: it resumes from the newest valid one."
 
 
-def _failure(error: BaseException) -> str | None:
+def _failure(error: BaseException, run: RunSpec) -> str | None:
     name = type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if name == "NotANumber":
         return f"{error}; a lower learning rate or fp32 usually helps"
     if name == "OutOfMemoryError":
-        return "out of GPU memory; --recipe memory, or a smaller --per_device_train_batch_size at the same global batch"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        smaller = "a smaller --per_device_train_batch_size keeps the global batch"
+        return f"out of GPU memory; {smaller}" + (
+            "" if run.recipe.name.startswith("memory") else ", or --recipe memory"
+        )
+    if _disk_is_full(error, run):
         return "the disk is full"
+    if name in ("DistBackendError", "DistNetworkError") or "Connection closed by peer" in str(error):
+        return "another rank was lost, its own message says why"
     return None
+
+
+def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
+    """The libraries that save wrap the error of the system in their own, if they keep it at all."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    folder = Path(run["output_dir"])
+    saving = isinstance(error, (OSError, RuntimeError)) or type(error).__name__ == "SafetensorError"
+    return saving and folder.exists() and shutil.disk_usage(folder).free < 2**20
+
+
+def print_failure(words: str, error: BaseException, world: World) -> None:
+    """On the rank that failed, whichever it is; all are interrupted together, so there one line is enough."""
+    speaks = world.speaks or not isinstance(error, KeyboardInterrupt)
+    rank = f"rank {world.rank}: " if world.size > 1 and not world.speaks else ""
+    console(speaks, stderr=True).print(escape(f"{rank}{words}"), style="red", highlight=False)
 
 
 def exit_code(error: BaseException) -> int:

@@ -41,13 +41,13 @@ def main(argv: list[str] | None = None) -> int:
         train(run, world)
     except UserError as error:
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
-        report.print_problems(problems, report.console(world.speaks, stderr=True))
+        report.print_problems(problems, report.console(world.speaks_of_errors, stderr=True))
         return 2
     except (KeyboardInterrupt, Exception) as error:
         words = report.explain_failure(error, run) if run else None
         if words is None:
             raise
-        report.console(world.speaks, stderr=True).print(words, style="red", highlight=False)
+        report.print_failure(words, error, world)
         return report.exit_code(error)
     return 0
 

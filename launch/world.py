@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from recipes.engine import from_environment, from_yaml, launch_environment, shipped
+from recipes.engine import from_deepspeed, from_environment, from_yaml, launch_environment, shipped
 from recipes.errors import mistake
 from recipes.run import RunSpec
 
@@ -29,6 +29,11 @@ class World:
     def speaks(self) -> bool:
         """Whether this process prints: rank 0 does."""
         return self.rank == 0
+
+    @property
+    def speaks_of_errors(self) -> bool:
+        """The first rank of every node: what is missing on one node only must not go unsaid."""
+        return self.rank % self.local_size == 0
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
@@ -56,6 +61,8 @@ def on_launched_engine(run: RunSpec) -> RunSpec:
 
     A recipe with offload under plain DDP would train without it; so it starts DeepSpeed itself, with its own YAML.
     """
+    if run["deepspeed"]:
+        return replace(run, engine=from_deepspeed(run["deepspeed"]))
     engine = from_environment(run.environment)
     own = from_yaml(shipped(run.recipe.engine))
     if own.kind == "deepspeed" and (engine is None or engine.kind in ("single", "ddp")):
@@ -66,7 +73,7 @@ def on_launched_engine(run: RunSpec) -> RunSpec:
 def prepare_environment(run: RunSpec) -> None:
     """What must be in the environment before torch and deepspeed are imported."""
     if run.engine.kind == "deepspeed":
-        if "ACCELERATE_USE_DEEPSPEED" not in os.environ:
+        if "ACCELERATE_USE_DEEPSPEED" not in os.environ and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():

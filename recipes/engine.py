@@ -93,6 +93,19 @@ def from_yaml(path: str | Path) -> Engine:
     )
 
 
+def from_deepspeed(config: str | Mapping[str, Any]) -> Engine:
+    """The engine of Trainer's own `--deepspeed`: a DeepSpeed JSON, or its content."""
+    content = config if isinstance(config, Mapping) else deepspeed_json({"deepspeed_config_file": config}) or {}
+    zero = _section(content, "zero_optimization")
+    return Engine(
+        kind="deepspeed",
+        source="--deepspeed" if isinstance(config, Mapping) else config,
+        zero_stage=_int(zero.get("stage", 0)),
+        offload_optimizer=_device(zero.get("offload_optimizer"), None),
+        offload_param=_device(zero.get("offload_param"), None),
+    )
+
+
 def from_environment(environment: Mapping[str, str]) -> Engine | None:
     """The engine `accelerate launch` or torchrun has set up; None where a process was started by hand."""
     found = Engine(

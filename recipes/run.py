@@ -153,9 +153,12 @@ def resolve(
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
     engine = engine or yaml_engine or from_yaml(shipped(recipe.engine))
     world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
+    hardware = hardware if hardware is not None else read_hardware()
+    if "use_cpu" in given and given["use_cpu"].value:
+        hardware = replace(hardware, gpus=())  # GPUs that are not to be used decide nothing
     return RunSpec(
         recipe,
-        hardware if hardware is not None else read_hardware(),
+        hardware,
         engine,
         world,
         local_world_size or world,

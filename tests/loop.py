@@ -16,7 +16,7 @@ def micro_batches(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
             yield rows[start : start + size]
 
 
-def train_loop(
+def loop_steps(
     model: torch.nn.Module,
     rows: torch.Tensor,
     *,
@@ -26,19 +26,17 @@ def train_loop(
     learning_rate: float,
     bf16: bool = False,
     device: str = "cpu",
-    fused: bool = True,
-) -> tuple[list[float], list[float]]:
-    """Train on token ids `rows` [examples, length] with AdamW, linear decay and clipping at 1.
+) -> Iterator[tuple[float, float]]:
+    """Train on token ids `rows` [examples, length] with fused AdamW, linear decay and clipping at 1.
 
-    Returns the loss and the seconds of each step. The clock is read after the loss has reached the host.
+    Yields the loss and the seconds of each step. The clock is read after the loss has reached the host.
     """
     model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (steps - step) / steps))
     batches = micro_batches(rows, micro)
-    losses, seconds = [], []
-    started = time.perf_counter()
     for _ in range(steps):
+        started = time.perf_counter()
         total = torch.zeros((), device=device)
         for _ in range(accumulation):
             ids = next(batches).to(device, non_blocking=True)
@@ -50,7 +48,4 @@ def train_loop(
         optimizer.step()
         decay.step()
         optimizer.zero_grad()
-        losses.append(total.item())
-        seconds.append(time.perf_counter() - started)
-        started = time.perf_counter()
-    return losses, seconds
+        yield total.item(), time.perf_counter() - started

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from launch.data import load_data
 from launch.model import load_tokenizer
 from recipes.run import resolve
-from tests.loop import train_loop
+from tests.loop import loop_steps
 from tests.running import losses, model_flags, train_here
 
 STEPS, LENGTH, RATE = 8, 64, 1e-3
@@ -17,10 +17,10 @@ def loop_losses(model, texts, *, micro, accumulation, bf16):
     run = resolve([*model_flags(model, texts), "--packing"])
     rows = torch.tensor(load_data(run, load_tokenizer(run)).train["input_ids"][:])
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found, _ = train_loop(
+    trained = loop_steps(
         reference, rows, steps=STEPS, micro=micro, accumulation=accumulation, learning_rate=RATE, bf16=bf16
     )
-    return found
+    return [loss for loss, _ in trained]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from recipes import legal
 from recipes.catalog import RECIPES
-from recipes.hardware import Hardware
+from recipes.hardware import Gpu, Hardware
 from recipes.run import coerce, resolve
 
 CPU = Hardware(cores=2)
@@ -132,3 +132,9 @@ def test_values_become_the_type_of_the_field(annotation, value, expected):
 def test_values_of_another_type_are_refused(annotation, value):
     with pytest.raises(ValueError, match="takes"):
         coerce(value, legal.Field("x", annotation))
+
+
+def test_gpus_that_are_not_to_be_used_decide_nothing():
+    h100 = Hardware((Gpu("NVIDIA H100", (9, 0), 80 * 2**30),), cores=16)
+    run = resolve(["--recipe", "fast", "--use_cpu"], hardware=h100, environment={})
+    assert (run["bf16"], run["torch_compile"], run["tf32"]) == (False, False, None)

@@ -1,10 +1,10 @@
-"""How much of a hand-written loop's throughput a recipe keeps, paired in one run.
+"""How much of a hand-written loop's throughput a recipe keeps, paired step by step in one run.
 
-    python -m tests.benchmarks.trainer_vs_loop [--rounds 6] [--steps 6]
+    python -m tests.benchmarks.trainer_vs_loop [--steps 60]
 
-Trainer and loop take turns on the same model, data and batch, in one process, so that a noisy machine hurts both;
-each round gives one ratio of median step times, and the answer is the median of the ratios. Printed with the hardware
-and versions. Ends with 1 below 0.97.
+Trainer and loop train the same model on the same data in one process and take turns at every step, so that whatever
+else the machine does hurts both. Each pair of steps gives one ratio; the answer is their median, with its quartiles,
+the hardware and the versions. Ends with 1 below 0.97.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from launch.trainer import Meter, RecipeTrainer
+from launch.trainer import RecipeTrainer
 from recipes import fast, hardware
-from tests.loop import train_loop
+from tests.loop import loop_steps
 
-MICRO, ACCUMULATION, LENGTH, RATE = 4, 2, 256, 1e-4
+MICRO, ACCUMULATION, LENGTH, RATE, WARM_UP_STEPS = 4, 2, 256, 1e-4, 3
 
 
-def small_real_model() -> LlamaForCausalLM:
-    """26 million parameters: large enough that a step is compute, small enough for two cores."""
+def real_model() -> LlamaForCausalLM:
+    """27 million parameters: a step is nearly all compute, and two cores take a few seconds for it."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -41,61 +43,60 @@ def small_real_model() -> LlamaForCausalLM:
     )
 
 
-def trainer_seconds(rows: torch.Tensor, steps: int) -> list[float]:
-    """Seconds of each step of Trainer with the fast recipe."""
+class TakeTurns(TrainerCallback):
+    """Lets the loop take one step before each of Trainer's, and times both: `pairs` of (loop, Trainer) seconds."""
+
+    def __init__(self, loop: Iterator[tuple[float, float]]) -> None:
+        self.loop = loop
+        self.pairs: list[tuple[float, float]] = []
+        self._loop_seconds = self._resumed = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._resumed:  # from the beginning of one step to the beginning of the next: all that Trainer does
+            self.pairs.append((self._loop_seconds, time.perf_counter() - self._resumed))
+        _, self._loop_seconds = next(self.loop)
+        self._resumed = time.perf_counter()
+
+
+def measured_pairs(steps: int) -> list[tuple[float, float]]:
+    rows = torch.randint(0, 8192, (512, LENGTH), generator=torch.Generator().manual_seed(0))
+    total = steps + WARM_UP_STEPS + 1
+    shape = {"micro": MICRO, "accumulation": ACCUMULATION, "learning_rate": RATE}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    turns = TakeTurns(loop_steps(real_model(), rows, steps=total, device=device, **shape))
     with tempfile.TemporaryDirectory() as folder:
         args = fast(
             folder,
             per_device_train_batch_size=MICRO,
             gradient_accumulation_steps=ACCUMULATION,
-            max_steps=steps + Meter.WARM_UP_STEPS + 2,
+            max_steps=total,
             learning_rate=RATE,
             save_strategy="no",
             train_sampling_strategy="sequential",
             disable_tqdm=True,
+            torch_compile=False,
+            bf16=False,
         )
-        meter = Meter()
         data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = RecipeTrainer(model=small_real_model(), args=args, train_dataset=data, callbacks=[meter])
+        trainer = RecipeTrainer(model=real_model(), args=args, train_dataset=data, callbacks=[turns])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-        return meter.durations
-
-
-def loop_seconds(rows: torch.Tensor, steps: int) -> list[float]:
-    """Seconds of each step of the hand-written loop, without its warm-up."""
-    skipped = Meter.WARM_UP_STEPS
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    _, seconds = train_loop(
-        small_real_model(),
-        rows,
-        steps=steps + skipped,
-        micro=MICRO,
-        accumulation=ACCUMULATION,
-        learning_rate=RATE,
-        device=device,
-    )
-    return seconds[skipped:]
+    return turns.pairs[WARM_UP_STEPS:]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    torch.set_num_threads(hardware.read().cores)
-    rows = torch.randint(0, 8192, (512, LENGTH), generator=torch.Generator().manual_seed(0))
-    ratios = []
-    for number in range(options.rounds):
-        turns = [trainer_seconds, loop_seconds]
-        first, second = turns if number % 2 else reversed(turns)
-        medians = {turn.__name__: statistics.median(turn(rows, options.steps)) for turn in (first, second)}
-        ratios.append(medians["loop_seconds"] / medians["trainer_seconds"])
-        loop, recipe = medians["loop_seconds"], medians["trainer_seconds"]
-        print(f"round {number + 1}: loop {loop:.3f} s, recipe {recipe:.3f} s a step")
-    ratio = statistics.median(ratios)
-    print(f"{hardware.read()}, torch {torch.__version__}, transformers {transformers.__version__}")
-    print(f"throughput of the recipe over the loop's: median {ratio:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    machine = hardware.read()
+    torch.set_num_threads(machine.cores)
+    pairs = measured_pairs(options.steps)
+    ratios = [loop / trainer for loop, trainer in pairs]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    loop, trainer = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    print(f"{machine}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"{len(pairs)} pairs of steps: loop {loop:.3f} s, recipe {trainer:.3f} s (medians)")
+    print(f"throughput of the recipe over the loop's: median {ratio:.3f}, quartiles {low:.3f} and {high:.3f}")
     return 0 if ratio >= 0.97 else 1
 
 

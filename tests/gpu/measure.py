@@ -52,17 +52,17 @@ def rows(count: int, length: int):
     return torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
 
 
-def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object, float, list[float]]:
+def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object, float, tuple[float, ...]]:
     import torch
 
     from launch.trainer import Meter
-    from tests.loop import train_loop
+    from tests.loop import loop_steps
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     model = model_of(size)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     forward = torch.compile(model) if compiled else model
-    losses, seconds = train_loop(
+    trained = loop_steps(
         forward,
         rows(GLOBAL_BATCH * (steps + 4), length),
         steps=steps + Meter.WARM_UP_STEPS,
@@ -72,6 +72,7 @@ def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object
         bf16=True,
         device=device,
     )
+    losses, seconds = zip(*trained, strict=True)
     return model, statistics.mean(seconds[Meter.WARM_UP_STEPS :]), losses
 
 

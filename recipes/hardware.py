@@ -12,16 +12,16 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 
-# Peak dense bf16 FLOP/s without sparsity, from the vendor's datasheets (nvidia.com: H100, H200, A100, L40S, L4, A10).
-# The first name that occurs in the device's name counts.
+# Peak dense bf16 FLOP/s without sparsity, from NVIDIA's datasheets of these cards. The first name that occurs in the
+# device's name counts; a card that is not listed gets no MFU.
 PEAK_BF16_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
     "L4": 121e12,
-    "A10": 125e12,
 }
 
 _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75  # cuda.h, CUdevice_attribute

@@ -1,0 +1,14 @@
+"""ruff and mypy, with the settings in pyproject.toml."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.running import ROOT
+
+
+@pytest.mark.parametrize("words", ["ruff check .", "ruff format --check .", "mypy"])
+def test_the_code_is_clean(words):
+    done = subprocess.run([sys.executable, "-m", *words.split()], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -101,7 +101,7 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
 
 def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
     run = _resolve_recipe(options.name, options)
-    settings = run.chosen()
+    settings = {name: setting for name, setting in run.chosen().items() if name != "recipe"}
     if options.diff:
         return _show_difference(run, _resolve_recipe(options.diff, options), options)
     if options.json:
@@ -121,11 +121,17 @@ def _show_difference(run: RunSpec, other: RunSpec, options: argparse.Namespace) 
         print(json.dumps(differences, indent=2, default=str))
         return 0
     _print_heading(run)
-    rows = [[name, _text(run[name]), _text(other[name]), run.setting(name).reason] for name in names]
+    rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
     if run.recipe.engine != other.recipe.engine:
         rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine.title])
     _print_table(["setting", run.recipe.name, other.recipe.name, "reason"], rows)
     return 0
+
+
+def _reason(name: str, run: RunSpec, other: RunSpec) -> str:
+    """Why this recipe chose it; where it left the default, why the other one did not."""
+    theirs = other.setting(name).reason
+    return run.setting(name).reason or (f"{other.recipe.name}: {theirs}" if theirs else "")
 
 
 def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
@@ -209,7 +215,7 @@ def _as_yaml(recipe: Recipe) -> str:
         else:
             value, reason = setting
             lines += [f"# {reason}", f"{name}: {json.dumps(value)}", ""]  # JSON is YAML
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _print_heading(run: RunSpec) -> None:

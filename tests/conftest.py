@@ -12,6 +12,8 @@ import pytest
 if not any("gpu" in word for word in sys.argv):  # the tests describe a CPU; `pytest tests/gpu` is for the rest
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# DeepSpeed's compiled parts beside the environment they were compiled for: two environments would undo each other's.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

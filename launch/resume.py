@@ -88,7 +88,8 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
     old = record.read(folder)
     if run["resume_from_checkpoint"] not in (None, True, "True", "true"):
         return _asked_for(run, world)
-    found = checkpoints(folder, old.get("world_size") or world.size)
+    written_by = old.get("world_size")
+    found = checkpoints(folder, written_by if isinstance(written_by, int) and written_by > 0 else world.size)
     finished = old.get("status") == "finished"
     if not found and not finished:
         return Earlier()

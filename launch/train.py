@@ -74,14 +74,14 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
     quiet_progress_bars(run["verbose"])
     out = report.console(world.speaks)
     decided_by_rank_0(world, lambda: prepare_output(run))
+    tokenizer = load_tokenizer(run)
+    longest = longest_sequence(run, tokenizer)
+    run.lower("max_length", longest, "the longest sequence of this model")
     earlier = decided_by_rank_0(world, lambda: find_earlier_run(run, world))
     report.print_earlier(earlier, run, out)
     if earlier.finished:
         return
 
-    tokenizer = load_tokenizer(run)
-    longest = longest_sequence(run, tokenizer)
-    run.lower("max_length", longest, "the longest sequence of this model")
     data = load_data(run, tokenizer, longest)
     model = load_model(run, tokenizer, data)
     decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model)))

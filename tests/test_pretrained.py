@@ -42,10 +42,12 @@ def test_a_pretrained_model_is_fine_tuned_to_tell_good_from_bad(minilm, reviews,
     assert outcome.record["eval_accuracy"] >= 0.9
 
 
-def test_its_length_limit_lowers_a_default_that_nobody_wrote(minilm, reviews, tmp_path):
+def test_its_length_limit_lowers_a_default_that_nobody_wrote(minilm, reviews, tmp_path, capsys):
     from launch.train import main
 
     flags = f"--model_name_or_path {minilm} --dataset_name {reviews} --output_dir {tmp_path} --max_steps 1"
-    assert main([*flags.split(), "--task", "sequence_classification"]) == 0
-    settings = json.loads((tmp_path / "run.json").read_text())["settings"]
-    assert settings["max_length"]["value"] == 512
+    words = [*flags.split(), "--task", "sequence_classification"]
+    assert main(words) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["settings"]["max_length"]["value"] == 512
+    assert main(words) == 0  # the lowered value is the same training, when the run is started again
+    assert "nothing to train" in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_fresh_starts_over_and_deletes_nothing(whole_run, tmp_path, tiny_model, 
     assert (tmp_path / "run.old-1" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"settings": 3, "world_size": null}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"settings": 3, "world_size": "two"}'])
 def test_a_damaged_record_never_stops_a_run(content, stopped_at_four, tiny_model, texts):
     (stopped_at_four / "run.json").write_text(content)
     assert train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS).record["status"] == "finished"

@@ -38,6 +38,10 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         compute_metrics=compute_accuracy if run["task"] == "sequence_classification" else None,
         callbacks=[StopOnNotANumber(), LogLastStep()],
     )
+    if run["task"] == "sequence_classification":
+        # Trainer takes the **kwargs of these models for a loss that is scaled by `num_items_in_batch`; theirs is a
+        # mean, so that gradients would grow with accumulation and the number of processes.
+        trainer.model_accepts_loss_kwargs = False
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

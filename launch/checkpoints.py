@@ -12,40 +12,56 @@ import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+_RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
 _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """`faults` make it useless; `notes` say what a resume from it would start afresh."""
+
     path: Path
     step: int
     faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def valid(self) -> bool:
         return not self.faults
 
-    def state(self) -> dict[str, Any]:
-        """The content of trainer_state.json."""
-        return json.loads((self.path / "trainer_state.json").read_text())
 
-
-def checkpoints(output_dir: str | Path, world_size: int) -> list[Checkpoint]:
-    """All checkpoints in `output_dir`, newest first, each judged for the `world_size` that wrote it."""
+def numbered(output_dir: str | Path) -> list[Path]:
+    """The folders checkpoint-N in `output_dir`, newest first."""
     folder = Path(output_dir)
-    found = []
-    for path in folder.glob("checkpoint-*") if folder.is_dir() else ():
-        number = re.fullmatch(r"checkpoint-(\d+)", path.name)
-        if number and path.is_dir():
-            found.append(Checkpoint(path, int(number.group(1)), tuple(faults(path, world_size))))
-    return sorted(found, key=lambda checkpoint: -checkpoint.step)
+    found = [path for path in folder.glob("checkpoint-*") if folder.is_dir() and path.is_dir()]
+    return sorted((path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)), key=lambda path: -_step(path))
 
 
-def newest_valid(found: list[Checkpoint]) -> Checkpoint | None:
-    return next((checkpoint for checkpoint in found if checkpoint.valid), None)
+def judged(path: Path) -> Checkpoint:
+    """The checkpoint in a folder, with what is wrong with it. Never raises: what cannot be read is a fault."""
+    try:
+        found, notes = faults(path), fresh_parts(path)
+    except Exception as error:  # any byte may be in a damaged file
+        found, notes = [f"cannot be read ({type(error).__name__}: {error})"], []
+    return Checkpoint(path, _step(path), tuple(found), tuple(notes))
+
+
+def newest_valid(output_dir: str | Path) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """The newest checkpoint that can be resumed from, and the damaged ones that are newer."""
+    damaged: list[Checkpoint] = []
+    for path in numbered(output_dir):
+        checkpoint = judged(path)
+        if checkpoint.valid:
+            return checkpoint, damaged
+        damaged.append(checkpoint)
+    return None, damaged
+
+
+def _step(path: Path) -> int:
+    digits = re.search(r"(\d+)$", path.name)
+    return int(digits.group(1)) if digits else 0
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:
@@ -58,37 +74,58 @@ def set_aside(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.rename(target)
 
 
-def faults(path: Path, world_size: int) -> list[str]:
-    """What is missing or broken, one line each; empty for a checkpoint that resumes exactly."""
-    found = []
-    if (path / "checkpoint-is-incomplete.txt").exists():
-        found.append("marked incomplete")
-    found += _state_faults(path / "trainer_state.json")
+def faults(path: Path) -> list[str]:
+    """What is missing or broken, one line each; empty for a checkpoint that resumes exactly.
+
+    The processes that wrote it are known from its own files. Weights alone, as `save_only_model` leaves them, are
+    whole: `fresh_parts` says what a resume from them starts afresh.
+    """
+    found = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
+    found += _state_faults(path / "trainer_state.json", _step(path))
     if (path / "latest").exists() or any(path.glob("global_step*")):
-        found += _deepspeed_faults(path, world_size)
-    elif any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
-        found += _missing(path, ["scheduler.pt"])
-    else:
-        found += _weight_faults(path) + _torch_faults(path, ["optimizer.pt", "scheduler.pt"])
-    return found + _torch_faults(path, _rng_files(world_size))
+        return found + _deepspeed_faults(path) + _rng_faults(path)
+    if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
+        return found + _missing(path, ["scheduler.pt"]) + _rng_faults(path)
+    found += _weight_faults(path)
+    if _holds_weights_alone(path):
+        return found
+    return found + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
 
 
-def _rng_files(world_size: int) -> list[str]:
-    return ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+def fresh_parts(path: Path) -> list[str]:
+    """What a resume would start afresh because the checkpoint was never meant to hold it."""
+    if _holds_weights_alone(path):
+        return ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
+    return []
 
 
-def _state_faults(file: Path) -> list[str]:
+def _holds_weights_alone(path: Path) -> bool:
+    """Trainer writes optimizer, scheduler and random state before trainer_state.json: none of them was never any."""
+    states = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
+    return not any(True for pattern in states for _ in path.glob(pattern))
+
+
+def _rng_faults(path: Path) -> list[str]:
+    """One random state a rank: `rng_state.pth` of a single process, or 0 to the last without a gap."""
+    ranks = sorted(int(number.group(1)) for file in path.iterdir() if (number := _RANK_STATE.fullmatch(file.name)))
+    if not ranks:
+        return _torch_faults(path, ["rng_state.pth"])
+    return _torch_faults(path, [f"rng_state_{rank}.pth" for rank in range(ranks[-1] + 1)])
+
+
+def _state_faults(file: Path, step: int) -> list[str]:
     try:
         state = json.loads(file.read_text())
     except FileNotFoundError:
         return ["trainer_state.json is missing"]
     except (OSError, ValueError):
         return ["trainer_state.json cannot be read"]
-    return (
-        []
-        if isinstance(state, dict) and isinstance(state.get("global_step"), int)
-        else ["trainer_state.json has no step"]
-    )
+    expected = {"global_step", "max_steps", "log_history"}
+    if not isinstance(state, dict) or not expected <= set(state):
+        return ["trainer_state.json is not Trainer's"]
+    if step and state["global_step"] != step:
+        return [f"trainer_state.json is that of step {state['global_step']}"]
+    return []
 
 
 def _weight_faults(path: Path) -> list[str]:
@@ -104,12 +141,13 @@ def _weight_faults(path: Path) -> list[str]:
 def _sharded_faults(path: Path, index: str) -> list[str]:
     try:
         shards = sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        shards[0]  # an index without a shard is none
+    except (OSError, LookupError, ValueError, TypeError, AttributeError):
         return [f"{index} cannot be read"]
     return _missing(path, shards) or [fault for name in shards for fault in _file_faults(path / name)]
 
 
-def _deepspeed_faults(path: Path, world_size: int) -> list[str]:
+def _deepspeed_faults(path: Path) -> list[str]:
     try:
         folder = path / (path / "latest").read_text().strip()
     except OSError:
@@ -119,8 +157,9 @@ def _deepspeed_faults(path: Path, world_size: int) -> list[str]:
     files = sorted(folder.glob("*.pt"))
     shards = [file for file in files if file.name.endswith("_optim_states.pt")]
     found = [fault for file in files for fault in _file_faults(file)]
-    if len(shards) != world_size:
-        found.append(f"{folder.name} has {len(shards)} optimizer shards for {world_size} processes")
+    writers = max(1, sum(1 for _ in path.glob("rng_state_*.pth")))
+    if len(shards) != writers:
+        found.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
     if not any(file.name.endswith("_model_states.pt") for file in files):
         found.append(f"{folder.name} has no model states")
     return found + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
@@ -137,8 +176,17 @@ def _torch_faults(path: Path, names: list[str]) -> list[str]:
 
 
 def _file_faults(file: Path) -> list[str]:
-    whole = _whole_safetensors(file) if file.suffix == ".safetensors" else zipfile.is_zipfile(file)
+    whole = _whole_safetensors(file) if file.suffix == ".safetensors" else _whole_zip(file)
     return [] if whole else [f"{file.name} is cut off or damaged"]
+
+
+def _whole_zip(file: Path) -> bool:
+    """Whether every part of a file of torch.save has the checksum it was written with."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError):
+        return False
 
 
 def _whole_safetensors(file: Path) -> bool:
@@ -151,6 +199,6 @@ def _whole_safetensors(file: Path) -> bool:
                 return False
             header = json.loads(stream.read(length))
         end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    except (OSError, struct.error, ValueError, KeyError, TypeError):
+    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError):
         return False
     return size == 8 + length + end

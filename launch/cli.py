@@ -12,7 +12,7 @@ from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
 from recipes.errors import Problem, UserError, mistake
-from recipes.run import RunSpec, Setting, nearest, resolve
+from recipes.run import RunSpec, Setting, nearest, resolve, shown
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,7 +199,9 @@ def _as_json(run: RunSpec, settings: dict[str, Setting]) -> dict[str, Any]:
         "engine": run.recipe.engine,
         "num_processes": run.world_size,
         "hardware": str(run.hardware),
-        "settings": {name: vars(setting) for name, setting in settings.items()},
+        "settings": {
+            name: {**vars(setting), "value": shown(name, setting.value)} for name, setting in settings.items()
+        },
     }
 
 

@@ -35,6 +35,7 @@ from recipes import __version__
 from recipes.errors import UserError, mistake
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
 TOKENIZED = Features({"input_ids": Sequence(Value("int32")), "labels": Sequence(Value("int32"))})
 CLASSIFIED = Features({"input_ids": Sequence(Value("int32")), "labels": Value("int64")})
 
@@ -329,7 +330,7 @@ def _classification(run: Mapping[str, Any], tokenizer, train: Dataset, evaluatio
     if not run["dataset_name"]:
         raise mistake("dataset_name", "is missing: classification needs labelled texts", "--dataset_name FILE_OR_ID")
     names = _class_names(train, run["dataset_label_field"])
-    as_text = train.features[run["dataset_label_field"]].dtype == "string"
+    as_text = train.features[run["dataset_label_field"]].dtype in TEXT_TYPES
     numbers = {name if as_text else number: number for number, name in enumerate(names)}
     ready = _classified_rows(run, tokenizer, train, numbers, "dataset_train_split")
     ready_evaluation = None
@@ -357,6 +358,12 @@ def _class_names(rows: Dataset, field: str) -> list[str]:
         names = sorted(values)
     elif all(isinstance(value, int) and value >= 0 for value in values):
         names = [str(number) for number in range(max(values) + 1)]
+        if len(names) > 10 * len(values):
+            raise mistake(
+                "dataset_label_field",
+                f"the numbers in {field!r} go up to {max(values)}, and there are {len(values)} of them",
+                "classes numbered from 0 without gaps, or as texts",
+            )
     else:
         shown = ", ".join(repr(value) for value in values[:5])
         raise mistake(
@@ -411,7 +418,7 @@ def _require_text(rows: Dataset, column: str, wanted: str) -> None:
             f"--dataset_text_field with one of them; understood are {wanted}",
         )
     kind = getattr(rows.features[column], "dtype", "lists")
-    if kind not in ("string", "large_string", "null"):
+    if kind not in (*TEXT_TYPES, "null"):
         raise mistake("dataset_text_field", f"the column {column!r} holds {kind}, not text", "a column of texts")
 
 
@@ -421,7 +428,10 @@ def _has_columns(rows: Dataset) -> str:
 
 def _require_known_tokens(rows: Dataset, tokenizer) -> None:
     column = rows.data.column("input_ids")
-    largest = pyarrow.compute.max(pyarrow.compute.list_flatten(column)).as_py()
+    tokens = pyarrow.compute.list_flatten(column)
+    largest, smallest = pyarrow.compute.max(tokens).as_py(), pyarrow.compute.min(tokens).as_py()
+    if smallest is not None and smallest < 0:
+        raise mistake("dataset_name", f"has the token id {smallest}", "token ids from 0; -100 belongs into labels")
     if largest is not None and largest >= len(tokenizer):
         raise mistake(
             "dataset_name",

@@ -63,14 +63,17 @@ def _size(parameter: torch.nn.Parameter) -> int:
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
-def checkpoint_bytes(model: torch.nn.Module) -> int:
-    """About what a checkpoint takes: the trainable weights in their type, and two fp32 Adam moments for each."""
+def checkpoint_bytes(model: torch.nn.Module, with_optimizer: bool = True) -> int:
+    """About what a checkpoint takes: the trained weights in their type, and two fp32 Adam moments for each.
+
+    Without the optimizer it is what the finished run leaves.
+    """
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
-    return parameter_count(model, trained_only=True) * (width + 8)
+    return parameter_count(model, trained_only=True) * (width + 8 * with_optimizer)
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
-    """Training FLOPs per token: 6N + 6*layers*hidden*length (causal attention counted half).
+    """Training FLOPs per token: 6N + 6*layers*heads*head_dim*length (causal attention counted half).
 
     N leaves out an input embedding that is not tied, which is a lookup. Source: PaLM (Chowdhery et al. 2022), app. B.
     """
@@ -78,7 +81,8 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
     n = parameter_count(model)
     if not getattr(config, "tie_word_embeddings", False):
         n -= _size(model.get_input_embeddings().weight)
-    return 6 * n + 6 * config.num_hidden_layers * config.hidden_size * length
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 6 * n + 6 * config.num_hidden_layers * config.num_attention_heads * width * length
 
 
 def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) -> float | None:
@@ -86,6 +90,8 @@ def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) 
     peak = run.hardware.peak_flops
     if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
         return None
-    if not hasattr(model.config, "num_hidden_layers") or not hasattr(model.config, "hidden_size"):
+    config = model.config
+    known = all(hasattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not known or any("expert" in name for name in config.to_dict()):  # not every expert sees every token
         return None
     return tokens_per_second * flops_per_token(model, run["max_length"]) / (peak * run.world_size)

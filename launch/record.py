@@ -13,21 +13,25 @@ from typing import Any
 
 from launch.world import World
 from recipes import legal
-from recipes.run import RunSpec
+from recipes.run import HIDDEN, RunSpec, Setting, shown
 
 NAME = "run.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
 # A checkpoint trained with another value of these cannot be gone on from: other weights, or other data.
 IDENTITY = (
-    "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit "
+    "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit optim "
     "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
     "padding_free assistant_only_loss completion_only_loss"
 ).split()
 # A resume silently keeps the old value of these: they are in the checkpoint's state.
-KEPT_BY_RESUME = ("logging_steps", "save_steps", "eval_steps", "learning_rate")
+KEPT_BY_RESUME = (
+    "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
+).split()
 # A resume takes the new value of these, and is then no continuation of the same training.
-CHANGES_COURSE = ("global_batch_size", "seed", "optim", "lr_scheduler_type", "warmup_steps", "weight_decay")
+CHANGES_COURSE = (
+    "global_batch_size seed lr_scheduler_type warmup_steps max_grad_norm max_steps num_train_epochs".split()
+)
 
 
 def read(folder: str | Path) -> dict[str, Any]:
@@ -93,24 +97,31 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
         "engine": run.engine.title,
         "world_size": world_size,
         "started": _now(),
-        "command": sys.argv,
-        "settings": {
-            name: {"value": s.value, "source": s.source, "reason": s.reason} for name, s in sorted(run.chosen().items())
-        },
+        "command": [shown_word(run, word) for word in sys.argv],
+        "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
         "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
         "hardware": run.hardware.as_dict(),
     }
 
 
-def changes(old: dict[str, Any], run: RunSpec, names: tuple[str, ...] | list[str]) -> dict[str, tuple[Any, Any]]:
+def changes(old: dict[str, Any], run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
     """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
     settings = old.get("settings")
-    if not isinstance(settings, dict):
-        return {}
-    recorded = {name: entry.get("value") for name, entry in settings.items() if isinstance(entry, dict)}
-    # What is not recorded was left at the library's default.
-    then = {name: recorded.get(name, legal.settings()[name].default) for name in names}
-    return {name: (then[name], run[name]) for name in names if then[name] != run[name]}
+    recorded = settings.items() if isinstance(settings, dict) else ()
+    then = {name: entry["value"] for name, entry in recorded if isinstance(entry, dict) and "value" in entry}
+    return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
+
+
+def _as_dict(name: str, setting: Setting) -> dict[str, Any]:
+    return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
+
+
+def shown_word(run: RunSpec, word: str) -> str:
+    """A word of the command line, unless it is a secret."""
+    secrets = [str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN]
+    for secret in secrets:
+        word = word.replace(secret, HIDDEN)
+    return word
 
 
 def _now() -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from launch.world import World
 from recipes.errors import Problem
-from recipes.run import RunSpec
+from recipes.run import RunSpec, shown
 
 _WIDTH = 110
 
@@ -54,7 +54,7 @@ def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
     changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
     table = _table(lines)
     for index, (name, setting) in enumerate(changed.items()):
-        table.add_row("" if index else "changed", escape(f"{name} = {setting.value} ({setting.source})"))
+        table.add_row("" if index else "changed", escape(f"{name} = {shown(name, setting.value)} ({setting.source})"))
     out.print(table)
     idle = len(run.hardware.gpus) - run.local_world_size
     if idle > 0:

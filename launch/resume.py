@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import record
-from launch.checkpoints import Checkpoint, checkpoints, faults, newest_valid, set_aside
+from launch.checkpoints import Checkpoint, judged, newest_valid, numbered, set_aside
 from launch.world import World
 from recipes.errors import UserError, mistake
 from recipes.run import RunSpec
@@ -44,22 +44,32 @@ def decided_by_rank_0(world: World, decide: Callable[[], Any]) -> Any:
 
 
 def prepare_output(run: RunSpec) -> None:
-    """Make the output folder, move an older run aside for --fresh, and see that it can be written."""
+    """Make the output folder and see that it can be written."""
     folder = Path(run["output_dir"])
     try:
-        if run["fresh"] and folder.is_dir() and any(folder.iterdir()):
-            folder.rename(_unused_name(folder))
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise mistake(
-            "output_dir",
-            f"{folder} cannot be written: {error.strerror}",
-            "--output_dir with a folder that can",
-            run.setting("output_dir").source,
-        ) from None
+        raise _unwritable(run, error) from None
+
+
+def move_older_run_aside(run: RunSpec) -> None:
+    """For --fresh, when everything else has been found good: what the folder holds gets another name."""
+    folder = Path(run["output_dir"]).resolve()
+    if not run["fresh"] or not any(folder.iterdir()):
+        return
+    try:
+        folder.rename(_unused_name(folder))
+        folder.mkdir()
+    except OSError as error:
+        raise _unwritable(run, error) from None
+
+
+def _unwritable(run: RunSpec, error: OSError) -> UserError:
+    what = f"{run['output_dir']} cannot be written: {error.strerror}"
+    return mistake("output_dir", what, "--output_dir with a folder that can", run.setting("output_dir").source)
 
 
 def _unused_name(folder: Path) -> Path:
@@ -70,14 +80,14 @@ def _unused_name(folder: Path) -> Path:
 
 
 def require_disk_space(run: RunSpec, needed_bytes: int) -> None:
-    """Refuse a run whose first checkpoint would not fit. `needed_bytes` is the estimated size of one."""
+    """Refuse a run whose first checkpoint would not fit. `needed_bytes` is the estimated size of what it saves."""
     free = shutil.disk_usage(run["output_dir"]).free
-    if run["save_strategy"] == "no" or free > needed_bytes:
+    if free > needed_bytes:
         return
     raise mistake(
         "output_dir",
-        f"{run['output_dir']} has {free / 2**30:.1f} GiB free, a checkpoint takes about {needed_bytes / 2**30:.1f} GiB",
-        "--output_dir on a larger disk, or --save_strategy no",
+        f"{run['output_dir']} has {free / 2**30:.1f} GiB free, this run saves about {needed_bytes / 2**30:.1f} GiB",
+        "--output_dir on a larger disk",
         run.setting("output_dir").source,
     )
 
@@ -85,35 +95,35 @@ def require_disk_space(run: RunSpec, needed_bytes: int) -> None:
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:
     """Where to go on. Raises `UserError` where going on would not be the same training."""
     folder = Path(run["output_dir"])
-    old = record.read(folder)
+    if run["fresh"]:
+        return Earlier()
     if run["resume_from_checkpoint"] not in (None, True, "True", "true"):
-        return _asked_for(run, world)
-    written_by = old.get("world_size")
-    found = checkpoints(folder, written_by if isinstance(written_by, int) and written_by > 0 else world.size)
+        return _asked_for(run)
+    old = record.read(folder)
     finished = old.get("status") == "finished"
-    if not found and not finished:
+    if not numbered(folder) and not finished:
         return Earlier()
     _require_same_training(run, world, old)
     if finished and not _asks_for_more(run, old):
         return Earlier(finished=True, step=old.get("global_step", 0), notes=_changes(run, old, everything=True))
-    notes = [_skip(checkpoint) for checkpoint in found if not checkpoint.valid]
-    newest = newest_valid(found)
+    newest, damaged = newest_valid(folder)
+    notes = [_skip(checkpoint) for checkpoint in damaged]
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"])
-    return Earlier(newest.path, newest.step, notes=[*notes, *_changes(run, old)])
+    return Earlier(newest.path, newest.step, notes=[*notes, *newest.notes, *_changes(run, old)])
 
 
-def _asked_for(run: RunSpec, world: World) -> Earlier:
+def _asked_for(run: RunSpec) -> Earlier:
     path = Path(run["resume_from_checkpoint"])
-    broken = faults(path, world.size) if path.is_dir() else ["no such folder"]
-    if broken:
+    checkpoint = judged(path)
+    if not checkpoint.valid:
         raise mistake(
             "resume_from_checkpoint",
-            f"{path}: {', '.join(broken)}",
+            f"{path}: {', '.join(checkpoint.faults)}",
             "leave it out: the newest valid checkpoint is found by itself",
             run.setting("resume_from_checkpoint").source,
         )
-    return Earlier(path, Checkpoint(path, 0).state()["global_step"])
+    return Earlier(path, checkpoint.step, notes=list(checkpoint.notes))
 
 
 def _skip(checkpoint: Checkpoint) -> str:
@@ -142,8 +152,12 @@ def _require_same_training(run: RunSpec, world: World, old: dict[str, Any]) -> N
 
 
 def _asks_for_more(run: RunSpec, old: dict[str, Any]) -> bool:
-    then_and_now = record.changes(old, run, ["max_steps", "num_train_epochs"])
-    return any(now is not None and (then is None or now > then) for then, now in then_and_now.values())
+    """Whether the run now asked for may be longer than the finished one. Where only training can tell, it may."""
+    changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
+    if "max_steps" in changed:
+        return run["max_steps"] == -1 or run["max_steps"] > old.get("global_step", 0)
+    then, now = changed.get("num_train_epochs", (0, 0))
+    return run["max_steps"] == -1 and now > then
 
 
 def _changes(run: RunSpec, old: dict[str, Any], everything: bool = False) -> list[str]:

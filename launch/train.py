@@ -69,7 +69,14 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
     from launch.data import load_data
     from launch.measure import checkpoint_bytes, results
     from launch.model import load_model, load_tokenizer, longest_sequence, saved_sample
-    from launch.resume import decided_by_rank_0, find_earlier_run, prepare_output, require_disk_space
+    from launch.resume import (
+        decided_by_rank_0,
+        find_earlier_run,
+        move_older_run_aside,
+        prepare_output,
+        require_disk_space,
+    )
+    from launch.trainer import require_finite
 
     quiet_progress_bars(run["verbose"])
     out = report.console(world.speaks)
@@ -84,12 +91,14 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
 
     data = load_data(run, tokenizer, longest)
     model = load_model(run, tokenizer, data)
-    decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model)))
+    decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
+    decided_by_rank_0(world, lambda: move_older_run_aside(run))
     trainer = build_trainer(run, args, model, tokenizer, data, out)
     report.banner(run, model, data, out)
 
     with kept_record(run, world) as record:
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
+        require_finite(trainer)
         if data.eval is not None:
             trained.metrics.update(trainer.evaluate())
         trainer.save_model()

@@ -69,6 +69,13 @@ class StopOnNotANumber(TrainerCallback):
             raise NotANumber(f"the loss is {loss} at step {state.global_step}")
 
 
+def require_finite(trainer: Trainer) -> None:
+    """Raises `NotANumber` for trained weights that are none: the last steps may have failed after the last log."""
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+            raise NotANumber(f"the weights are no numbers after step {trainer.state.global_step} ({name})")
+
+
 class LogLastStep(TrainerCallback):
     """Logs at the last step too, so that the final loss is known however seldom a recipe logs."""
 

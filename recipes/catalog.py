@@ -57,6 +57,10 @@ def standard() -> Recipe:
             fp16=fp16_before_sm80,
             logging_steps=(5, "each log is an all-gather and a host sync"),
             logging_first_step=(True, "the loss before training, to see it fall"),
+            logging_nan_inf_filter=(
+                False,
+                "hides a NaN at two host syncs a micro-batch; here it stops the run when logged",
+            ),
             save_total_limit=(1, "the newest checkpoint is all that a resume needs"),
             ddp_find_unused_parameters=(False, "searching the graph each step is only for models that skip layers"),
             ddp_bucket_cap_mb=(25, "torch's own default, written down: large enough for bandwidth, small to overlap"),
@@ -73,7 +77,6 @@ def fast() -> Recipe:
         engine="fast.yaml",
         micro_batch_cap=8,
         logging_steps=(10, "half as many host syncs as standard"),
-        logging_nan_inf_filter=(False, "two host syncs per micro-batch; a NaN stops the run when it is logged instead"),
         gradient_as_bucket_view=(True, "gradients live in DDP's buckets: one copy fewer in memory and time"),
         ddp_static_graph=static_graph_without_accumulation,
         optim=("adamw_torch_fused", "one kernel for the whole update"),
@@ -131,6 +134,8 @@ DEMONSTRATION: Mapping[str, Choice] = dict(
 
 
 def bf16_where_native(run) -> Choice:
+    if run.explicit("fp16") and run["fp16"]:
+        return False, "fp16 was asked for"
     if not run.hardware.cuda:
         return False, "no GPU: fp32"
     if run.hardware.capability >= (8, 0):
@@ -139,12 +144,14 @@ def bf16_where_native(run) -> Choice:
 
 
 def fp16_before_sm80(run) -> Choice:
-    if run["bf16"] or not run.hardware.cuda:
+    if run["bf16"] or not run.hardware.cuda or run.hardware.capability >= (8, 0):
         return False, "bf16 or fp32 is used"
     return True, f"compute capability {_dotted(run.hardware.capability)} has fp16 tensor cores and no bf16"
 
 
 def bf16_unless_gpu_is_too_old(run) -> Choice:
+    if run.explicit("fp16") and run["fp16"]:
+        return False, "fp16 was asked for"
     if run.hardware.cuda and run.hardware.capability < (8, 0):
         return bf16_where_native(run)
     return True, "ZeRO keeps fp32 master weights; 16-bit weights and gradients halve the rest"
@@ -180,6 +187,8 @@ def static_graph_without_accumulation(run) -> Choice:
 
 
 def packing_for_language_models(run) -> Choice:
+    if run.explicit("padding_free") and run["padding_free"]:
+        return False, "padding_free was asked for"
     if run["task"] == "causal_lm":
         return True, "no padding is computed, and every batch has one shape"
     return False, "each example keeps its own label"

@@ -115,6 +115,9 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
         dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
     )
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
+        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if file.lower() != "none":
+            return replace(from_deepspeed(file), mixed_precision=found.mixed_precision)
         return replace(
             found,
             kind="deepspeed",

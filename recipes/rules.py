@@ -148,7 +148,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "warmup_steps": _NOT_NEGATIVE,
     "adam_beta1": _BELOW_ONE,
     "adam_beta2": _BELOW_ONE,
-    "adam_epsilon": _POSITIVE,
+    "adam_epsilon": _NOT_NEGATIVE,
     "max_grad_norm": (lambda value: value >= 0, "is 0 or more, and 0 turns clipping off"),
     "label_smoothing_factor": _FRACTION,
     "neftune_noise_alpha": _NOT_NEGATIVE,
@@ -204,9 +204,10 @@ def a_run_has_steps(run):
 @rule
 def steps_above_one_are_whole(run):
     """`ValueError: --logging_steps must be an integer if bigger than 1`, from the constructor of every rank."""
-    for name in ("logging_steps", "eval_steps", "save_steps"):
+    for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
         value = run[name]
-        if value and value > 1 and value != int(value) and run[name.replace("steps", "strategy")] == "steps":
+        used = name == "warmup_steps" or run[name.replace("steps", "strategy")] == "steps"
+        if value and value > 1 and value != int(value) and used:
             yield problem(run, name, f"{value} is no whole number of steps", f"{name} {round(value)}")
 
 
@@ -645,6 +646,15 @@ def schedule_needs_evaluation(run):
 
 
 @rule
+def least_rate_is_named(run):
+    """`ValueError: One of min_lr or min_lr_rate should be set through the lr_scheduler_kwargs`, at train()."""
+    named = {"min_lr", "min_lr_rate"} & set(_mapping(run["lr_scheduler_kwargs"]))
+    if run["lr_scheduler_type"] == "cosine_with_min_lr" and not named:
+        fix = "--lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'"
+        yield problem(run, "lr_scheduler_type", "cosine_with_min_lr needs the least rate", fix)
+
+
+@rule
 def one_warmup_step_is_one_step(run):
     """Below 1 it is a fraction of the run, and 1.0 is one step, not all of it."""
     if run.explicit("warmup_steps") and run["warmup_steps"] == 1:
@@ -707,6 +717,38 @@ def early_stopping_needs_evaluation(run):
 
 
 @rule
+def best_metric_is_reported(run):
+    """`KeyError: The metric_for_best_model training argument is set to 'eval_foo', which is not found`, hours in."""
+    wanted = run["metric_for_best_model"]
+    needed = run["load_best_model_at_end"] or run["early_stopping_patience"] or run["save_strategy"] == "best"
+    if not wanted or not needed or run["eval_strategy"] == "no":
+        return
+    known = ["loss", "accuracy"] if run["task"] == "sequence_classification" else ["loss"]
+    if wanted.removeprefix("eval_") not in known:
+        yield problem(run, "metric_for_best_model", f"{wanted} is not reported", " or ".join(known))
+
+
+@rule
+def evaluating_needs_data(run):
+    """`ValueError: Trainer: evaluation requires an eval_dataset.`; `do_eval` alone evaluates nothing."""
+    if run["eval_strategy"] != "no":
+        return
+    if run["eval_on_start"]:
+        yield problem(
+            run, "eval_on_start", "loads no data to evaluate on without eval_strategy", "--eval_strategy steps"
+        )
+    if run.explicit("do_eval") and run["do_eval"]:
+        yield advice(run, "do_eval", "evaluates nothing without eval_strategy", "--eval_strategy epoch")
+
+
+@rule
+def accuracy_is_computed_at_the_end(run):
+    """`batch_eval_metrics` calls the metric with an argument that the accuracy of train.py does not take."""
+    if run["batch_eval_metrics"] and run["task"] == "sequence_classification":
+        yield problem(run, "batch_eval_metrics", "cannot be combined with the accuracy of train.py", "leave it out")
+
+
+@rule
 def test_split_is_used(run):
     """Without an evaluation strategy the split is loaded by nobody."""
     if run["eval_strategy"] == "no" and run.explicit("dataset_test_split") and run["dataset_test_split"]:
@@ -744,6 +786,13 @@ def signal_checkpoints_may_be_incomplete(run):
     if run["enable_jit_checkpoint"]:
         what = "saves in the middle of a step, so that a resume is not exact, and can leave an incomplete checkpoint"
         yield advice(run, "enable_jit_checkpoint", what, "a smaller --save_steps")
+
+
+@rule
+def output_has_a_folder(run):
+    """`TypeError: expected str, bytes or os.PathLike object, not NoneType`: there is nowhere to write."""
+    if not run["output_dir"]:
+        yield problem(run, "output_dir", "names no folder", "--output_dir FOLDER, or leave it out")
 
 
 @rule
@@ -905,6 +954,16 @@ def yaml_compiles_what_the_arguments_do_not(run):
     elif not run["torch_compile"]:
         what = f"{backend} compiles a run whose torch_compile is off"
         yield Problem("dynamo_config", what, "remove it from the YAML, or --torch_compile", run.engine.source)
+
+
+@rule
+def compile_backend_is_known(run):
+    """`ValueError: 'FOO' is not a valid DynamoBackend`, when the Trainer is built."""
+    backend = run["torch_compile_backend"]
+    known = [name.lower() for name in legal.accelerate_choices()["DynamoBackend"]] if backend else []
+    if backend and backend.lower() not in known:
+        fix = _closest(backend.lower(), known) or "one of " + ", ".join(known)
+        yield problem(run, "torch_compile_backend", f"there is no backend {backend!r}", fix)
 
 
 @rule

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from recipes import catalog, legal, moved
 from recipes.batch import Batch, split
 from recipes.catalog import Recipe
-from recipes.engine import Engine, from_yaml, read_yaml, shipped
+from recipes.engine import Engine, from_deepspeed, from_yaml, read_yaml, shipped
 from recipes.errors import Problem, UserError
 from recipes.hardware import Hardware
 from recipes.hardware import read as read_hardware
@@ -35,6 +37,14 @@ LIBRARY = "library default"
 COMMAND_LINE = "command line"
 BATCH = "batch arithmetic"
 _BATCH_FIELDS = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+HIDDEN = "***"
+
+
+def shown(name: str, value: Any) -> Any:
+    """A value as it may be printed and recorded: a token is a secret."""
+    return HIDDEN if value and name.endswith("_token") else value
 
 
 @dataclass
@@ -151,7 +161,8 @@ def resolve(
         given = {**_read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
-    engine = engine or yaml_engine or from_yaml(shipped(recipe.engine))
+    own = given.get("deepspeed")
+    engine = engine or yaml_engine or (from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine)))
     world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
@@ -256,8 +267,11 @@ def _accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> 
         if known is None:
             problems.append(unknown(name, source))
             continue
+        old_name = legal.ALIASES.get(name, name)
+        if old_name != name and old_name in values:
+            problems.append(Problem(name, f"is the new name of {old_name}, and both are given", "write one", source))
         try:
-            accepted[legal.ALIASES.get(name, name)] = Setting(coerce(value, known), source)
+            accepted[old_name] = Setting(coerce(value, known), source)
         except ValueError as error:
             problems.append(Problem(name, str(error), _expected(known), source))
     return accepted
@@ -292,25 +306,40 @@ def coerce(value: Any, known: legal.Field) -> Any:
     Text is read as a command line would give it; YAML reads `1e-5` as text too, so text is fine for a number.
     """
     types = known.types
+    value = _plain(value)
+    if value is False and "no" in known.choices:
+        value = "no"  # which YAML reads as false where it is not quoted
     if isinstance(value, str):
         value = _from_text(value, types)
     accepted = types | {"int"} if "float" in types else types  # 2 stays 2 where 2.0 would do
     if type(value).__name__ not in accepted and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
         raise ValueError(f"takes {_names(types)}, got {given}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"takes a finite number, got {value}")
     if known.choices and isinstance(value, str) and value not in known.choices:
         raise ValueError(f"{value!r} is none of its values")
     return value
 
 
+def _plain(value: Any) -> Any:
+    """What Python callers pass for a plain value: an enumeration's member, a path, a number of numpy's, a tuple."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
+
+
+_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
+
+
 def _from_text(text: str, types: frozenset[str]) -> Any:
     lowered = text.lower()
-    if (
-        "bool" in types
-        and lowered in ("true", "false", "yes", "no", "1", "0")
-        and not ("str" in types and lowered == "no")
-    ):
-        return lowered in ("true", "yes", "1")
+    if "bool" in types and lowered in (*_TRUE, *_FALSE) and not ("str" in types and lowered == "no"):
+        return lowered in _TRUE
     for convert in (int, float) if "float" in types else (int,) if "int" in types else ():
         try:
             return convert(text)

@@ -107,3 +107,29 @@ def test_importing_the_recipes_imports_neither_torch_nor_transformers():
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_an_explicit_choice_turns_off_what_the_recipe_would_choose_against_it():
+    assert run_of("memory", CPU, fp16=True)["bf16"] is False
+    assert run_of("fast", H100, padding_free=True)["packing"] is False
+
+
+def test_bf16_switched_off_is_fp32_where_bf16_is_native():
+    run = run_of("standard", H100, bf16=False)
+    assert (run["bf16"], run["fp16"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+    ],
+)
+def test_a_peak_is_claimed_only_for_a_card_that_is_listed(name, peak):
+    assert Hardware((Gpu(name, (8, 0), 2**30),)).peak_flops == peak

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.checkpoints import checkpoints, faults, newest_valid, set_aside
+from launch.checkpoints import faults, fresh_parts, judged, newest_valid, numbered, set_aside
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def checkpoint(real_checkpoint, tmp_path):
 
 
 def test_what_trainer_wrote_is_valid(checkpoint):
-    assert faults(checkpoint, world_size=1) == []
+    assert faults(checkpoint) == []
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_what_trainer_wrote_is_valid(checkpoint):
 )
 def test_a_missing_file_is_named(checkpoint, name):
     (checkpoint / name).unlink()
-    assert len(faults(checkpoint, world_size=1)) == 1
+    assert len(faults(checkpoint)) == 1
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -38,47 +38,92 @@ def test_a_file_cut_off_anywhere_is_noticed(checkpoint, name, kept):
     whole = file.read_bytes().rstrip(b"\n")  # a JSON file without its last line break is still whole
     file.write_bytes(whole[: int(len(whole) * kept)])
     try:
-        assert faults(checkpoint, world_size=1)
+        assert faults(checkpoint)
     finally:
         file.write_bytes(whole)
 
 
 def test_trainers_own_marker_of_an_incomplete_checkpoint_counts(checkpoint):
     (checkpoint / "checkpoint-is-incomplete.txt").touch()
-    assert faults(checkpoint, world_size=1) == ["marked incomplete"]
+    assert faults(checkpoint) == ["marked incomplete"]
 
 
-def test_one_rng_state_a_rank_is_needed(checkpoint):
-    assert "rng_state_1.pth is missing" in faults(checkpoint, world_size=2)
+def test_the_ranks_that_wrote_it_are_known_from_its_own_files(checkpoint):
+    for rank in range(2):
+        shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+    (checkpoint / "rng_state.pth").unlink()
+    assert faults(checkpoint) == []
+
+
+def test_a_gap_between_the_ranks_is_a_fault(checkpoint):
+    for rank in (0, 2):
+        shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+    assert faults(checkpoint) == ["rng_state_1.pth is missing"]
+
+
+def test_weights_alone_are_whole_and_say_what_starts_afresh(checkpoint):
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (checkpoint / name).unlink()
+    assert faults(checkpoint) == []
+    assert "optimizer, schedule and random state start afresh" in fresh_parts(checkpoint)[0]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
+def test_zeros_in_the_middle_are_noticed(checkpoint, name):
+    content = bytearray((checkpoint / name).read_bytes())
+    middle = len(content) // 2
+    content[middle - 50 : middle + 50] = bytes(100)
+    (checkpoint / name).write_bytes(bytes(content))
+    assert faults(checkpoint) == [f"{name} is cut off or damaged"]
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["model.safetensors", "trainer_state.json", "latest", "model.safetensors.index.json"]),
+    content=st.binary(max_size=60),
+)
+def test_no_bytes_make_the_judgement_itself_fail(checkpoint, name, content):
+    file = checkpoint / name
+    before = file.read_bytes() if file.exists() else None
+    file.write_bytes(content)
+    try:
+        assert judged(checkpoint).faults
+    finally:
+        file.unlink() if before is None else file.write_bytes(before)
+
+
+def test_a_state_of_another_step_is_a_fault(checkpoint):
+    assert judged(checkpoint.rename(checkpoint.with_name("checkpoint-5"))).faults
 
 
 def test_the_newest_valid_one_is_chosen_over_a_newer_damaged_one(checkpoint):
-    newer = shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-10"))
-    (newer / "optimizer.pt").unlink()
-    assert newest_valid(checkpoints(checkpoint.parent, 1)).step == 4
+    shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-10"))
+    (checkpoint.with_name("checkpoint-10") / "optimizer.pt").unlink()
+    newest, damaged = newest_valid(checkpoint.parent)
+    assert (newest.step, [found.step for found in damaged]) == (4, [10])
 
 
 def test_ten_is_newer_than_nine(checkpoint):
     shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-10"))
     shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-9"))
-    assert [found.step for found in checkpoints(checkpoint.parent, 1)] == [10, 9, 4]
+    assert [path.name for path in numbered(checkpoint.parent)] == ["checkpoint-10", "checkpoint-9", "checkpoint-4"]
 
 
 def test_a_damaged_one_is_set_aside_with_all_its_files(checkpoint):
     (checkpoint / "optimizer.pt").unlink()
     before = {file.name for file in checkpoint.iterdir()}
-    kept = set_aside(checkpoints(checkpoint.parent, 1)[0])
+    kept = set_aside(judged(checkpoint))
     assert {file.name for file in kept.iterdir()} == before
 
 
 def test_folders_that_only_look_like_checkpoints_are_left_alone(tmp_path):
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-7").write_text("a file")
-    assert checkpoints(tmp_path, 1) == []
+    assert numbered(tmp_path) == []
 
 
 def test_a_shard_that_the_index_names_must_be_there(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-00002-of-00002.safetensors is missing" in faults(checkpoint, 1)
+    assert "model-00002-of-00002.safetensors is missing" in faults(checkpoint)

@@ -183,6 +183,17 @@ def test_broken_jsonl_names_the_line(tmp_path, tokenizer):
     assert "line 2: " in problem(run_with(dataset_name=str(tmp_path / "data.jsonl")), tokenizer).what
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_classes_may_be_texts_in_any_table(suffix, tmp_path):
+    import pandas
+
+    file = tmp_path / f"reviews.{suffix}"
+    table = pandas.DataFrame({"text": ["good", "bad"] * 4, "label": ["pos", "neg"] * 4})
+    table.to_csv(file, index=False) if suffix == "csv" else table.to_parquet(file)
+    run = run_with(task="sequence_classification", dataset_name=str(file))
+    assert load_data(run, demo_tokenizer()).labels == ["neg", "pos"]
+
+
 UNREADABLE = {"a.csv": b"a,b\n1,2\n1,2,3,4\n", "a.parquet": b"no", "a.txt": b"\xe9"}
 
 

@@ -1,8 +1,12 @@
 """Resolving: precedence, sources, types, and nothing lost on the way."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import SchedulerType
 
 from recipes import legal
 from recipes.catalog import RECIPES
@@ -119,6 +123,11 @@ def test_what_is_typed_is_what_trains(recipe, rate, steps, world):
         ("str | bool", "all", "all"),
         ("dict | str | None", '{"a": 1}', {"a": 1}),
         ("list[str] | None", "q_proj", ["q_proj"]),
+        ("bool", "t", True),
+        ("str", SchedulerType.COSINE, "cosine"),
+        ("str", Path("out"), "out"),
+        ("float", np.float64(0.5), 0.5),
+        ("list[str]", ("a", "b"), ["a", "b"]),
     ],
 )
 def test_values_become_the_type_of_the_field(annotation, value, expected):
@@ -127,7 +136,16 @@ def test_values_become_the_type_of_the_field(annotation, value, expected):
 
 @pytest.mark.parametrize(
     ("annotation", "value"),
-    [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3)],
+    [
+        ("int", "1.5"),
+        ("int", True),
+        ("bool", "maybe"),
+        ("float", "fast"),
+        ("int", [1]),
+        ("str", 3),
+        ("float", "nan"),
+        ("float", "inf"),
+    ],
 )
 def test_values_of_another_type_are_refused(annotation, value):
     with pytest.raises(ValueError, match="takes"):
@@ -138,3 +156,20 @@ def test_gpus_that_are_not_to_be_used_decide_nothing():
     h100 = Hardware((Gpu("NVIDIA H100", (9, 0), 80 * 2**30),), cores=16)
     run = resolve(["--recipe", "fast", "--use_cpu"], hardware=h100, environment={})
     assert (run["bf16"], run["torch_compile"], run["tf32"]) == (False, False, None)
+
+
+def test_a_bare_no_in_yaml_is_the_text_where_no_is_a_choice(config):
+    run = resolved(["--config", config("eval_strategy: no\n")])
+    assert run["eval_strategy"] == "no" and not run.problems
+
+
+def test_trainers_own_deepspeed_argument_names_the_engine(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    assert resolved(["--deepspeed", str(file)]).engine.title == "DeepSpeed ZeRO-3"
+
+
+def test_a_setting_under_its_old_and_new_name_is_refused():
+    if "activation_checkpointing" not in legal.training_arguments():
+        pytest.skip("this transformers has only the old name")
+    assert resolved("--gradient_checkpointing true --activation_checkpointing false").problems

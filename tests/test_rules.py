@@ -106,6 +106,21 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run("--dtype float16 --use_peft", hardware=machine(T4)),
     ),
     "sixteen_bit_weights_lose_small_updates": (Run("--dtype bfloat16"), Run("--dtype bfloat16 --use_peft")),
+    "best_metric_is_reported": (
+        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model f1"),
+        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model eval_loss"),
+    ),
+    "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
+    "accuracy_is_computed_at_the_end": (Run(f"--batch_eval_metrics {CLASSIFY}"), Run("--batch_eval_metrics")),
+    "compile_backend_is_known": (
+        Run("--torch_compile_backend foo"),
+        Run("--torch_compile_backend aot_eager"),
+    ),
+    "least_rate_is_named": (
+        Run("--lr_scheduler_type cosine_with_min_lr"),
+        Run('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}'),
+    ),
+    "output_has_a_folder": (Run("--output_dir none"), Run("--output_dir some")),
     # Processes
     "several_processes_on_a_cpu_need_use_cpu": (Run("--use_cpu false", world=2), Run("--use_cpu true", world=2)),
     "single_engine_starts_one_process": (

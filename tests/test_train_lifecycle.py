@@ -43,6 +43,11 @@ def test_the_record_has_results_under_trainers_names(whole_run):
     assert names <= set(whole_run[0].record)
 
 
+def test_the_record_holds_every_setting_also_the_librarys_defaults(whole_run):
+    settings = whole_run[0].record["settings"]
+    assert settings["adam_beta1"] == {"value": 0.9, "source": "library default", "reason": ""}
+
+
 def test_every_recorded_setting_has_its_source(whole_run):
     settings = whole_run[0].record["settings"]
     assert settings["max_steps"] == {"value": 8, "source": "command line", "reason": ""}
@@ -62,6 +67,8 @@ def test_an_interrupted_run_resumes_with_exactly_the_same_losses(whole_run, stop
 
 def test_a_damaged_checkpoint_is_named_skipped_and_kept(stopped_at_four, tiny_model, texts):
     newer = shutil.copytree(stopped_at_four / "checkpoint-4", stopped_at_four / "checkpoint-6")
+    state = json.loads((newer / "trainer_state.json").read_text())
+    (newer / "trainer_state.json").write_text(json.dumps({**state, "global_step": 6}))
     (newer / "optimizer.pt").write_bytes(b"cut off")
     resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
     assert "checkpoint-6 is damaged (optimizer.pt is cut off or damaged)" in resumed.output
@@ -109,6 +116,37 @@ def test_another_training_in_the_same_folder_is_refused(whole_run, tiny_model, t
     assert other.code == 2 and "another --output_dir, or --fresh" in other.output
 
 
+def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
+    flags = "--save_only_model --save_steps 2 --learning_rate 1e-3".split()
+    train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
+    longer = train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "4")
+    assert "start afresh" in longer.output
+    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)  # rotated, not damaged
+
+
+def test_another_optimizer_is_another_training(whole_run, tiny_model, texts):
+    other = train_here(tiny_model, texts, whole_run[1], *EIGHT_STEPS, "--optim", "sgd")
+    assert other.code == 2 and "optim" in other.output
+
+
+def test_a_finished_run_that_is_asked_for_epochs_goes_on(whole_run, tmp_path, tiny_model, texts):
+    folder = shutil.copytree(whole_run[1], tmp_path / "epochs")
+    flags = "--num_train_epochs 1 --save_total_limit 2 --learning_rate 1e-3".split()
+    assert train_here(tiny_model, texts, folder, *flags).record["global_step"] == 16
+
+
+def test_fresh_moves_nothing_when_something_else_is_wrong(whole_run, tmp_path, tiny_model, texts):
+    folder = shutil.copytree(whole_run[1], tmp_path / "run")
+    assert train_here(tiny_model, tmp_path / "missing.jsonl", folder, *EIGHT_STEPS, "--fresh").code == 2
+    assert (folder / "model.safetensors").exists()
+
+
+def test_a_token_is_neither_printed_nor_recorded(tiny_model, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path, "--max_steps", "1", "--hub_token", "hf_verysecret")
+    assert outcome.code == 0
+    assert "verysecret" not in outcome.output + (tmp_path / "run.json").read_text()
+
+
 def test_fresh_starts_over_and_deletes_nothing(whole_run, tmp_path, tiny_model, texts):
     folder = shutil.copytree(whole_run[1], tmp_path / "run")
     fresh = train_here(tiny_model, texts, folder, *EIGHT_STEPS, "--fresh")
@@ -122,11 +160,13 @@ def test_a_damaged_record_never_stops_a_run(content, stopped_at_four, tiny_model
     assert train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS).record["status"] == "finished"
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run(tiny_model, texts, tmp_path):
-    flags = "--recipe fast --learning_rate 1e30 --max_grad_norm 0 --max_steps 20 --logging_steps 1".split()
-    outcome = train_here(tiny_model, texts, tmp_path, *flags)
+@pytest.mark.parametrize("recipe", ["baseline", "standard", "fast"])
+@pytest.mark.parametrize("steps", ["1", "2", "20"])
+def test_a_run_that_diverged_is_never_finished(recipe, steps, tiny_model, texts, tmp_path):
+    flags = f"--recipe {recipe} --learning_rate 1e38 --max_grad_norm 0 --max_steps {steps} --lr_scheduler_type constant"
+    outcome = train_here(tiny_model, texts, tmp_path, *flags.split())
     assert (outcome.code, outcome.record["status"]) == (1, "failed")
-    assert "the loss is" in outcome.output
+    assert "step" in outcome.output and "lower learning rate" in outcome.output
 
 
 def test_ctrl_c_is_recorded_and_the_next_start_resumes(tiny_model, texts, tmp_path):

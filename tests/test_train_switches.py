@@ -25,8 +25,8 @@ def test_qlora_trains_on_four_bit_weights(tiny_model, texts, tmp_path):
     assert losses(outcome)[-1] < losses(outcome)[0]
 
 
-def test_lora_trains_on_two_ranks(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), *STEPS, "--use_peft"]
+def test_qlora_with_eight_bit_adam_trains_on_two_ranks(tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), *STEPS, "--use_peft", "--load_in_4bit", "--optim", "adamw_bnb_8bit"]
     outcome = launch(*flags, output=tmp_path, processes=2, config="standard.yaml")
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
 
@@ -44,13 +44,34 @@ def test_gradient_compression_reaches_ddp(tiny_model, texts, tmp_path):
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
 
 
-def test_a_classifier_reports_its_accuracy(tiny_model, tmp_path):
-    file = tmp_path / "reviews.jsonl"
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reviews") / "reviews.jsonl"
     rows = [{"text": f"{'good' if n % 2 else 'bad'} number {n}", "label": "pos" if n % 2 else "neg"} for n in range(64)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def first_step(outcome):
+    entry = next(entry for entry in outcome.record["log_history"] if "loss" in entry)
+    return entry["loss"], entry["grad_norm"]
+
+
+def test_classification_has_one_loss_and_one_gradient_however_the_batch_is_split(tiny_model, reviews, tmp_path):
+    flags = [*"--task sequence_classification --max_steps 1 --logging_steps 1".split()]
+    whole = train_here(tiny_model, reviews, tmp_path / "16x1", *flags, "--per_device_train_batch_size", "16")
+    split = train_here(tiny_model, reviews, tmp_path / "4x4", *flags, "--per_device_train_batch_size", "4")
+    ranks = launch(
+        *model_flags(tiny_model, reviews), *flags, output=tmp_path / "2", processes=2, config="standard.yaml"
+    )
+    assert first_step(split) == pytest.approx(first_step(whole), rel=1e-4)
+    assert first_step(ranks) == pytest.approx(first_step(whole), rel=1e-4)
+
+
+def test_a_classifier_reports_its_accuracy(tiny_model, reviews, tmp_path):
     flags = "--task sequence_classification --eval_strategy steps --eval_steps 2 --learning_rate 3e-3".split()
     slices = ["--dataset_train_split", "train[:48]", "--dataset_test_split", "train[48:]", "--max_steps", "4"]
-    outcome = train_here(tiny_model, file, tmp_path / "out", *flags, *slices)
+    outcome = train_here(tiny_model, reviews, tmp_path / "out", *flags, *slices)
     assert 0 <= outcome.record["eval_accuracy"] <= 1
 
 

@@ -8,7 +8,8 @@ from accelerate.utils import DDPCommunicationHookType
 
 from launch.trainer import Meter, NotANumber, RecipeTrainer, StopOnNotANumber, apply_ddp_settings
 from recipes import standard
-from tests.running import train_here
+from recipes.run import resolve
+from tests.running import model_flags, train_here
 
 
 @pytest.fixture
@@ -20,6 +21,20 @@ def trainer(tmp_path):
 def test_the_bucket_view_and_the_hook_reach_ddps_handler(trainer):
     apply_ddp_settings(trainer, {"gradient_as_bucket_view": True, "ddp_comm_hook": "fp16"})
     handler = trainer.accelerator.ddp_handler
+    assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
+
+
+def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
+    from launch.build import build_arguments, build_trainer
+    from launch.data import load_data
+    from launch.model import load_model, load_tokenizer
+
+    flags = ["--recipe", "fast", "--ddp_comm_hook", "fp16", "--output_dir", str(tmp_path)]
+    run = resolve([*model_flags(tiny_model, texts), *flags], environment={})
+    tokenizer = load_tokenizer(run)
+    data = load_data(run, tokenizer)
+    built = build_trainer(run, build_arguments(run), load_model(run, tokenizer, data), tokenizer, data, None)
+    handler = built.accelerator.ddp_handler
     assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
 
 

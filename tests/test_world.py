@@ -50,6 +50,13 @@ def test_the_launched_engine_is_what_the_environment_says():
     assert (engine.kind, engine.zero_stage, engine.offload_param) == ("deepspeed", 3, "cpu")
 
 
+def test_the_engine_of_a_deepspeed_file_is_what_the_file_says(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    environment = {**TORCHRUN, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    assert from_environment(environment).title == "DeepSpeed ZeRO-3, parameter offload"
+
+
 def test_a_launched_deepspeed_wins_over_the_recipes_own():
     assert engine_of("memory", {**TORCHRUN, **ZERO_3}).zero_stage == 3
 

@@ -141,7 +141,7 @@ _RANGES = [
     Wrong("max_steps", "-1", "--max_steps -5"),
     Wrong("learning_rate", "0 or more", "--learning_rate -1e-4"),
     Wrong("adam_beta1", "below 1", "--adam_beta1 1.0"),
-    Wrong("adam_epsilon", "more than 0", "--adam_epsilon 0"),
+    Wrong("adam_epsilon", "0 or more", "--adam_epsilon -1"),
     Wrong("weight_decay", "0 or more", "--weight_decay -0.1"),
     Wrong("warmup_steps", "0 or more", "--warmup_steps -1"),
     Wrong("label_smoothing_factor", "from 0 to 1", "--label_smoothing_factor 2"),

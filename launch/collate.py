@@ -40,6 +40,10 @@ def encode_and_cut(rows: Rows, encode: Encoder, longest: int | None, version: st
 def encode_tokenized(rows: Rows) -> dict[str, list]:
     """Token ids are taken as they are, without the padding that their attention mask shows."""
     ids, labels = rows["input_ids"], rows["labels"] if "labels" in rows else rows["input_ids"]
+    for row, targets in zip(ids, labels, strict=True):
+        if len(row) != len(targets):
+            what = f"has {len(row)} input_ids and {len(targets)} labels in one example"
+            raise mistake("dataset_name", what, "one label for every token, -100 where there is nothing to learn")
     if "attention_mask" in rows:
         ids = [_where(mask, row) for mask, row in zip(rows["attention_mask"], ids, strict=True)]
         labels = [_where(mask, row) for mask, row in zip(rows["attention_mask"], labels, strict=True)]

@@ -298,6 +298,9 @@ def _encoder(run: Mapping[str, Any], tokenizer, rows: Dataset) -> Encoder:
         _require_known_tokens(rows, tokenizer)
         return encode_tokenized
     if "messages" in columns:
+        if getattr(rows.features["messages"], "dtype", None) in TEXT_TYPES:
+            what = "the column 'messages' holds texts, not lists of messages"
+            raise mistake("dataset_name", what, 'lists of {"role": ..., "content": ...}')
         _require_chat_template(tokenizer, run)
         if run["assistant_only_loss"]:
             _require_offsets(tokenizer, "assistant_only_loss")
@@ -308,7 +311,7 @@ def _encoder(run: Mapping[str, Any], tokenizer, rows: Dataset) -> Encoder:
         )
     if {"prompt", "completion"} <= columns:
         completion_only = run["completion_only_loss"] is not False
-        if isinstance(rows[0]["prompt"], str):
+        if getattr(rows.features["prompt"], "dtype", None) in TEXT_TYPES:
             return partial(encode_completions, tokenizer=tokenizer, completion_only=completion_only)
         _require_chat_template(tokenizer, run)
         _require_offsets(tokenizer, "dataset_name")

@@ -183,6 +183,30 @@ def test_broken_jsonl_names_the_line(tmp_path, tokenizer):
     assert "line 2: " in problem(run_with(dataset_name=str(tmp_path / "data.jsonl")), tokenizer).what
 
 
+def test_a_prompt_may_be_empty_in_the_first_row(tokenizer, tmp_path):
+    rows = [{"prompt": None, "completion": "a"}, {"prompt": "b", "completion": "c"}]
+    run = run_with(dataset_name=str(jsonl(tmp_path, rows)))
+    assert len(load_data(run, tokenizer).train) == 2
+
+
+def test_chats_written_as_text_are_refused(tokenizer, tmp_path):
+    rows = [{"messages": json.dumps([{"role": "user", "content": "hi"}])}]
+    assert "not lists of messages" in problem(run_with(dataset_name=str(jsonl(tmp_path, rows))), tokenizer).what
+
+
+@pytest.mark.parametrize(
+    "row", [{"input_ids": [1, -1, 2]}, {"input_ids": [1, 2, 3], "labels": [1, 2]}], ids=["negative", "labels too short"]
+)
+def test_tokens_that_cannot_be_trained_are_refused(row, tokenizer, tmp_path):
+    assert problem(run_with(dataset_name=str(jsonl(tmp_path, [row]))), tokenizer).subject == "dataset_name"
+
+
+def test_classes_with_huge_gaps_between_their_numbers_are_refused(tokenizer, tmp_path):
+    rows = [{"text": "a", "label": 900_000}, {"text": "b", "label": 900_001}]
+    run = run_with(task="sequence_classification", dataset_name=str(jsonl(tmp_path, rows)))
+    assert "without gaps" in problem(run, tokenizer).fix
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_classes_may_be_texts_in_any_table(suffix, tmp_path):
     import pandas

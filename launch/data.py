@@ -47,10 +47,8 @@ class Data:
     train: Dataset
     eval: Dataset | None
     collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
-    tokens_per_example: float
     description: str
     labels: list[str] | None
-    packed: bool
 
 
 def load_data(run: Mapping[str, Any], tokenizer, max_positions: int | None = None) -> Data:
@@ -232,10 +230,8 @@ def _causal_lm(run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Da
         train=ready,
         eval=ready_evaluation,
         collator=_collator(run, tokenizer),
-        tokens_per_example=float(lengths.mean()),
         description=_describe(run, lengths, left_out),
         labels=None,
-        packed=run["packing"],
     )
 
 
@@ -344,10 +340,8 @@ def _classification(run: Mapping[str, Any], tokenizer, train: Dataset, evaluatio
         train=ready,
         eval=ready_evaluation,
         collator=_padding(run, tokenizer),
-        tokens_per_example=float(lengths.mean()),
         description=f"{_describe(run, lengths, len(train) - len(ready))}, {len(names)} classes",
         labels=names,
-        packed=False,
     )
 
 

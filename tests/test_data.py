@@ -306,11 +306,6 @@ def test_other_text_columns(tmp_path, tokenizer):
     assert decoded(tokenizer, load_data(run, tokenizer).train) == ["a<|endoftext|>"]
 
 
-def test_tokens_per_example_is_the_mean(tmp_path, tokenizer):
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, texts("a", "abc"))), tokenizer)
-    assert data.tokens_per_example == 3.0
-
-
 def test_token_ids_are_taken_as_they_are(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 6, 7]}]))
     assert load_data(run, tokenizer).train[0] == {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}

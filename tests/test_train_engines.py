@@ -7,7 +7,7 @@ import pytest
 from tests.running import launch, losses, model_flags, train_here
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU Adam: needs g++")
-STEPS = "--max_steps 6 --learning_rate 1e-2 --lr_scheduler_type constant --logging_steps 1".split()
+STEPS = "--max_steps 6 --learning_rate 5e-3 --lr_scheduler_type constant --logging_steps 1".split()
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from recipes.errors import UserError
 from recipes.flags import RunFlags
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-LANGUAGE = Data(None, None, None, 1.0, "texts", None, False)
-CLASSES = Data(None, None, None, 1.0, "labelled texts", ["bad", "fair", "good"], False)
+LANGUAGE = Data(None, None, None, "texts", None)
+CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"])
 
 
 @pytest.fixture(autouse=True)

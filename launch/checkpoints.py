@@ -60,8 +60,9 @@ def newest_valid(output_dir: str | Path) -> tuple[Checkpoint | None, list[Checkp
 
 
 def _step(path: Path) -> int:
-    digits = re.search(r"(\d+)$", path.name)
-    return int(digits.group(1)) if digits else 0
+    """N of checkpoint-N; 0 for a folder of another name."""
+    number = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    return int(number.group(1)) if number else 0
 
 
 def set_aside(checkpoint: Checkpoint) -> Path:

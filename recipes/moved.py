@@ -57,12 +57,7 @@ RENAMED: dict[str, tuple[str, str]] = {
 # name -> where it belongs instead
 ELSEWHERE: dict[str, str] = {
     "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
-    "static_graph": "ddp_static_graph",
-    "find_unused_parameters": "ddp_find_unused_parameters",
-    "bucket_cap_mb": "ddp_bucket_cap_mb",
-    "broadcast_buffers": "ddp_broadcast_buffers",
     "ddp_gradient_as_bucket_view": "gradient_as_bucket_view",
-    "comm_hook": "ddp_comm_hook",
     "num_processes": "after `accelerate launch`, before launch/train.py",
     "num_machines": "after `accelerate launch`, before launch/train.py",
     "machine_rank": "after `accelerate launch`, before launch/train.py",

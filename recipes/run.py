@@ -282,13 +282,20 @@ def unknown(name: str, source: str) -> Problem:
     if name in moved.RENAMED:
         what, fix = moved.RENAMED[name]
         return Problem(name, what, fix, source)
-    if name in moved.ELSEWHERE:
-        return Problem(name, "does not belong here", moved.ELSEWHERE[name], source)
+    if elsewhere := belongs(name):
+        return Problem(name, "does not belong here", elsewhere, source)
     suggestion = nearest(name, legal.settings())
     fix = f"--{suggestion}" if suggestion and source == COMMAND_LINE else suggestion
     return Problem(
         name, "is no argument of train.py or of TrainingArguments", fix or "`train.py --help` lists them", source
     )
+
+
+def belongs(name: str) -> str:
+    """What to write instead of a name that is legal elsewhere, DDP's own keywords among them; empty if it is not."""
+    if name in legal.ddp_keywords() and f"ddp_{name}" in legal.settings():
+        return f"ddp_{name}"
+    return moved.ELSEWHERE.get(name, "")
 
 
 def nearest(name: str, names: Any) -> str:

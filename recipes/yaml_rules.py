@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from recipes import legal, moved
 from recipes.errors import Problem
 from recipes.rules import deepspeed_file, is_true, rule, uses_deepspeed
-from recipes.run import nearest
+from recipes.run import belongs, nearest
 
 if TYPE_CHECKING:
     from recipes.run import RunSpec
@@ -75,7 +75,7 @@ def nested_yaml_keys_are_known(run):
 
 def _where_it_belongs(key: str, known: Any) -> tuple[str, str]:
     """What is wrong with an unknown key, and what to write instead: the argument it is, its section, a near name."""
-    argument = key if key in legal.settings() else moved.ELSEWHERE.get(key, "")
+    argument = key if key in legal.settings() else belongs(key)
     if argument in legal.settings():
         return "is an argument of the run, no key of the Accelerate YAML", f"--{argument}"
     if key in moved.RENAMED:

@@ -127,3 +127,7 @@ def test_a_shard_that_the_index_names_must_be_there(checkpoint):
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00002-of-00002.safetensors is missing" in faults(checkpoint)
+
+
+def test_a_folder_of_another_name_is_judged_by_its_content_alone(checkpoint):
+    assert judged(checkpoint.rename(checkpoint.with_name("best7"))).valid

@@ -12,10 +12,14 @@ import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
 _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What Trainer reads from its own files, whoever wrote them.
+_ENTRIES = {"optimizer.pt": {"state", "param_groups"}, "scheduler.pt": {"last_epoch"}}
+_RANDOM_ENTRIES = {"python", "numpy", "cpu"}
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,22 @@ def _state_faults(file: Path, step: int) -> list[str]:
         return ["trainer_state.json is missing"]
     except (OSError, ValueError):
         return ["trainer_state.json cannot be read"]
-    expected = {"global_step", "max_steps", "log_history"}
-    if not isinstance(state, dict) or not expected <= set(state):
+    if not _is_trainer_state(state):
         return ["trainer_state.json is not Trainer's"]
     if step and state["global_step"] != step:
         return [f"trainer_state.json is that of step {state['global_step']}"]
     return []
+
+
+def _is_trainer_state(state: Any) -> bool:
+    """Whether this version's TrainerState takes it: another one's may hold fields that are gone."""
+    from transformers import TrainerState
+
+    try:
+        TrainerState(**state)
+    except TypeError:
+        return False
+    return {"global_step", "max_steps", "log_history"} <= set(state)
 
 
 def _weight_faults(path: Path) -> list[str]:
@@ -177,8 +191,27 @@ def _torch_faults(path: Path, names: list[str]) -> list[str]:
 
 
 def _file_faults(file: Path) -> list[str]:
-    whole = _whole_safetensors(file) if file.suffix == ".safetensors" else _whole_zip(file)
-    return [] if whole else [f"{file.name} is cut off or damaged"]
+    if file.suffix == ".safetensors":
+        return [] if _whole_safetensors(file) else [f"{file.name} is cut off or damaged"]
+    if not _whole_zip(file):
+        return [f"{file.name} is cut off or damaged"]
+    return _loading_faults(file)
+
+
+def _loading_faults(file: Path) -> list[str]:
+    """What goes wrong when the file is loaded as a resume would, its tensors left on the disk."""
+    import torch
+    from transformers.trainer_pt_utils import safe_globals
+
+    by_deepspeed = file.name.endswith("_states.pt")  # DeepSpeed pickles objects of its own, and loads them so
+    try:
+        with safe_globals():
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=not by_deepspeed)
+    except Exception as error:  # whatever a pickle can raise
+        return [f"{file.name} cannot be loaded ({type(error).__name__})"]
+    expected = _RANDOM_ENTRIES if file.name.startswith("rng_state") else _ENTRIES.get(file.name, set())
+    lacking = expected - set(content) if isinstance(content, dict) else expected or {"a dictionary"}
+    return [f"{file.name} lacks {', '.join(sorted(lacking))}"] if lacking else []
 
 
 def _whole_zip(file: Path) -> bool:

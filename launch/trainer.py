@@ -11,12 +11,38 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from recipes.errors import mistake
+
 
 class RecipeTrainer(Trainer):
     """Trainer, less its per-micro-batch flop counting, plus a token count that never waits for the GPU."""
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """As Trainer's. Raises `UserError` where a whole checkpoint does not fit what is to be trained."""
+        try:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            loading = resume_from_checkpoint is not None and not self.meter.steps_trained
+            if not loading or isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+                raise
+            raise mistake(
+                "output_dir",
+                f"{resume_from_checkpoint} does not fit this model: {_in_one_line(error)}",
+                "another --output_dir, or --fresh to move that run aside",
+            ) from None
+
+    def _issue_warnings_after_load(self, load_result) -> None:
+        # Trainer warns, and goes on with whatever values these weights have.
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(load_result.missing_keys)
+        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
+        lost = sorted(name for name in missing & set(weights) if id(weights[name]) not in loaded)  # not the tied ones
+        if lost:
+            raise ValueError(f"it lacks {len(lost)} weights of it, {lost[0]} among them")
+        super()._issue_warnings_after_load(load_result)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: it walks every parameter each micro-batch. MFU comes from the token count instead."""
@@ -33,6 +59,11 @@ class RecipeTrainer(Trainer):
             self.control.should_training_stop = True
             return None
         return super()._run_epoch(*args, **kwargs)
+
+
+def _in_one_line(error: Exception) -> str:
+    """The start of a library's message: its first line often only announces the second."""
+    return " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
 
 
 def _tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:

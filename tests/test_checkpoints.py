@@ -1,9 +1,11 @@
 """A checkpoint is resumed from only if it is whole; damaged ones are named, and nothing is deleted."""
 
 import json
+import pathlib
 import shutil
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +92,20 @@ def test_no_bytes_make_the_judgement_itself_fail(checkpoint, name, content):
         assert judged(checkpoint).faults
     finally:
         file.unlink() if before is None else file.write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("content", [[1, 2], {"something": "else"}, {"code": pathlib.PurePosixPath("x")}])
+def test_a_whole_file_that_a_resume_could_not_use_is_noticed(checkpoint, name, content):
+    torch.save(content, checkpoint / name)
+    (fault,) = faults(checkpoint)
+    assert fault.startswith((f"{name} lacks", f"{name} cannot be loaded"))
+
+
+def test_a_state_with_fields_of_another_version_is_noticed(checkpoint):
+    file = checkpoint / "trainer_state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "a_field_of_old": 1}))
+    assert faults(checkpoint) == ["trainer_state.json is not Trainer's"]
 
 
 def test_a_state_of_another_step_is_a_fault(checkpoint):

@@ -9,6 +9,8 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.running import SCRIPT, losses, model_flags, read_record, train_here
 
@@ -74,6 +76,33 @@ def test_a_damaged_checkpoint_is_named_skipped_and_kept(stopped_at_four, tiny_mo
     assert "checkpoint-6 is damaged (optimizer.pt is cut off or damaged)" in resumed.output
     assert (stopped_at_four / "damaged-checkpoint-6" / "model.safetensors").exists()
     assert resumed.record["global_step"] == 8
+
+
+def edit_weights(checkpoint, change):
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(stopped_at_four, tiny_model, texts):
+    edit_weights(stopped_at_four / "checkpoint-4", lambda weights: weights.pop("lm_head.weight"))
+    refused = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert refused.code == 2 and "lacks 1 weights of it, lm_head.weight among them" in refused.output
+
+
+def test_a_checkpoint_of_another_shape_is_refused(stopped_at_four, tiny_model, texts):
+    checkpoint = stopped_at_four / "checkpoint-4"
+    edit_weights(checkpoint, lambda weights: weights.update({"lm_head.weight": torch.zeros(3, 32)}))
+    refused = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert refused.code == 2 and "size mismatch for lm_head.weight" in refused.output
+
+
+def test_an_optimizer_of_another_model_is_refused(stopped_at_four, tiny_model, texts):
+    file = stopped_at_four / "checkpoint-4" / "optimizer.pt"
+    state = torch.load(file)
+    torch.save({**state, "param_groups": state["param_groups"][:1]}, file)
+    refused = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert refused.code == 2 and "does not fit this model" in refused.output
 
 
 def test_without_a_valid_checkpoint_training_starts_over(stopped_at_four, tiny_model, texts):

@@ -110,8 +110,14 @@ def assistant_spans(chat: list[dict], text: str, tokenizer) -> list[tuple[int, i
 
 def _shared_start(opening: list[dict], text: str, tokenizer, flag: str) -> int:
     """Length of the opening of a chat, up to where the assistant begins to answer."""
-    rendered = _render(opening, tokenizer, add_generation_prompt=True) if opening else None
-    if rendered is None or not text.startswith(rendered):
+    if not opening:
+        raise mistake(
+            flag,
+            "a chat begins with the assistant, and the tokenizer's chat template does not mark its words",
+            "chats that begin with the user, or a template with {% generation %} ... {% endgeneration %}",
+        )
+    rendered = _render(opening, tokenizer, add_generation_prompt=True)
+    if not text.startswith(rendered):
         raise _rewrites(flag)
     return len(rendered)
 

@@ -143,12 +143,18 @@ def _read(run: Mapping[str, Any]) -> dict[str, Dataset]:
     name = run["dataset_name"]
     path = Path(name).expanduser()
     if path.is_file():
+        _require_no_config(run, path)
         return _read_file(path)
     if path.is_dir():
         return _read_folder(path, run["dataset_config"])
     if name.startswith((".", "/", "~")) or path.suffix.lower() in FILE_KINDS:
         raise mistake("dataset_name", f"there is no file or folder {name}", "the path of one that exists")
     return _read_hub(name, run["dataset_config"])
+
+
+def _require_no_config(run: Mapping[str, Any], path: Path) -> None:
+    if run["dataset_config"]:
+        raise mistake("dataset_config", f"{run['dataset_config']} is not in {path}, a single file", "leave it out")
 
 
 def _read_file(path: Path) -> dict[str, Dataset]:
@@ -225,12 +231,12 @@ def _causal_lm(run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Da
     ready_evaluation = None
     if evaluation is not None:
         ready_evaluation, _ = _token_rows(run, tokenizer, evaluation, "dataset_test_split")
-    lengths = _lengths(ready)
+    tools = "; the column tools is not used" if {"messages", "tools"} <= set(train.column_names) else ""
     return Data(
         train=ready,
         eval=ready_evaluation,
         collator=_collator(run, tokenizer),
-        description=_describe(run, lengths, left_out),
+        description=_describe(run, _lengths(ready), left_out) + tools,
         labels=None,
     )
 

@@ -177,6 +177,36 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
+def schedule_keys() -> dict[str, dict[str, bool]]:
+    """Legal keys of `lr_scheduler_kwargs` by schedule, and whether each must be given.
+
+    A schedule that takes any key is not listed.
+    """
+    tree = _parse("transformers", "optimization.py")
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    keys = {}
+    for name, function in _by_member(tree, "TYPE_TO_SCHEDULER_FUNCTION", "trainer_utils.py", "SchedulerType"):
+        arguments = functions[function]
+        if not arguments.kwarg:
+            required = len(arguments.args) - len(arguments.defaults)
+            names = [argument.arg for argument in arguments.args]
+            keys[name] = {key: place < required for place, key in enumerate(names) if key not in by_trainer}
+    return keys
+
+
+@cache
+def optimizers_without_arguments() -> frozenset[str]:
+    """Values of `optim` whose optimizer is built without a look at `optim_args`."""
+    tree = _parse("transformers", "trainer_optimizer.py")
+    readers = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and "optim_args" in _names_read(node)
+    }
+    handlers = _by_member(tree, "_OPTIMIZER_HANDLERS", "training_args.py", "OptimizerNames")
+    return frozenset(name for name, handler in handlers if handler not in readers)
+
+
+@cache
 def deepspeed_zero_keys() -> frozenset[str]:
     """Legal keys of a DeepSpeed JSON's `zero_optimization`, aliases included; empty without DeepSpeed."""
     if _root("deepspeed") is None:
@@ -317,6 +347,27 @@ def _dict_keys(tree: ast.Module, name: str) -> tuple[str, ...]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Dict):
             return tuple(str(_literal(key)) for key in node.value.keys)
     return ()
+
+
+def _by_member(tree: ast.Module, table: str, enum_file: str, enum: str) -> list[tuple[str, str]]:
+    """(value of the enumeration's member, name) for each `Enumeration.MEMBER: name` in a dictionary of the module."""
+    assigned = [item for item in _class(_parse_classes("transformers", enum_file), enum).body]
+    values = {ast.unparse(item.targets[0]): _literal(item.value) for item in assigned if isinstance(item, ast.Assign)}
+    node = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and table in ast.unparse(node).partition("=")[0]
+    )
+    assert isinstance(node, ast.Dict)
+    return [
+        (values[key.attr], value.id)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if isinstance(key, ast.Attribute) and isinstance(value, ast.Name)
+    ]
+
+
+def _names_read(function: ast.FunctionDef) -> set[str]:
+    return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
 
 
 def _calls(tree: ast.Module, method: str) -> list[ast.Call]:

@@ -613,6 +613,19 @@ def optimizer_is_installed(run):
 
 
 @rule
+def optimizer_arguments_are_read(run):
+    """`ValueError: not enough values to unpack` for text without `=`; AdamW of torch looks at none of them."""
+    given = run["optim_args"]
+    if not given:
+        return
+    if any(part.count("=") != 1 for part in given.split(",")):
+        yield problem(run, "optim_args", f"{given!r} is not name=value,name=value", "--optim_args rank=64,scale=0.5")
+    elif run["optim"] in legal.optimizers_without_arguments():
+        fix = "--adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay, or leave them out"
+        yield advice(run, "optim_args", f"are ignored by {run['optim']}", fix)
+
+
+@rule
 def layerwise_optimizers_work_alone(run):
     """`Layer-wise ... does not support DDP at this time`, `Layerwise ... does not support gradient accumulation!`"""
     if not run["optim"].endswith("_layerwise"):
@@ -646,12 +659,35 @@ def schedule_needs_evaluation(run):
 
 
 @rule
-def least_rate_is_named(run):
+def least_rate_is_named_once(run):
     """`ValueError: One of min_lr or min_lr_rate should be set through the lr_scheduler_kwargs`, at train()."""
     named = {"min_lr", "min_lr_rate"} & set(_mapping(run["lr_scheduler_kwargs"]))
-    if run["lr_scheduler_type"] == "cosine_with_min_lr" and not named:
+    schedule = run["lr_scheduler_type"]
+    if schedule in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and len(named) != 1:
+        what = "needs the least rate" if not named else "takes one least rate, not two"
         fix = "--lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'"
-        yield problem(run, "lr_scheduler_type", "cosine_with_min_lr needs the least rate", fix)
+        yield problem(run, "lr_scheduler_type", f"{schedule} {what}", fix)
+
+
+@rule
+def schedule_settings_are_its_own(run):
+    """`TypeError: get_..._schedule_with_warmup() got an unexpected keyword argument`, once everything is loaded."""
+    given = set(_mapping(run["lr_scheduler_kwargs"]))
+    schedule = run["lr_scheduler_type"]
+    if not given and schedule != "warmup_stable_decay":  # the others need nothing: no source need be read
+        return
+    keys = legal.schedule_keys().get(schedule)
+    if keys is None:
+        return
+    if schedule in ("constant", "constant_with_warmup"):
+        yield advice(run, "lr_scheduler_kwargs", f"are ignored by the schedule {schedule}", "leave them out")
+        return
+    for key in sorted(given - set(keys)):
+        fix = _closest(key, keys) or ("one of " + ", ".join(keys) if keys else "leave it out")
+        yield problem(run, "lr_scheduler_kwargs", f"the schedule {schedule} has no {key!r}", fix)
+    for key, required in keys.items():
+        if required and key not in given:
+            yield problem(run, "lr_scheduler_type", f"{schedule} needs {key}", f"lr_scheduler_kwargs with {key}")
 
 
 @rule
@@ -925,7 +961,12 @@ def reports_go_somewhere(run):
             continue
         if name not in legal.report_integrations():
             near = _closest(name, legal.report_integrations())
-            fix = f"--report_to {near}" if near else "one of none, " + ", ".join(legal.report_integrations())
+            several = " ".join(name.split(","))
+            fix = (
+                f"--report_to {several if ',' in name else near}"
+                if near or "," in name
+                else "one of none, " + ", ".join(legal.report_integrations())
+            )
             yield problem(run, "report_to", f"there is no {name!r}", fix)
             continue
         module = _REPORT_MODULES.get(name, name)

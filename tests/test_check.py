@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -116,6 +117,16 @@ def test_defaults_and_choices_are_those_of_the_real_class():
         if field.init and field.default is not dataclasses.MISSING:
             expected = getattr(field.default, "value", field.default)
             assert legal.training_arguments()[field.name].default == expected, field.name
+
+
+def test_legal_schedule_settings_are_the_parameters_of_the_real_functions():
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
+    for schedule, function in TYPE_TO_SCHEDULER_FUNCTION.items():
+        real = set(inspect.signature(function).parameters)
+        if "kwargs" not in real:
+            assert set(legal.schedule_keys()[schedule.value]) == real - by_trainer
 
 
 def test_legal_ddp_keywords_are_the_fields_of_the_real_class():

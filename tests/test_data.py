@@ -321,6 +321,11 @@ def test_padding_of_token_ids_is_taken_off(tmp_path, tokenizer):
     assert load_data(run, tokenizer).train[0]["input_ids"] == [5, 6]
 
 
+def test_one_file_has_no_configurations(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_config="en")
+    assert problem(run, tokenizer).subject == "dataset_config"
+
+
 def test_token_ids_of_another_tokenizer_are_refused(tmp_path, tokenizer):
     found = problem(run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 260]}])), tokenizer)
     assert "the token id 260" in found.what
@@ -355,6 +360,18 @@ def test_template_that_rewrites_the_past_is_refused(tmp_path):
     tokenizer.chat_template = "{{ messages | length }}" + UNMARKED_TEMPLATE
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
     assert problem(run, tokenizer).subject == "assistant_only_loss"
+
+
+def test_chat_that_begins_with_the_assistant_needs_a_template_that_marks_its_words(tmp_path):
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = UNMARKED_TEMPLATE
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT[1:]}]), assistant_only_loss=True)
+    assert "begins with the assistant" in problem(run, tokenizer).what
+
+
+def test_tools_beside_chats_are_said_to_be_unused(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT, "tools": "[]"}]))
+    assert "the column tools is not used" in load_data(run, tokenizer).description
 
 
 def test_chats_need_a_chat_template(tmp_path):

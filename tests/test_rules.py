@@ -116,9 +116,17 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run("--torch_compile_backend foo"),
         Run("--torch_compile_backend aot_eager"),
     ),
-    "least_rate_is_named": (
+    "least_rate_is_named_once": (
         Run("--lr_scheduler_type cosine_with_min_lr"),
         Run('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}'),
+    ),
+    "schedule_settings_are_its_own": (
+        Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
+        Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":2}'),
+    ),
+    "optimizer_arguments_are_read": (
+        Run("--optim adamw_torch --optim_args beta1=0.8"),
+        Run("--optim sgd --optim_args momentum=0.9"),
     ),
     "output_has_a_folder": (Run("--output_dir none"), Run("--output_dir some")),
     # Processes

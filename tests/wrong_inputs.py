@@ -124,6 +124,7 @@ _VALUES = [
     Wrong("hub_strategy", "every_save", "--hub_strategy never"),
     Wrong("log_level", "info", "--log_level loud"),
     Wrong("report_to", "tensorboard", "--report_to tensorbord"),
+    Wrong("report_to", "--report_to tensorboard mlflow", "--report_to tensorboard,mlflow"),
     Wrong("include_num_input_tokens_seen", "non_padding", "--include_num_input_tokens_seen some"),
 ]
 
@@ -181,6 +182,15 @@ _COMBINATIONS = [
     Wrong("save_strategy", "--eval_strategy", "--save_strategy best"),
     Wrong("early_stopping_patience", "--eval_strategy", "--early_stopping_patience 3"),
     Wrong("lr_scheduler_type", "--eval_strategy", "--lr_scheduler_type reduce_lr_on_plateau"),
+    Wrong("lr_scheduler_type", "num_decay_steps", "--lr_scheduler_type warmup_stable_decay"),
+    Wrong(
+        "lr_scheduler_type",
+        "min_lr_rate",
+        '--lr_scheduler_type cosine_warmup_with_min_lr --lr_scheduler_kwargs {"min_lr":1e-6,"min_lr_rate":0.1}',
+    ),
+    Wrong("lr_scheduler_kwargs", "num_cycles", '--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
+    Wrong("lr_scheduler_kwargs", "leave it out", '--lr_scheduler_type linear --lr_scheduler_kwargs {"num_cycles":2}'),
+    Wrong("optim_args", "rank=64", "--optim sgd --optim_args momentum"),
     Wrong("dataloader_prefetch_factor", "workers", "--dataloader_prefetch_factor 2"),
     Wrong("dataloader_persistent_workers", "workers", "--dataloader_persistent_workers"),
     Wrong("auto_find_batch_size", "leave it out", "--auto_find_batch_size"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.preemption import Preempted
 from launch.world import World
 from recipes import legal
 from recipes.run import HIDDEN, RunSpec, Setting, shown
@@ -69,7 +70,7 @@ class Record:
 
 @contextlib.contextmanager
 def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
-    """Writes run.json as `running`, then as `finished`, `interrupted` or `failed`; rank 0 does."""
+    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted` or `failed`; rank 0 does."""
     record, content = Record(), started(run, world.size)
     status, error_text = "failed", None
     if world.speaks:
@@ -77,8 +78,8 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
     try:
         yield record
         status = "finished"
-    except KeyboardInterrupt:
-        status = "interrupted"
+    except (KeyboardInterrupt, Preempted) as error:
+        status = "preempted" if isinstance(error, Preempted) else "interrupted"
         raise
     except BaseException as error:
         error_text = f"{type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launch.preemption import EXIT_CODE, Preempted
 from launch.world import World
 from recipes.errors import Problem
 from recipes.run import RunSpec, shown
@@ -122,9 +123,11 @@ def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB {results['peak_memory_of']}"
 
 
-def explain_failure(error: BaseException, run: RunSpec) -> str | None:
+def explain_failure(error: BaseException, run: RunSpec | None) -> str | None:
     """A failure of the machine in words, with how to go on; None for anything else, which is a bug of ours."""
-    words = _failure(error, run)
+    if run is None:  # it had hardly begun
+        return _told_to_end(error)
+    words = _told_to_end(error) or _failure(error, run)
     if words is None:
         return None
     saved = sorted(Path(run["output_dir"]).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
@@ -133,10 +136,14 @@ def explain_failure(error: BaseException, run: RunSpec) -> str | None:
     return f"{words}. Saved: {saved[-1]}. To go on, run the same command again: it resumes from the newest valid one."
 
 
-def _failure(error: BaseException, run: RunSpec) -> str | None:
-    name = type(error).__name__
+def _told_to_end(error: BaseException) -> str | None:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    return str(error) if isinstance(error, Preempted) else None
+
+
+def _failure(error: BaseException, run: RunSpec) -> str | None:
+    name = type(error).__name__
     if name == "NotANumber":
         return f"{error}; a lower learning rate or fp32 usually helps"
     if name == "OutOfMemoryError":
@@ -162,10 +169,12 @@ def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
 
 def print_failure(words: str, error: BaseException, world: World) -> None:
     """On the rank that failed, whichever it is; all are interrupted together, so there one line is enough."""
-    speaks = world.speaks or not isinstance(error, KeyboardInterrupt)
+    speaks = world.speaks or not isinstance(error, (KeyboardInterrupt, Preempted))
     rank = f"rank {world.rank}: " if world.size > 1 and not world.speaks else ""
     console(speaks, stderr=True).print(escape(f"{rank}{words}"), style="red", highlight=False)
 
 
 def exit_code(error: BaseException) -> int:
+    if isinstance(error, Preempted):
+        return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1

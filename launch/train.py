@@ -14,6 +14,7 @@ if __package__ in (None, ""):  # run as a script: import the packages beside lau
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch import report
+from launch.preemption import Preempted, StopRequest
 from launch.quiet import quiet_libraries, quiet_progress_bars
 from launch.record import kept_record
 from launch.world import World, joined, launched, on_launched_engine, prepare_environment
@@ -27,24 +28,25 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 finished, 1 the machine failed, 2 a mistake to mend, 130 interrupted."""
+    """Returns the exit code: 0 finished, 1 a failure, 2 a mistake to mend, 75 told to stop, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())
         return 0
-    world = World()
+    world, stop = World(), StopRequest()
     run = None
     try:
+        stop.listen()
         world = launched()
         run = on_launched_engine(resolve(argv, world_size=world.size, local_world_size=world.local_size))
         report.print_problems(require_legal(run), report.console(world.speaks))
-        train(run, world)
+        train(run, world, stop)
     except UserError as error:
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
         report.print_problems(problems, report.console(world.speaks_of_errors, stderr=True))
         return 2
-    except (KeyboardInterrupt, Exception) as error:
-        words = report.explain_failure(error, run) if run else None
+    except (KeyboardInterrupt, Preempted, Exception) as error:
+        words = report.explain_failure(error, run)
         if words is None:
             raise
         report.print_failure(words, error, world)
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(run: RunSpec, world: World) -> None:
+def train(run: RunSpec, world: World, stop: StopRequest) -> None:
     """One run in the world that was launched."""
     quiet_libraries(run["verbose"])
     prepare_environment(run)
@@ -60,10 +62,10 @@ def train(run: RunSpec, world: World) -> None:
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with joined(run, world, args):
-        train_joined(run, world, args)
+        train_joined(run, world, args, stop)
 
 
-def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
+def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: StopRequest) -> None:
     """Data, model, Trainer, train, record."""
     from launch.build import build_trainer
     from launch.data import load_data
@@ -76,7 +78,7 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
         prepare_output,
         require_disk_space,
     )
-    from launch.trainer import require_finite
+    from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
     out = report.console(world.speaks)
@@ -94,8 +96,10 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments) -> None:
     decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
     decided_by_rank_0(world, lambda: move_older_run_aside(run))
     trainer = build_trainer(run, args, model, tokenizer, data, out)
+    trainer.add_callback(StopWhenTold(stop, world))
     report.banner(run, model, data, out)
 
+    stop.defer()  # from here on a signal waits for the end of a step
     with kept_record(run, world) as record:
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)

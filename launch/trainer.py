@@ -11,6 +11,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from launch.preemption import Preempted, StopRequest
+from launch.world import World
 from recipes.errors import mistake
 
 
@@ -105,6 +107,41 @@ def require_finite(trainer: Trainer) -> None:
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
             raise NotANumber(f"the weights are no numbers after step {trainer.state.global_step} ({name})")
+
+
+class StopWhenTold(TrainerCallback):
+    """Once any rank was told to stop, all ranks save at the same step and leave. A step with its evaluation is ended.
+
+    The ranks ask each other over gloo, so that no GPU waits for the answer.
+    """
+
+    def __init__(self, request: StopRequest, world: World) -> None:
+        self.request = request
+        self.world = world
+        self.group: Any = None
+        self.agreed = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.group = torch.distributed.new_group(backend="gloo") if self.world.size > 1 else None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.agreed = self._any_rank_was_told()
+        control.should_save |= self.agreed
+
+    on_evaluate = on_step_end  # a signal that came during the evaluation need not wait for another step
+
+    def on_save(self, args, state, control, **kwargs):
+        if not self.agreed:
+            return
+        if self.group is not None:
+            torch.distributed.barrier(group=self.group)  # a rank that left would have its launcher end the others
+        raise Preempted(f"told to stop by {self.request.signal or 'another rank'} at step {state.global_step}")
+
+    def _any_rank_was_told(self) -> bool:
+        told = torch.tensor(self.request.signal is not None, dtype=torch.int32)
+        if self.group is not None:
+            torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=self.group)
+        return bool(told)
 
 
 class LogLastStep(TrainerCallback):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers import EarlyStoppingCallback, TrainingArguments
 
 from launch.data import Data, compute_accuracy
@@ -12,6 +14,7 @@ from launch.trainer import (
     RecipeTrainer,
     StopOnNotANumber,
     apply_ddp_settings,
+    mean_over_examples,
     only_our_progress,
 )
 from recipes.errors import mistake
@@ -28,6 +31,7 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
+    classifies = run["task"] == "sequence_classification"
     trainer = RecipeTrainer(
         model=model,
         args=args,
@@ -35,13 +39,14 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         eval_dataset=data.eval,
         data_collator=data.collator,
         processing_class=tokenizer,
-        compute_metrics=compute_accuracy if run["task"] == "sequence_classification" else None,
+        compute_metrics=compute_accuracy if classifies else None,
+        compute_loss_func=partial(mean_over_examples, label_smoothing=args.label_smoothing_factor)
+        if classifies
+        else None,
         callbacks=[StopOnNotANumber(), LogLastStep()],
     )
-    if run["task"] == "sequence_classification":
-        # Trainer takes the **kwargs of these models for a loss that is scaled by `num_items_in_batch`; theirs is a
-        # mean, so that gradients would grow with accumulation and the number of processes.
-        trainer.model_accepts_loss_kwargs = False
+    if classifies:
+        trainer.model_accepts_loss_kwargs = False  # these models take **kwargs, and hand them to nobody who counts
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

@@ -5,22 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from launch.collate import IGNORED
 from launch.preemption import Preempted, StopRequest
 from launch.world import World
 from recipes.errors import mistake
 
 
 class RecipeTrainer(Trainer):
-    """Trainer, less its per-micro-batch flop counting, plus a token count that never waits for the GPU."""
+    """Trainer, less its per-micro-batch flop counting, plus a token count that never waits for the GPU.
+
+    The last batch of an epoch and of an evaluation counts each example once, on any number of processes: accelerate
+    fills it up with examples it has already dealt out.
+    """
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+    _evaluated: _Evaluated | None = None
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         """As Trainer's. Raises `UserError` where a whole checkpoint does not fit what is to be trained."""
@@ -55,12 +62,77 @@ class RecipeTrainer(Trainer):
         self.tokens_seen = self.tokens_seen + sum(_tokens(batch) for batch in samples)
         return samples, items
 
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if batch_samples and self.accelerator.gradient_state.end_of_dataloader:
+            self._forget_repeated_examples(batch_samples[-1])
+        items = super()._get_num_items_in_batch(batch_samples, device)
+        if self._evaluated is not None:
+            self._evaluated.items = items
+        return items
+
+    def _forget_repeated_examples(self, batch: dict[str, Any]) -> None:
+        """Mask the labels of what fills up this process's share of the last batch; its rank's share comes in order."""
+        left = self.accelerator.gradient_state.remainder  # examples in the last round of micro-batches, -1 or 0: all
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if left <= 0 or not counted or "labels" not in batch:
+            return
+        number = _example_numbers(batch)
+        size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
+        own = min(max(left - self.args.process_index * size, 0), size)
+        batch["labels"] = batch["labels"].masked_fill(number >= own, IGNORED)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._evaluated is not None and loss is not None and self._evaluated.items is not None:
+            self._evaluated.add(loss)
+        return loss, logits, labels
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """As Trainer's, whose loss is a mean over batches; here it is one over all tokens, or over all examples."""
+        self._evaluated = _Evaluated()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        evaluated, self._evaluated = self._evaluated, None
+        if evaluated.weight:
+            mean = self.accelerator.reduce(evaluated.total.to(self.args.device), "mean") / evaluated.weight
+            output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
+        return output
+
     def _run_epoch(self, *args, **kwargs):
         # Resumed from its last step, Trainer would take one more: it looks at max_steps only after a step.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
         return super()._run_epoch(*args, **kwargs)
+
+
+@dataclass
+class _Evaluated:
+    """Losses of an evaluation: `total` of (mean loss of a batch x its items), `weight` all items, of all processes."""
+
+    total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    weight: int = 0
+    items: Any = None
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.total = self.total + (loss.double() * self.items).cpu()
+        self.weight += int(self.items)
+
+
+def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing: float = 0.0) -> torch.Tensor:
+    """The loss of a classifier: each example of a global batch weighs the same, in whichever micro-batch it is."""
+    losses = torch.nn.functional.cross_entropy(
+        outputs["logits"].float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+    )
+    return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _example_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Which example of a micro-batch each label belongs to: its row, or its place in a padding-free row."""
+    labels = batch["labels"]
+    if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
+        return (batch["position_ids"] == 0).cumsum(-1) - 1
+    rows = torch.arange(len(labels), device=labels.device)
+    return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -13,6 +13,10 @@ from typing import Any
 Choice = tuple[Any, str]  # a value and its reason
 Setting = Choice | Callable[[Any], Choice]
 
+_EVERYWHERE: Mapping[str, Setting] = dict(
+    restore_callback_states_from_checkpoint=(True, "early stopping goes on counting after a resume"),
+)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -42,6 +46,7 @@ def baseline() -> Recipe:
         settings=dict(
             logging_steps=(1, "every step is visible; costs a host sync each"),
             save_total_limit=(2, "the last two checkpoints"),
+            **_EVERYWHERE,
         ),
     )
 
@@ -66,6 +71,7 @@ def standard() -> Recipe:
             ddp_bucket_cap_mb=(25, "torch's own default, written down: large enough for bandwidth, small to overlap"),
             dataloader_num_workers=workers_that_leave_cores,
             dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
+            **_EVERYWHERE,
         ),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
+    except KeyError as error:
+        raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", str(path)) from None
     except OSError as error:
         raise mistake(
             subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file"
@@ -70,6 +73,22 @@ def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise mistake(subject, f"{path} holds a {type(content).__name__}, not settings", "one `name: value` a line")
     return content
+
+
+@cache
+def _loader() -> Any:
+    """PyYAML's safe loader, which by itself lets the last of two equal keys win. Raises `KeyError` for them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise KeyError(key)
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def from_yaml(path: str | Path) -> Engine:

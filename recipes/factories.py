@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes import catalog, legal
 from recipes.check import require_legal
+from recipes.errors import mistake
 from recipes.run import RunSpec, resolve
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def _factory(recipe: catalog.Recipe):
 
         wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
+        _require_a_place(wanted, given)
         own = {name: value for name, value in given.items() if name not in legal.settings() and _has(wanted, name)}
         run = resolve(
             settings={"recipe": recipe.name, **{name: value for name, value in given.items() if name not in own}},
@@ -46,6 +48,16 @@ def _factory(recipe: catalog.Recipe):
     `gradient_as_bucket_view`, reaches DDP through `launch.trainer.apply_ddp_settings(trainer, run)`.
     """
     return build
+
+
+def _require_a_place(args_class: type, given: dict[str, Any]) -> None:
+    """Raises `UserError` for what `args_class` has no field for: it would be dropped without a word."""
+    if not dataclasses.is_dataclass(args_class):
+        raise mistake("args_class", f"{args_class!r} is no TrainingArguments", "a subclass of TrainingArguments")
+    for name in given:
+        if name in legal.run_flags() and name != "global_batch_size" and not _has(args_class, name):
+            what = f"{args_class.__name__} has no such field, so it would be ignored"
+            raise mistake(name, what, "do it in your script, or train with launch/train.py")
 
 
 def training_arguments(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:

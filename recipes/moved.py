@@ -25,7 +25,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "push_to_hub_model_id": (_GONE_5_0, "hub_model_id"),
     "push_to_hub_organization": (_GONE_5_0, "hub_model_id: organization/name"),
     "push_to_hub_token": (_GONE_5_0, "hub_token"),
-    "group_by_length": ("was removed by transformers 5.2", "train_sampling_strategy: group_by_length"),
+    "group_by_length": ("was removed by transformers 5.2", "train_sampling_strategy with the value group_by_length"),
     "warmup_ratio": ("was removed by transformers 5.15", "warmup_steps with a value below 1, such as 0.03"),
     "logging_dir": ("was removed by transformers 5.15", "the environment variable TENSORBOARD_LOGGING_DIR"),
     "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
@@ -56,6 +56,7 @@ RENAMED: dict[str, tuple[str, str]] = {
 
 # name -> where it belongs instead
 ELSEWHERE: dict[str, str] = {
+    "dataset_streaming": "nowhere: data stay on the disk, memory-mapped, and train[:10%] takes a part",
     "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
     "ddp_gradient_as_bucket_view": "gradient_as_bucket_view",
     "num_processes": "after `accelerate launch`, before launch/train.py",

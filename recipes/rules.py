@@ -6,6 +6,7 @@ that would train as it was asked to: where a setting is only ignored, it advises
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -348,9 +349,13 @@ def recipe_has_its_own_engine(run):
     own = read_yaml(shipped(run.recipe.engine), "engine").get("distributed_type")
     if own == "DEEPSPEED" and not uses_deepspeed(run):
         what = f"is made for DeepSpeed, and the launch says {run.engine.title}"
-        yield advice(
-            run, "recipe", what, f"accelerate launch --config_file {run.recipe.engine}; or let train.py start DeepSpeed"
-        )
+        fix = f"accelerate launch --config_file {_for_people(shipped(run.recipe.engine))}; or let train.py start it"
+        yield advice(run, "recipe", what, fix)
+
+
+def _for_people(path: Path) -> str:
+    """A path as it would be typed: short where it is below the current folder."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @rule
@@ -567,7 +572,8 @@ def offload_needs_adamw(run):
         return
     becomes = (
         "fails with"
-        if run["optim"] in ("adafactor", "adagrad", "lion_32bit")
+        if run["optim"]
+        in ("adafactor", "adagrad", "lion_32bit", "paged_lion_32bit", "ademamix", "paged_ademamix_32bit")
         else "is replaced by DeepSpeedCPUAdam under"
     )
     yield problem(run, "optim", f"{run['optim']} {becomes} ZeRO's optimizer offload", "--optim adamw_torch")
@@ -630,13 +636,8 @@ def layerwise_optimizers_work_alone(run):
     """`Layer-wise ... does not support DDP at this time`, `Layerwise ... does not support gradient accumulation!`"""
     if not run["optim"].endswith("_layerwise"):
         return
-    if run.world_size > 1:
-        yield problem(
-            run,
-            "optim",
-            f"{run['optim']} does not work with several processes",
-            run["optim"].removesuffix("_layerwise"),
-        )
+    if run.world_size > 1 or "RANK" in run.environment:  # torchrun makes a DDP world of one process too
+        yield problem(run, "optim", f"{run['optim']} does not work with DDP", run["optim"].removesuffix("_layerwise"))
     elif run["gradient_accumulation_steps"] > 1:
         fix = f"--gradient_accumulation_steps 1, or --optim {run['optim'].removesuffix('_layerwise')}"
         yield problem(run, "optim", f"{run['optim']} does not work with accumulation", fix)
@@ -661,7 +662,7 @@ def schedule_needs_evaluation(run):
 @rule
 def least_rate_is_named_once(run):
     """`ValueError: One of min_lr or min_lr_rate should be set through the lr_scheduler_kwargs`, at train()."""
-    named = {"min_lr", "min_lr_rate"} & set(_mapping(run["lr_scheduler_kwargs"]))
+    named = {"min_lr", "min_lr_rate"} & set(run["lr_scheduler_kwargs"] or {})
     schedule = run["lr_scheduler_type"]
     if schedule in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and len(named) != 1:
         what = "needs the least rate" if not named else "takes one least rate, not two"
@@ -672,7 +673,7 @@ def least_rate_is_named_once(run):
 @rule
 def schedule_settings_are_its_own(run):
     """`TypeError: get_..._schedule_with_warmup() got an unexpected keyword argument`, once everything is loaded."""
-    given = set(_mapping(run["lr_scheduler_kwargs"]))
+    given = set(run["lr_scheduler_kwargs"] or {})
     schedule = run["lr_scheduler_type"]
     if not given and schedule != "warmup_stable_decay":  # the others need nothing: no source need be read
         return
@@ -756,11 +757,12 @@ def early_stopping_needs_evaluation(run):
 def best_metric_is_reported(run):
     """`KeyError: The metric_for_best_model training argument is set to 'eval_foo', which is not found`, hours in."""
     wanted = run["metric_for_best_model"]
-    needed = run["load_best_model_at_end"] or run["early_stopping_patience"] or run["save_strategy"] == "best"
-    if not wanted or not needed or run["eval_strategy"] == "no":
+    if not wanted or run["eval_strategy"] == "no":
         return
-    known = ["loss", "accuracy"] if run["task"] == "sequence_classification" else ["loss"]
-    if wanted.removeprefix("eval_") not in known:
+    classifies = run["task"] == "sequence_classification" and not run["prediction_loss_only"]
+    known = ["loss", "accuracy"] if classifies else ["loss"]
+    speeds = ("runtime", "samples_per_second", "steps_per_second")  # reported by Trainer, whoever wants them
+    if wanted.removeprefix("eval_") not in (*known, *speeds):
         yield problem(run, "metric_for_best_model", f"{wanted} is not reported", " or ".join(known))
 
 
@@ -779,9 +781,44 @@ def evaluating_needs_data(run):
 
 @rule
 def accuracy_is_computed_at_the_end(run):
-    """`batch_eval_metrics` calls the metric with an argument that the accuracy of train.py does not take."""
-    if run["batch_eval_metrics"] and run["task"] == "sequence_classification":
-        yield problem(run, "batch_eval_metrics", "cannot be combined with the accuracy of train.py", "leave it out")
+    """`batch_eval_metrics` calls it with an argument it does not take; batches that stay apart are no one array."""
+    if run["task"] != "sequence_classification" or run["eval_strategy"] == "no":
+        return
+    for name, wrong in (("batch_eval_metrics", True), ("eval_do_concat_batches", False)):
+        if run[name] is wrong:
+            yield problem(run, name, "cannot be combined with the accuracy of train.py", "leave it out")
+
+
+@rule
+def labels_have_one_name(run):
+    """`KeyError: ... 'eval_loss', which is not found`: train.py's batches call their labels `labels`."""
+    if run["label_names"] not in (None, ["labels"]):
+        yield problem(run, "label_names", f"{run['label_names']} are not in the batches of train.py", "leave it out")
+
+
+@rule
+def batches_come_out_even(run):
+    """A rank that gets a batch less leaves the others waiting for it, until a timeout if there is one."""
+    evens = accelerator_config(run).get("even_batches", True)
+    if evens is False and run.world_size > 1 and not run["dataloader_drop_last"]:
+        fix = "leave even_batches on: an example that fills up the last batch is not counted"
+        yield problem(run, "accelerator_config", "even_batches false lets ranks wait for each other for ever", fix)
+
+
+@rule
+def a_training_trains(run):
+    """train.py trains, and evaluates when `eval_strategy` says; these flags are for scripts that look at them."""
+    if run.explicit("do_train") and not run["do_train"]:
+        yield problem(run, "do_train", "false, and train.py does nothing else", "leave it out")
+    if run.explicit("do_predict") and run["do_predict"]:
+        yield advice(run, "do_predict", "predicts nothing: train.py trains and evaluates", "leave it out")
+
+
+@rule
+def a_resume_skips_what_was_trained(run):
+    """With `ignore_data_skip` a resumed run begins the epoch anew: some examples twice, others never."""
+    if run["ignore_data_skip"]:
+        yield advice(run, "ignore_data_skip", "a resumed run sees some examples twice, others never", "leave it out")
 
 
 @rule
@@ -826,7 +863,7 @@ def signal_checkpoints_may_be_incomplete(run):
 
 @rule
 def output_has_a_folder(run):
-    """`TypeError: expected str, bytes or os.PathLike object, not NoneType`: there is nowhere to write."""
+    """Without a name Trainer writes into `trainer_output`, and with an empty one `FileNotFoundError` ends the run."""
     if not run["output_dir"]:
         yield problem(run, "output_dir", "names no folder", "--output_dir FOLDER, or leave it out")
 
@@ -879,9 +916,12 @@ def worker_settings_need_workers(run):
 
 @rule
 def persistent_workers_change_a_resume(run):
-    """Persistent workers carry random state into the next epoch, which a resumed run does not have."""
+    """Persistent workers carry random state into the next epoch, which a resumed run does not have.
+
+    That shows where random numbers are drawn: with dropout, or data that is augmented.
+    """
     if run["dataloader_persistent_workers"] and run["dataloader_num_workers"]:
-        what = "a resumed run differs from an uninterrupted one from the next epoch on"
+        what = "a resumed run draws other random numbers than an uninterrupted one from the next epoch on"
         yield advice(run, "dataloader_persistent_workers", what, "leave it out where runs are resumed")
 
 
@@ -896,10 +936,11 @@ def four_bits_need_adapters(run):
 
 
 @rule
-def qlora_needs_whole_weights(run):
-    """ZeRO-3 does not shard 4-bit weights when they are loaded: every process holds them all, so nothing is saved."""
+def qlora_loads_whole_weights(run):
+    """ZeRO-3 shards 4-bit weights only after loading: until then every process holds the whole quantised model."""
     if run["load_in_4bit"] and zero_stage(run) == 3:
-        yield problem(run, "load_in_4bit", "is not sharded by ZeRO-3", "--recipe memory (ZeRO-2), or leave 4 bits out")
+        what = "weights are sharded by ZeRO-3 only once every process has loaded them all"
+        yield advice(run, "load_in_4bit", what, "--recipe memory (ZeRO-2) where one process cannot hold them")
 
 
 @rule
@@ -1066,19 +1107,37 @@ def nested_settings_are_known(run):
             yield problem(run, name, f"has no key {key!r}", fix)
 
 
+# Settings that may be the name of a JSON file, and those that are one mapping or nothing.
+_MAY_BE_A_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
+_NO_FILE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
+_READ_ONLY_WITH = {"fsdp_config": "fsdp", "gradient_checkpointing_kwargs": "gradient_checkpointing"}
+
+
 @rule
 def nested_settings_can_be_read(run):
-    """A dictionary argument that is text is the name of a JSON file."""
-    for name in (
-        "accelerator_config",
-        "gradient_checkpointing_kwargs",
-        "fsdp_config",
-        "deepspeed",
-        "lr_scheduler_kwargs",
-    ):
+    """Text is the name of a JSON file for some of them, `TypeError: ... must be a mapping, not str` for the others."""
+    for name in (*_MAY_BE_A_FILE, *_NO_FILE):
         value = run[name]
-        if isinstance(value, str) and not value.lstrip().startswith("{"):
+        if not isinstance(value, str) or value.lstrip().startswith("{") or _is_unread(run, name):
+            continue
+        if name in _NO_FILE:
+            yield problem(run, name, f"{value!r} is no JSON, and its file is read by nobody", 'JSON: {"name": value}')
+        elif not (name == "deepspeed" and _base64_json(value)):
             yield from _readable(run, name, value)
+
+
+def _is_unread(run: RunSpec, name: str) -> bool:
+    if name == "lr_scheduler_kwargs":
+        return run["lr_scheduler_type"] in ("constant", "constant_with_warmup")
+    return name in _READ_ONLY_WITH and not run[_READ_ONLY_WITH[name]]
+
+
+def _base64_json(text: str) -> bool:
+    """DeepSpeed takes its configuration in base64 too."""
+    try:
+        return isinstance(json.loads(base64.urlsafe_b64decode(text)), dict)
+    except ValueError:
+        return False
 
 
 def _readable(run: RunSpec, name: str, file: str) -> Iterator[Problem]:

@@ -126,7 +126,8 @@ class RunSpec(Mapping):
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder a recipe")
         yield f"recipe {self.recipe.name}", self.recipe.settings.get(name)
-        if name in catalog.DEMONSTRATION and self.demonstration:
+        epochs_were_asked_for = name == "max_steps" and "num_train_epochs" in self.given  # max_steps would win
+        if name in catalog.DEMONSTRATION and self.demonstration and not epochs_were_asked_for:
             yield "demonstration", catalog.DEMONSTRATION[name]
 
     def _from_batch(self, name: str) -> catalog.Choice | None:

@@ -260,7 +260,7 @@ def machines_share_the_processes(run):
 
 @rule
 def machines_find_each_other(run):
-    """Without an address every machine waits for itself until the rendezvous times out."""
+    """Without an address every machine looks for one named None until the rendezvous times out."""
     machines = run.engine.raw.get("num_machines", 1)
     if type(machines) is not int or machines < 2:
         return
@@ -273,7 +273,7 @@ def machines_find_each_other(run):
 def ports_exist(run):
     """A port is a number from 0, which takes a free one, to 65535."""
     port = run.engine.raw.get("main_process_port")
-    if type(port) is int and not 0 <= port <= 65535:
+    if type(port) is int and not 0 <= port <= 65535 and run.engine.kind != "single":
         yield wrong(
             run, "main_process_port", f"there is no port {port}", "main_process_port: 29500, or 0 for a free one"
         )
@@ -516,7 +516,7 @@ def _at(content: Any, path: str) -> Any:
 
 @rule
 def deepspeed_json_has_one_precision(run):
-    """`bf16 and fp16 modes cannot be simultaneously enabled` from DeepSpeed's own configuration."""
+    """`bfloat16 and fp16 modes cannot be simultaneously enabled` from DeepSpeed's own configuration."""
     content = deepspeed_file(run) or {}
     if is_true(_at(content, "bf16.enabled")) and is_true(_at(content, "fp16.enabled")):
         yield Problem("fp16.enabled", "and bf16.enabled are both on", '"enabled": "auto" in both', _json_source(run))

@@ -67,3 +67,14 @@ def test_what_cannot_work_together_is_refused(tmp_path):
 
 def test_a_lone_process_never_spreads_over_several_gpus(tmp_path):
     assert recipes.standard(str(tmp_path)).n_gpu <= 1
+
+
+@pytest.mark.parametrize("setting", [{"use_peft": True}, {"packing": False}, {"recipe": "fast"}, {"config": "a.yaml"}])
+def test_what_training_arguments_cannot_hold_is_refused(setting, tmp_path):
+    with pytest.raises(UserError, match="has no such field"):
+        recipes.standard(str(tmp_path), **setting)
+
+
+def test_another_class_than_training_arguments_is_refused(tmp_path):
+    with pytest.raises(UserError, match="a subclass of TrainingArguments"):
+        recipes.standard(str(tmp_path), args_class=dict)

@@ -10,6 +10,7 @@ from transformers import SchedulerType
 
 from recipes import legal
 from recipes.catalog import RECIPES
+from recipes.errors import UserError
 from recipes.hardware import Gpu, Hardware
 from recipes.run import coerce, resolve
 
@@ -173,3 +174,14 @@ def test_a_setting_under_its_old_and_new_name_is_refused():
     if "activation_checkpointing" not in legal.training_arguments():
         pytest.skip("this transformers has only the old name")
     assert resolved("--gradient_checkpointing true --activation_checkpointing false").problems
+
+
+def test_epochs_that_were_asked_for_win_over_the_demonstrations_steps():
+    run = resolve(["--num_train_epochs", "3"], hardware=Hardware(), environment={})
+    assert (run["num_train_epochs"], run["max_steps"]) == (3, -1)
+
+
+def test_a_key_that_is_written_twice_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\nseed: 1\nlearning_rate: 1e-5\n")
+    with pytest.raises(UserError, match="'learning_rate' twice"):
+        resolve(["--config", str(tmp_path / "run.yaml")], hardware=Hardware(), environment={})

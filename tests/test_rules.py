@@ -111,7 +111,10 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model eval_loss"),
     ),
     "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
-    "accuracy_is_computed_at_the_end": (Run(f"--batch_eval_metrics {CLASSIFY}"), Run("--batch_eval_metrics")),
+    "accuracy_is_computed_at_the_end": (
+        Run(f"--batch_eval_metrics --eval_strategy steps {CLASSIFY}"),
+        Run(f"--batch_eval_metrics {CLASSIFY}"),
+    ),
     "compile_backend_is_known": (
         Run("--torch_compile_backend foo"),
         Run("--torch_compile_backend aot_eager"),
@@ -124,6 +127,13 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":2}'),
     ),
+    "labels_have_one_name": (Run("--label_names foo"), Run("--label_names labels")),
+    "batches_come_out_even": (
+        Run('--accelerator_config {"even_batches":false}', world=2),
+        Run('--accelerator_config {"even_batches":false}'),
+    ),
+    "a_training_trains": (Run("--do_train false"), Run("--do_train")),
+    "a_resume_skips_what_was_trained": (Run("--ignore_data_skip"), Run("")),
     "optimizer_arguments_are_read": (
         Run("--optim adamw_torch --optim_args beta1=0.8"),
         Run("--optim sgd --optim_args momentum=0.9"),
@@ -272,7 +282,7 @@ CASES: dict[str, tuple[Run, Run]] = {
     ),
     # Adapters
     "four_bits_need_adapters": (Run("--load_in_4bit"), Run("--load_in_4bit --use_peft")),
-    "qlora_needs_whole_weights": (
+    "qlora_loads_whole_weights": (
         Run("--load_in_4bit --use_peft", yaml="memory_zero3.yaml"),
         Run("--load_in_4bit --use_peft", yaml="memory.yaml"),
     ),

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+import types
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from recipes.engine import shipped
 from recipes.hardware import Gpu, Hardware
 from recipes.rules import RULES
 from recipes.run import resolve
 
 BY_NAME = {function.__name__: function for function in RULES}
 TOKENS = {"input_ids": list(range(8)), "labels": list(range(8))}
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU Adam: needs g++")
 
 
-def assert_fires(rule: str, settings: dict, *, world: int = 1, gpu: tuple[int, int] | None = None, config=None) -> None:
+def assert_fires(
+    rule: str,
+    settings: dict,
+    *,
+    world: int = 1,
+    gpu: tuple[int, int] | None = None,
+    config=None,
+    environment: dict[str, str] | None = None,
+) -> None:
     """The rule reports the run that just failed."""
-    hardware = Hardware((Gpu("GPU", gpu, 16 << 30),)) if gpu else Hardware()
-    config = str(config) if config else None
-    run = resolve([], settings=settings, world_size=world, hardware=hardware, accelerate_config=config, environment={})
+    run = resolve(
+        [],
+        settings=settings,
+        world_size=world,
+        hardware=Hardware((Gpu("GPU", gpu, 16 << 30),)) if gpu else Hardware(),
+        accelerate_config=str(config) if config else None,
+        environment=environment or {},
+    )
     assert list(BY_NAME[rule](run)), f"{rule} says nothing about {settings}"
 
 
@@ -50,23 +69,70 @@ def arguments(folder: Path, **changes):
         return TrainingArguments(**{**fixed, **changes})
 
 
-def tiny_llama():
+def tiny_llama(**changes):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32, **changes))
 
 
-def train(folder: Path, *, callbacks=None, model=None, resume=None, **changes):
+def train(folder: Path, *, callbacks=None, model=None, resume=None, evaluates=False, **changes):
     """A real Trainer that has trained a tiny model; the losses are equal where the settings mean the same."""
     from transformers import Trainer
 
     args = arguments(folder, **changes)
-    trainer = Trainer(model or tiny_llama(), args, train_dataset=[TOKENS] * 16, callbacks=callbacks)
+    rows = [TOKENS] * 16
+    evaluated = rows[:4] if evaluates else None
+    trainer = Trainer(model or tiny_llama(), args, train_dataset=rows, eval_dataset=evaluated, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A world of one rank, as a launcher announces it, for as long as the test runs."""
+    import torch
+
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **address}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def gpu_rank(one_rank, monkeypatch):
+    """A rank that accelerate takes for one with a GPU. All that follows is real, over gloo and on the CPU."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU))
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """Hides a package, from the libraries that remember what is installed too."""
+    from transformers.utils import is_bitsandbytes_available, is_peft_available
+
+    def hidden(package: str) -> None:
+        monkeypatch.setitem(sys.modules, package, None)
+        forget()
+
+    def forget() -> None:
+        is_bitsandbytes_available.cache_clear()
+        is_peft_available.cache_clear()
+
+    yield hidden
+    monkeypatch.undo()
+    forget()
 
 
 # --- TrainingArguments refuses, in every rank, after the libraries were imported -------------------------------------
@@ -80,6 +146,7 @@ REFUSED_BY_THE_CONSTRUCTOR = [
     ("values_are_in_range", dict(warmup_steps=-1), ValueError, "warmup_steps"),
     ("values_are_in_range", dict(torch_empty_cache_steps=0), ValueError, "bigger than 0"),
     ("nested_settings_are_known", dict(accelerator_config={"even_batch": True}), TypeError, "even_batch"),
+    ("nested_settings_can_be_read", dict(accelerator_config="nowhere.json"), FileNotFoundError, "nowhere.json"),
     ("ddp_backend_needs_processes", dict(ddp_backend="gloo"), ValueError, "Default process group"),
     (
         "best_model_needs_matching_strategies",
@@ -137,6 +204,43 @@ FAILS_IN_TRAINING = [
     ("optimizer_is_installed", dict(optim="schedule_free_adamw"), ImportError, "schedulefree"),
     ("optimizer_is_installed", dict(optim="lomo"), ImportError, "lomo"),
     ("liger_is_installed", dict(use_liger_kernel=True), ImportError, "liger"),
+    ("optimizer_arguments_are_read", dict(optim_args="rank"), ValueError, "not enough values to unpack"),
+    ("least_rate_is_named_once", dict(lr_scheduler_type="cosine_with_min_lr"), ValueError, "One of min_lr or"),
+    ("least_rate_is_named_once", dict(lr_scheduler_type="cosine_warmup_with_min_lr"), ValueError, "One of min_lr or"),
+    (
+        "least_rate_is_named_once",
+        dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.0, "min_lr_rate": 0.1}),
+        ValueError,
+        "Only one of min_lr or",
+    ),
+    ("schedule_settings_are_its_own", dict(lr_scheduler_type="warmup_stable_decay"), TypeError, "num_decay_steps"),
+    (
+        "schedule_settings_are_its_own",
+        dict(lr_scheduler_type="linear", lr_scheduler_kwargs={"num_cycles": 2}),
+        TypeError,
+        "unexpected keyword argument 'num_cycles'",
+    ),
+    ("evaluating_needs_data", dict(eval_on_start=True), ValueError, "evaluation requires an eval_dataset"),
+    ("output_has_a_folder", dict(output_dir=""), FileNotFoundError, "No such file or directory: ''"),
+    ("compile_backend_is_known", dict(torch_compile_backend="foo"), ValueError, "not a valid DynamoBackend"),
+    (
+        "nested_settings_can_be_read",
+        dict(lr_scheduler_kwargs="nowhere.json"),
+        TypeError,
+        "must be a mapping, not str",
+    ),
+    (
+        "nested_settings_can_be_read",
+        dict(gradient_checkpointing=True, gradient_checkpointing_kwargs="nowhere.json"),
+        ValueError,
+        "dictionary update sequence",
+    ),
+    (
+        "fsdp_argument_needs_a_distributed_launch",
+        dict(fsdp="full_shard"),
+        ValueError,
+        "fsdp only works in distributed training",
+    ),
 ]
 
 
@@ -144,7 +248,7 @@ FAILS_IN_TRAINING = [
 def test_training_fails(rule, settings, error, message, tmp_path):
     with pytest.raises(error, match=message):
         train(tmp_path, **settings)
-    assert_fires(rule, settings)
+    assert_fires(rule, {"recipe": "baseline", **settings})
 
 
 def test_early_stopping_without_evaluation_is_an_assertion_error(tmp_path):
@@ -153,6 +257,87 @@ def test_early_stopping_without_evaluation_is_an_assertion_error(tmp_path):
     with pytest.raises(AssertionError, match="EarlyStoppingCallback requires"):
         train(tmp_path, callbacks=[EarlyStoppingCallback(3)])
     assert_fires("early_stopping_needs_evaluation", {"early_stopping_patience": 3})
+
+
+@pytest.mark.parametrize("needed", [dict(save_strategy="best"), dict(load_best_model_at_end=True)])
+def test_a_metric_that_nobody_reports_fails_after_the_first_evaluation(needed, tmp_path):
+    evaluation = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    settings = {**evaluation, **needed, "metric_for_best_model": "foo"}
+    with pytest.raises(KeyError, match="not found in the evaluation metrics"):
+        train(tmp_path, evaluates=True, **settings)
+    assert_fires("best_metric_is_reported", settings)
+
+
+def test_metrics_batch_by_batch_are_not_what_our_accuracy_computes(tmp_path):
+    from transformers import Trainer
+
+    from launch.data import compute_accuracy
+
+    with pytest.raises(ValueError, match="must take a `compute_result` boolean argument"):
+        Trainer(tiny_llama(), arguments(tmp_path, batch_eval_metrics=True), compute_metrics=compute_accuracy)
+    settings = {"batch_eval_metrics": True, "task": "sequence_classification"}
+    assert_fires("accuracy_is_computed_at_the_end", settings)
+
+
+@pytest.fixture
+def galore(monkeypatch):
+    """The optimizers of galore_torch are stand-ins: what is asked of the arguments is Trainer's own decision."""
+    import torch
+
+    module = types.ModuleType("galore_torch")
+    for name in ("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"):
+        setattr(module, name, torch.optim.AdamW)
+    monkeypatch.setitem(sys.modules, "galore_torch", module)
+    monkeypatch.setattr("transformers.trainer_optimizer.is_galore_torch_available", lambda: True)
+
+
+LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}
+
+
+def test_galore_wants_to_know_its_modules(galore, tmp_path):
+    with pytest.raises(ValueError, match="You need to define `optim_target_modules`"):
+        train(tmp_path, optim="galore_adamw")
+    assert_fires("target_modules_are_named", {"optim": "galore_adamw"})
+
+
+def test_a_layerwise_optimizer_does_not_accumulate(galore, tmp_path):
+    settings = {**LAYERWISE, "gradient_accumulation_steps": 2}
+    with pytest.raises(ValueError, match="does not support gradient accumulation"):
+        train(tmp_path, **settings)
+    assert_fires("layerwise_optimizers_work_alone", settings)
+
+
+def test_a_layerwise_optimizer_does_not_work_with_ddp(galore, one_rank, tmp_path):
+    with pytest.raises(NotImplementedError, match="does not support DDP"):
+        train(tmp_path, **LAYERWISE)
+    assert_fires("layerwise_optimizers_work_alone", LAYERWISE, world=2)
+
+
+FAILS_WITH_SHARDS = [
+    (
+        "fsdp_checkpoints_activations_once",
+        dict(gradient_checkpointing=True, fsdp_config={"activation_checkpointing": True}),
+        "can't both be set to True",
+    ),
+    (
+        "weights_alone_cannot_find_the_best",
+        dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
+        "FSDP can't be used with `save_only_model`",
+    ),
+    (
+        "sharded_checkpoints_hold_the_optimizer",
+        dict(save_only_model=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}),
+        "not compatible with FSDP state dict type",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "settings", "message"), FAILS_WITH_SHARDS)
+def test_fsdp_fails(rule, settings, message, gpu_rank, tmp_path):
+    settings = {"fsdp": "full_shard", **settings}
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, evaluates=True, use_cpu=False, **settings)
+    assert_fires(rule, settings, world=2, gpu=(8, 0))
 
 
 def test_resuming_from_nothing_fails_after_everything_was_loaded(tmp_path):
@@ -169,6 +354,23 @@ def test_weights_in_four_bits_cannot_be_trained_without_adapters(tiny_model, tmp
     with pytest.raises(ValueError, match="purely quantized"):
         train(tmp_path, model=model)
     assert_fires("four_bits_need_adapters", {"load_in_4bit": True})
+
+
+def test_four_bits_need_bitsandbytes(tiny_model, hide):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantised = BitsAndBytesConfig(load_in_4bit=True)
+    hide("bitsandbytes")
+    with pytest.raises(ImportError, match="4-bit quantization requires bitsandbytes"):
+        AutoModelForCausalLM.from_pretrained(tiny_model, quantization_config=quantised, device_map={"": "cpu"})
+    assert_fires("quantised_loading_is_installed", {"load_in_4bit": True, "use_peft": True})
+
+
+def test_adapters_need_peft(hide):
+    hide("peft")
+    with pytest.raises(ValueError, match="PEFT is not installed"):
+        tiny_llama().add_adapter({})
+    assert_fires("quantised_loading_is_installed", {"use_peft": True})
 
 
 def test_fp16_gradients_cannot_be_unscaled():
@@ -254,11 +456,119 @@ def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):
     assert_fires("nested_settings_are_known", settings)
 
 
+def test_max_steps_train_a_part_of_the_epochs(tmp_path):
+    settings = dict(max_steps=2, num_train_epochs=5.0)
+    assert train(tmp_path, **settings).state.epoch == 1
+    assert_fires("max_steps_wins_over_epochs", settings)
+
+
+def test_do_eval_alone_evaluates_nothing(tmp_path):
+    history = train(tmp_path, evaluates=True, do_eval=True).state.log_history
+    assert not [entry for entry in history if "eval_loss" in entry]
+    assert_fires("evaluating_needs_data", {"do_eval": True})
+
+
+def test_a_batch_size_that_is_searched_changes_the_global_batch(tmp_path):
+    model, rows = tiny_llama(), []
+    forward = model.forward
+
+    def with_little_memory(input_ids, **inputs):
+        if len(input_ids) > 1:
+            raise RuntimeError("CUDA out of memory.")
+        rows.append(len(input_ids))
+        return forward(input_ids=input_ids, **inputs)
+
+    model.forward = with_little_memory
+    settings = dict(auto_find_batch_size=True, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert (train(tmp_path, model=model, **settings).state.global_step, sum(rows)) == (2, 2 * 2)  # not 2 * 4
+    assert_fires("batch_size_is_not_searched", settings)
+
+
+def test_split_batches_divide_the_global_batch_by_the_processes():
+    from accelerate.data_loader import prepare_data_loader
+    from torch.utils.data import DataLoader
+
+    seen = {}
+    for split in (False, True):
+        loader = DataLoader(range(16), batch_size=4)
+        mine = prepare_data_loader(loader, num_processes=2, process_index=0, split_batches=split, put_on_device=False)
+        seen[split] = len(next(iter(mine)))
+    assert seen == {False: 4, True: 2}
+    assert_fires("batches_are_not_split", {"accelerator_config": {"split_batches": True}}, world=2)
+
+
+def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):
+    trainer = train(tmp_path, ddp_bucket_cap_mb=1)
+    assert type(trainer.model_wrapped) is type(trainer.model)
+    assert_fires("ddp_settings_need_ddp", {"recipe": "baseline", "ddp_bucket_cap_mb": 1})
+
+
+def timeout_of_the_world() -> timedelta:
+    import torch
+
+    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_with_use_cpu_the_world_has_the_timeout_of_torch(one_rank, tmp_path):
+    arguments(tmp_path, ddp_timeout=77)
+    assert timeout_of_the_world() == timedelta(minutes=30)
+    assert_fires("ddp_timeout_is_not_for_cpus", {"ddp_timeout": 77})
+
+
+def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_TIMEOUT", "7")
+    arguments(tmp_path, use_cpu=False, ddp_timeout=77)
+    assert timeout_of_the_world() == timedelta(seconds=77)
+    assert_fires("nccl_timeout_is_an_argument", {}, environment={"NCCL_TIMEOUT": "7"})
+
+
+EXACT = dict(logging_steps=1, max_steps=3, save_strategy="steps", save_steps=1)
+
+
+def train_with_dropout(folder: Path, **settings) -> list[float]:
+    """The losses of a run that a resume repeats exactly, as long as the random state is the same."""
+    return losses(train(folder, model=tiny_llama(attention_dropout=0.5), **{**EXACT, **settings}))
+
+
+def test_persistent_workers_change_what_follows_a_resume(tmp_path):
+    same = {}
+    for persistent in (False, True):
+        settings = dict(dataloader_num_workers=1, dataloader_persistent_workers=persistent)
+        whole = train_with_dropout(tmp_path / f"{persistent}", **settings)
+        checkpoint = str(tmp_path / f"{persistent}" / "checkpoint-2")  # the end of an epoch
+        same[persistent] = train_with_dropout(tmp_path / "resumed", resume=checkpoint, **settings) == whole
+    assert same == {False: True, True: False}
+    assert_fires("persistent_workers_change_a_resume", settings)
+
+
+def test_a_checkpoint_on_a_signal_is_from_the_middle_of_a_step(tmp_path):
+    """Its random state is from after the forward pass, its weights are from before the update."""
+    from transformers import Trainer, TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            manager.is_checkpoint_requested = state.global_step == 1  # as the handler of SIGTERM does
+
+    steps = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)
+    whole = train_with_dropout(tmp_path / "whole", **steps)
+    on_signals = {**EXACT, **steps, "save_strategy": "no", "enable_jit_checkpoint": True}
+    args = arguments(tmp_path / "stopped", **on_signals)
+    trainer = Trainer(tiny_llama(attention_dropout=0.5), args, train_dataset=[TOKENS] * 16, callbacks=[Signal()])
+    manager = next(each.jit_manager for each in trainer.callback_handler.callbacks if hasattr(each, "jit_manager"))
+    trainer.train()
+    same = {}
+    for run in ("whole", "stopped"):
+        checkpoint = str(tmp_path / run / "checkpoint-1")
+        same[run] = train_with_dropout(tmp_path / "resumed", resume=checkpoint, **steps) == whole
+    assert same == {"whole": True, "stopped": False}
+    assert_fires("signal_checkpoints_may_be_incomplete", {"enable_jit_checkpoint": True})
+
+
 @pytest.fixture
 def yaml(tmp_path):
-    def write(type_: str, *lines: str, processes: int | None = 2) -> Path:
+    def write(type_: str, *lines: str, processes: int | None = 2, environment: str = "LOCAL_MACHINE") -> Path:
         file = tmp_path / "accelerate.yaml"
-        head = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {type_}"]
+        head = [f"compute_environment: {environment}", f"distributed_type: {type_}"]
         head += [f"num_processes: {processes}"] if processes else []
         file.write_text("\n".join([*head, *lines, ""]), encoding="utf-8")
         return file
@@ -323,6 +633,7 @@ REFUSED_BY_THE_LAUNCHER = [
         ValueError,
         "Unknown dynamo backend",
     ),
+    ("ports_exist", "MULTI_GPU", ["main_process_port: 99999"], OverflowError, "port must be 0-65535"),
 ]
 
 
@@ -332,6 +643,28 @@ def test_the_launcher_raises(rule, type_, lines, error, message, yaml):
     with pytest.raises(error, match=message):
         launched(file)
     assert_fires(rule, {}, config=file)
+
+
+def test_another_compute_environment_is_read_as_sagemakers(yaml):
+    file = yaml("MULTI_GPU", environment="local_machine")
+    with pytest.raises(ValueError, match=r"unknown keys \(\['num_processes'"):
+        launched(file)
+    assert_fires("compute_environment_is_known", {}, config=file)
+
+
+SECTIONS_OF_ANOTHER_TYPE = [
+    ["fsdp_config:", "  fsdp_version: 2"],
+    ["deepspeed_config:", "  zero_stage: 3"],
+    ["megatron_lm_config:", "  megatron_lm_tp_degree: 2"],
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS_OF_ANOTHER_TYPE, ids=lambda lines: lines[0])
+def test_a_section_of_another_type_changes_nothing(section, yaml):
+    plain = launched(yaml("MULTI_GPU"))
+    file = yaml("MULTI_GPU", *section)
+    assert launched(file) == plain
+    assert_fires("sections_fit_the_type", {}, config=file)
 
 
 def run_launch_command(file: Path, *flags: str) -> None:
@@ -400,16 +733,28 @@ def test_a_deepspeed_launch_exports_no_dynamo(yaml):
     assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)
 
 
-def test_three_processes_on_two_machines_start_one_each(yaml):
+def torchrun_arguments(file: Path):
+    """What `accelerate launch --config_file FILE` would start torchrun with."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    address = ["main_process_ip: 127.0.0.1", "main_process_port: 29876"]
-    file = yaml("MULTI_GPU", "num_machines: 2", *address, processes=3)
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
     prepare_multi_gpu_env(args)
+    return args
+
+
+def test_three_processes_on_two_machines_start_one_each(yaml):
+    address = ["main_process_ip: 127.0.0.1", "main_process_port: 29876"]
+    file = yaml("MULTI_GPU", "num_machines: 2", *address, processes=3)
+    args = torchrun_arguments(file)
     assert (args.nnodes, args.nproc_per_node) == ("2", "1")
     assert_fires("machines_share_the_processes", {"global_batch_size": 12}, world=3, config=file)
+
+
+def test_machines_without_an_address_look_for_one_named_none(yaml):
+    file = yaml("MULTI_GPU", "num_machines: 2", "machine_rank: 1")
+    assert torchrun_arguments(file).rdzv_endpoint == "None:29500"
+    assert_fires("machines_find_each_other", {}, world=2, config=file)
 
 
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
@@ -474,11 +819,199 @@ def test_deepspeed_is_configured_in_the_yaml_or_in_the_json(yaml, tmp_path, monk
     assert_fires("deepspeed_is_configured_once", {}, config=file)
 
 
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, ValueError, "Expected a string path to an existing deepspeed config"),
+        ("{bad", ValueError, "Expecting property name"),
+        ("[1]", AttributeError, "'list' object"),
+        ("{}", ValueError, "Please specify the ZeRO optimization config"),
+    ],
+)
+def test_a_deepspeed_json_that_cannot_be_used_fails_in_the_workers(content, error, message, yaml, tmp_path):
+    pytest.importorskip("deepspeed")
+    from accelerate.utils import DeepSpeedPlugin
+
+    json_file = tmp_path / "ds.json"
+    if content is not None:
+        json_file.write_text(content, encoding="utf-8")
+    file = yaml("DEEPSPEED", "deepspeed_config:", f"  deepspeed_config_file: {json_file}")
+    launched(file)
+    with pytest.raises(error, match=message):
+        DeepSpeedPlugin(hf_ds_config=str(json_file))
+    assert_fires("deepspeed_file_can_be_read", {}, config=file)
+
+
+@pytest.mark.parametrize("line", ["gradient_accumulation_steps: 3", "gradient_clipping: 0.5"])
+def test_a_yaml_that_contradicts_the_batch_fails_in_the_workers(line, yaml, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    file = yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 2", f"  {line}")
+    for name, value in launched(file).items():
+        monkeypatch.setenv(name, value)
+    args = arguments(tmp_path)
+    real = HfTrainerDeepSpeedConfig(DeepSpeedPlugin().hf_ds_config.config)
+    real.trainer_config_process(args)
+    with pytest.raises(ValueError, match="mismatch TrainingArguments"):
+        real.trainer_config_finalize(args, None, 10)
+    assert_fires("yaml_agrees_with_the_batch", {}, config=file)
+
+
+ZERO_2 = {"zero_optimization": {"stage": 2}}
+
+
+def test_two_precisions_in_the_json_are_refused_by_deepspeed():
+    deepspeed = pytest.importorskip("deepspeed")
+    both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    with pytest.raises(AssertionError, match="cannot be simultaneously enabled"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, **both})
+    assert_fires("deepspeed_json_has_one_precision", {"deepspeed": {**ZERO_2, **both}})
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        ("fsdp_and_deepspeed_exclude_each_other", dict(fsdp="full_shard"), "together with --deepspeed"),
+        (
+            "weights_alone_cannot_find_the_best",
+            dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
+            "DeepSpeed can't be used with `save_only_model`",
+        ),
+    ],
+)
+def test_trainer_refuses_beside_deepspeed(rule, settings, message, tmp_path):
+    pytest.importorskip("deepspeed")
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, evaluates=True, deepspeed=dict(ZERO_2), **settings)
+    assert_fires(rule, {"deepspeed": ZERO_2, **settings})
+
+
+def test_deepspeed_that_is_not_installed_is_missed_in_the_workers(hide, one_rank, tmp_path, monkeypatch):
+    hide("deepspeed")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ImportError, match="DeepSpeed is not available"):
+        arguments(tmp_path, use_cpu=False)
+    assert_fires("deepspeed_is_installed", {"recipe": "memory"})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("adagrad", "unexpected keyword argument 'adamw_mode'"),
+        ("lion_32bit", "unexpected keyword argument 'adamw_mode'"),
+        pytest.param("adafactor", "incompatible function arguments", marks=needs_compiler),
+    ],
+)
+def test_offload_fails_with_other_optimizers(optimizer, message, tmp_path):
+    pytest.importorskip("deepspeed")
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+    from transformers import Trainer
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    chosen, options = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=optimizer))
+    with pytest.raises(TypeError, match=message):
+        map_pytorch_optim_to_deepspeed(chosen([weight], **options)).step()
+    assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": optimizer})
+
+
+def test_a_zero_stage_that_does_not_exist_is_refused_by_deepspeed():
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    with pytest.raises(ValueError, match="Input should be 0, 1, 2"):
+        zero.DeepSpeedZeroConfig(stage=4)
+    assert_fires("zero_stages_exist", {"deepspeed": {"zero_optimization": {"stage": 4}}})
+
+
 def test_a_typo_inside_zero_optimization_is_refused_by_deepspeed():
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
     with pytest.raises(ValueError, match="stge"):
         zero.DeepSpeedZeroConfig(stge=2)
     assert_fires("deepspeed_json_keys_are_known", {"deepspeed": {"zero_optimization": {"stge": 2}}})
+
+
+# --- DeepSpeed trains, in a process of its own: it keeps its groups for the life of a process ------------------------
+
+AUTO = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"], "auto")
+
+
+def zero(stage: int, *, sections: dict | None = None, **zero_optimization) -> dict:
+    return {**AUTO, "zero_optimization": {"stage": stage, **zero_optimization}, **(sections or {})}
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "checkpoint-2").iterdir())
+
+
+def in_shards(trainer) -> int:
+    return sum(hasattr(weight, "ds_tensor") for weight in trainer.model.parameters())
+
+
+def zero_report(folder: Path) -> dict:
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 1}}
+    chosen = zero(2, sections={"optimizer": optimizer, "scheduler": scheduler})
+    engine = train(folder / "chosen", deepspeed=chosen, optim="sgd", lr_scheduler_type="cosine").model_wrapped
+    offload, saves = {"offload_param": {"device": "cpu"}}, dict(save_strategy="steps", save_steps=2)
+    zero2 = train(folder / "zero2", deepspeed=zero(2, **offload))
+    zero3 = train(folder / "zero3", deepspeed=zero(3, **offload), **saves)
+    train(folder / "whole", deepspeed=zero(3, stage3_gather_16bit_weights_on_model_save=True), **saves)
+    return {
+        "optimizer": type(engine.optimizer.optimizer).__name__,
+        "scheduler": type(engine.lr_scheduler).__name__,
+        "in shards": {"zero2": in_shards(zero2), "zero3": in_shards(zero3)},
+        "saved": saved(folder / "zero3"),
+        "saved whole": saved(folder / "whole"),
+    }
+
+
+ZERO_SCRIPT = """
+import json, sys
+from pathlib import Path
+from tests.test_rules_real_failures import zero_report
+report = zero_report(Path(sys.argv[1]))
+(Path(sys.argv[1]) / "report.json").write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def zero_trained(tmp_path_factory) -> dict:
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("zero")
+    script = folder / "script.py"
+    script.write_text(ZERO_SCRIPT, encoding="utf-8")
+    output = run_ranks([str(script), str(folder)], 1, DS_ACCELERATOR="cpu")
+    report = folder / "report.json"
+    assert report.exists(), output
+    return json.loads(report.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "trained", "settings"),
+    [("optimizer", "AdamW", {"optim": "sgd"}), ("scheduler", "WarmupLR", {"lr_scheduler_type": "cosine"})],
+)
+def test_the_deepspeed_json_replaces_what_the_arguments_choose(section, trained, settings, zero_trained):
+    assert zero_trained[section] == trained
+    config = zero(2, sections={section: {"type": trained, "params": {}}})
+    assert_fires("deepspeed_json_chooses_the_optimizer", {"deepspeed": config, **settings})
+
+
+@pytest.mark.slow
+def test_zero3_saves_no_weights_unless_it_is_told_to_gather_them(zero_trained):
+    assert "model.safetensors" in zero_trained["saved whole"]
+    assert "model.safetensors" not in zero_trained["saved"]
+    assert_fires("zero3_saves_whole_weights", {"deepspeed": zero(3)})
+
+
+@pytest.mark.slow
+def test_zero2_leaves_parameters_alone_that_it_was_told_to_offload(zero_trained, yaml):
+    in_shards = zero_trained["in shards"]
+    assert in_shards["zero3"] and not in_shards["zero2"]
+    file = yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 2", "  offload_param_device: cpu")
+    assert_fires("parameters_are_offloaded_by_stage_three", {}, config=file)
 
 
 # --- Two ranks -------------------------------------------------------------------------------------------------------
@@ -504,16 +1037,18 @@ REENTRANT = {
 
 
 def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: str) -> str:
-    """What the ranks print, errors included."""
-    import json
-
     script = folder / "ranks.py"
     script.write_text(SCRIPT, encoding="utf-8")
+    return run_ranks([str(script), json.dumps(settings)], processes, **environment)
+
+
+def run_ranks(words: list[str], processes: int, **environment: str) -> str:
+    """What the ranks of a script with arguments print, errors included."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     home = Path(__file__).parent.parent
     path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*command, str(script), json.dumps(settings)],
+        [*command, *words],
         capture_output=True,
         text=True,
         timeout=300,
@@ -566,6 +1101,7 @@ def test_two_ranks_without_use_cpu_train_two_models(tmp_path):
 def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
     output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2
+    assert_fires("fsdp_needs_a_gpu", {}, world=2, config=shipped("fsdp2.yaml"))
 
 
 @pytest.mark.slow

@@ -124,6 +124,13 @@ _VALUES = [
     Wrong("hub_strategy", "every_save", "--hub_strategy never"),
     Wrong("log_level", "info", "--log_level loud"),
     Wrong("report_to", "tensorboard", "--report_to tensorbord"),
+    Wrong("dataset_streaming", "memory-mapped", "--dataset_streaming"),
+    Wrong(
+        "metric_for_best_model",
+        "loss",
+        "--task sequence_classification --dataset_name x --prediction_loss_only --eval_strategy steps "
+        "--metric_for_best_model accuracy",
+    ),
     Wrong("report_to", "--report_to tensorboard mlflow", "--report_to tensorboard,mlflow"),
     Wrong("include_num_input_tokens_seen", "non_padding", "--include_num_input_tokens_seen some"),
 ]
@@ -175,7 +182,6 @@ _COMBINATIONS = [
     Wrong("optim", "--optim adamw_torch", "--recipe memory --optim adamw_bnb_8bit"),
     Wrong("optim", "--optim adamw_torch", "--recipe memory_zero3 --optim sgd"),
     Wrong("load_in_4bit", "--use_peft", "--load_in_4bit"),
-    Wrong("load_in_4bit", "ZeRO-2", "--recipe memory_zero3 --load_in_4bit --use_peft"),
     Wrong("load_best_model_at_end", "--eval_strategy", "--load_best_model_at_end"),
     Wrong("load_best_model_at_end", "--save_strategy", "--load_best_model_at_end --eval_strategy epoch"),
     Wrong("load_best_model_at_end", "--save_steps", "--load_best_model_at_end --eval_strategy steps --eval_steps 300"),

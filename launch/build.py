@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from transformers import EarlyStoppingCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from launch.data import Data, compute_accuracy
 from launch.trainer import (
+    EarlyStopping,
     LogLastStep,
     Meter,
     Progress,
@@ -52,7 +53,7 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):
         trainer.add_callback(Progress(console))
     if run["early_stopping_patience"]:
-        trainer.add_callback(EarlyStoppingCallback(run["early_stopping_patience"]))
+        trainer.add_callback(EarlyStopping(run["early_stopping_patience"]))
     only_our_progress(trainer)
     apply_ddp_settings(trainer, run)
     return trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow.compute
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, ReadInstruction, Sequence, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, ReadInstruction, Value
 from transformers import DataCollatorWithFlattening
 
 from launch.collate import (
@@ -36,8 +36,8 @@ from recipes.errors import UserError, mistake
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
-TOKENIZED = Features({"input_ids": Sequence(Value("int32")), "labels": Sequence(Value("int32"))})
-CLASSIFIED = Features({"input_ids": Sequence(Value("int32")), "labels": Value("int64")})
+TOKENIZED = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+CLASSIFIED = Features({"input_ids": List(Value("int32")), "labels": Value("int64")})
 
 
 @dataclass
@@ -51,13 +51,16 @@ class Data:
     labels: list[str] | None
 
 
-def load_data(run: Mapping[str, Any], tokenizer, max_positions: int | None = None) -> Data:
-    """The run's data, ready to train on. Raises `UserError` for anything the user can mend."""
+def load_data(run: Mapping[str, Any], tokenizer, max_positions: int | None = None, classes: Sequence[str] = ()) -> Data:
+    """The run's data, ready to train on. Raises `UserError` for anything the user can mend.
+
+    `classes` are those the model knows already, in its order.
+    """
     require_fitting_length(run, max_positions)
     with _local_main_first() if run["dataset_name"] else nullcontext():  # the demonstration is in memory
         train, evaluation = _raw_splits(run)
         if run["task"] == "sequence_classification":
-            return _classification(run, tokenizer, train, evaluation)
+            return _classification(run, tokenizer, train, evaluation, classes)
         return _causal_lm(run, tokenizer, train, evaluation)
 
 
@@ -331,12 +334,15 @@ def _encoder(run: Mapping[str, Any], tokenizer, rows: Dataset) -> Encoder:
 # --- Classification --------------------------------------------------------------------------------------------------
 
 
-def _classification(run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Dataset | None) -> Data:
+def _classification(
+    run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Dataset | None, classes: Sequence[str]
+) -> Data:
     if not run["dataset_name"]:
         raise mistake("dataset_name", "is missing: classification needs labelled texts", "--dataset_name FILE_OR_ID")
     names = _class_names(train, run["dataset_label_field"])
     as_text = train.features[run["dataset_label_field"]].dtype in TEXT_TYPES
-    numbers = {name if as_text else number: number for number, name in enumerate(names)}
+    in_order = _in_models_order(names, classes)
+    numbers = {name if as_text else number: in_order.index(name) for number, name in enumerate(names)}
     ready = _classified_rows(run, tokenizer, train, numbers, "dataset_train_split")
     ready_evaluation = None
     if evaluation is not None:
@@ -347,8 +353,16 @@ def _classification(run: Mapping[str, Any], tokenizer, train: Dataset, evaluatio
         eval=ready_evaluation,
         collator=_padding(run, tokenizer),
         description=f"{_describe(run, lengths, len(train) - len(ready))}, {len(names)} classes",
-        labels=names,
+        labels=in_order,
     )
+
+
+def _in_models_order(names: list[str], classes: Sequence[str]) -> list[str]:
+    """The names as a model that was trained on the same classes numbers them; else as they are."""
+    order = [name.lower() for name in classes]
+    if len(names) != len(order) or {name.lower() for name in names} != set(order):
+        return names
+    return sorted(names, key=lambda name: order.index(name.lower()))
 
 
 def _class_names(rows: Dataset, field: str) -> list[str]:
@@ -384,7 +398,8 @@ def _classified_rows(
 ) -> Dataset:
     _require_text(rows, run["dataset_text_field"], "a text column")
     field = run["dataset_label_field"]
-    _require_column(rows, field, "dataset_label_field")
+    if field not in rows.column_names:
+        raise mistake(flag, f"has no column {field!r}; {_has_columns(rows)}", "rows with labels")
     unknown = [value for value in rows.unique(field) if value not in numbers]
     if unknown:
         shown = ", ".join(repr(value) for value in unknown[:5])
@@ -422,7 +437,8 @@ def _require_text(rows: Dataset, column: str, wanted: str) -> None:
         )
     kind = getattr(rows.features[column], "dtype", "lists")
     if kind not in (*TEXT_TYPES, "null"):
-        raise mistake("dataset_text_field", f"the column {column!r} holds {kind}, not text", "a column of texts")
+        held = "no text in some rows, or none at all" if kind == "lists" else f"{kind}, not text"
+        raise mistake("dataset_text_field", f"the column {column!r} holds {held}", "a text in every row")
 
 
 def _has_columns(rows: Dataset) -> str:

@@ -69,6 +69,14 @@ def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data:
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
+def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The classes of a model that was trained to classify, in its order; empty for any other."""
+    config = _load_config(run, tokenizer, labels=None)
+    names = [config.id2label[number] for number in sorted(config.id2label)]
+    heads = any("ForSequenceClassification" in name for name in config.architectures or ())
+    return names if heads else []
+
+
 def longest_sequence(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | None:
     """`max_positions` of the run's model, before it is loaded."""
     return max_positions(_load_config(run, tokenizer, labels=None))
@@ -247,7 +255,7 @@ def _unloadable(run: Mapping[str, Any], what: str, error: Exception) -> UserErro
     if "ignore_mismatched_sizes" in text:
         return mistake(
             "model_name_or_path",
-            f"{name} has a head for other classes than the data's {_short(text)}",
+            f"{name} has a head for another number of classes than the data's",
             "a model without a classification head, or data with the same classes",
         )
     if not Path(name).expanduser().exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from recipes import legal
 from recipes.run import HIDDEN, RunSpec, Setting, shown
 
 NAME = "run.json"
+_END_BYTES = 1 << 16
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
 # A checkpoint trained with another value of these cannot be gone on from: other weights, or other data.
@@ -31,8 +33,10 @@ KEPT_BY_RESUME = (
 ).split()
 # A resume takes the new value of these, and is then no continuation of the same training.
 CHANGES_COURSE = (
-    "global_batch_size seed lr_scheduler_type warmup_steps max_grad_norm max_steps num_train_epochs".split()
-)
+    "global_batch_size seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip lr_scheduler_type "
+    "lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs label_smoothing_factor "
+    "neftune_noise_alpha lora_dropout bf16 fp16 tf32"
+).split()
 
 
 def read(folder: str | Path) -> dict[str, Any]:
@@ -99,10 +103,27 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "started": _now(),
         "command": [shown_word(run, word) for word in sys.argv],
+        "data": fingerprint(run["dataset_name"]),
         "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
         "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
         "hardware": run.hardware.as_dict(),
     }
+
+
+def fingerprint(dataset_name: str | None) -> str | None:
+    """What tells a local file or folder from itself with other contents: names, sizes, both ends. None elsewhere."""
+    path = Path(dataset_name).expanduser() if dataset_name else None
+    if path is None or not path.exists():
+        return None
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_END_BYTES))
+            stream.seek(max(0, size - _END_BYTES))
+            digest.update(stream.read(_END_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def changes(old: dict[str, Any], run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +46,33 @@ def decided_by_rank_0(world: World, decide: Callable[[], Any]) -> Any:
     return answer[0]
 
 
-def prepare_output(run: RunSpec) -> None:
-    """Make the output folder and see that it can be written."""
+@contextlib.contextmanager
+def output_folder(run: RunSpec, world: World) -> Iterator[None]:
+    """The output folder, made and found good, and locked against a second run."""
+    handle = decided_by_rank_0(world, lambda: _made_and_locked(run))
+    try:
+        yield
+    finally:
+        if world.speaks:
+            os.close(handle)
+
+
+def _made_and_locked(run: RunSpec) -> int:
+    _prepare_output(run)
+    handle = os.open(run["output_dir"], os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        what = f"another run is writing to {run['output_dir']}"
+        raise mistake("output_dir", what, "another --output_dir, or wait", run.setting("output_dir").source) from None
+    except OSError:  # a file system without locks, NFS say, locks nothing
+        pass
+    return handle
+
+
+def _prepare_output(run: RunSpec) -> None:
+    """Make the folder, see that it can be written, and that it holds no model of somebody else."""
     folder = Path(run["output_dir"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,16 +81,31 @@ def prepare_output(run: RunSpec) -> None:
         probe.unlink()
     except OSError as error:
         raise _unwritable(run, error) from None
+    if _holds_a_run(folder):
+        return
+    model = run["model_name_or_path"]
+    if any(folder.glob("*.safetensors")) or (model and Path(model).is_dir() and folder.samefile(model)):
+        what = f"{run['output_dir']} holds a model that no run of ours has trained, and it would be overwritten"
+        raise mistake("output_dir", what, "--output_dir with another folder", run.setting("output_dir").source)
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / record.NAME).exists() or bool(numbered(folder))
 
 
 def move_older_run_aside(run: RunSpec) -> None:
-    """For --fresh, when everything else has been found good: what the folder holds gets another name."""
+    """For --fresh, when everything else has been found good: a run that the folder holds gets another name."""
     folder = Path(run["output_dir"]).resolve()
-    if not run["fresh"] or not any(folder.iterdir()):
+    if not run["fresh"] or not _holds_a_run(folder):
         return
+    if Path.cwd().is_relative_to(folder):
+        what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
+        raise mistake("output_dir", what, "another --output_dir, or another folder to start from")
     try:
-        folder.rename(_unused_name(folder))
-        folder.mkdir()
+        aside = _unused_name(folder)
+        aside.mkdir()
+        for item in list(folder.iterdir()):  # not the folder itself, which is locked
+            item.rename(aside / item.name)
     except OSError as error:
         raise _unwritable(run, error) from None
 
@@ -97,10 +140,10 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
     folder = Path(run["output_dir"])
     if run["fresh"]:
         return Earlier()
-    if run["resume_from_checkpoint"] not in (None, True, "True", "true"):
-        return _asked_for(run)
     old = record.read(folder)
     finished = old.get("status") == "finished"
+    if run["resume_from_checkpoint"] not in (None, True, "True", "true"):
+        return _asked_for(run, world, finished)
     if not numbered(folder) and not finished:
         return Earlier()
     _require_same_training(run, world, old)
@@ -113,8 +156,11 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
     return Earlier(newest.path, newest.step, notes=[*notes, *newest.notes, *_changes(run, old)])
 
 
-def _asked_for(run: RunSpec) -> Earlier:
+def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
     path = Path(run["resume_from_checkpoint"])
+    if finished:
+        what = f"{run['output_dir']} holds a finished run, which going on from {path} would overwrite"
+        raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
     checkpoint = judged(path)
     if not checkpoint.valid:
         raise mistake(
@@ -123,7 +169,9 @@ def _asked_for(run: RunSpec) -> Earlier:
             "leave it out: the newest valid checkpoint is found by itself",
             run.setting("resume_from_checkpoint").source,
         )
-    return Earlier(path, checkpoint.step, notes=list(checkpoint.notes))
+    old = record.read(path.parent)
+    _require_same_training(run, world, old)
+    return Earlier(path, checkpoint.step, notes=[*checkpoint.notes, *_changes(run, old)])
 
 
 def _skip(checkpoint: Checkpoint) -> str:
@@ -133,6 +181,9 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, world: World, old: dict[str, Any]) -> None:
     changed = record.changes(old, run, record.IDENTITY)
+    data = record.fingerprint(run["dataset_name"])
+    if not changed and data and old.get("data") not in (None, data):
+        changed = {"dataset_name": (f"{run['dataset_name']} as it was", "what it holds now")}
     if changed:
         name, (then, now) = next(iter(changed.items()))
         raise mistake(

@@ -59,9 +59,10 @@ def train(run: RunSpec, world: World, stop: StopRequest) -> None:
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.build import build_arguments  # torch and transformers take seconds: only for a legal run
+    from launch.resume import output_folder
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
-    with joined(run, world, args):
+    with joined(run, world, args), output_folder(run, world):
         train_joined(run, world, args, stop)
 
 
@@ -70,19 +71,12 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
     from launch.build import build_trainer
     from launch.data import load_data
     from launch.measure import checkpoint_bytes, results
-    from launch.model import load_model, load_tokenizer, longest_sequence, saved_sample
-    from launch.resume import (
-        decided_by_rank_0,
-        find_earlier_run,
-        move_older_run_aside,
-        prepare_output,
-        require_disk_space,
-    )
+    from launch.model import known_classes, load_model, load_tokenizer, longest_sequence, saved_sample
+    from launch.resume import decided_by_rank_0, find_earlier_run, move_older_run_aside, require_disk_space
     from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
     out = report.console(world.speaks)
-    decided_by_rank_0(world, lambda: prepare_output(run))
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
     run.lower("max_length", longest, "the longest sequence of this model")
@@ -91,7 +85,7 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
     if earlier.finished:
         return
 
-    data = load_data(run, tokenizer, longest)
+    data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))
     model = load_model(run, tokenizer, data)
     decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
     decided_by_rank_0(world, lambda: move_older_run_aside(run))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from launch.collate import IGNORED
@@ -98,8 +98,8 @@ class RecipeTrainer(Trainer):
         return output
 
     def _run_epoch(self, *args, **kwargs):
-        # Resumed from its last step, Trainer would take one more: it looks at max_steps only after a step.
-        if self.state.global_step >= self.state.max_steps:
+        # Resumed from its last step, Trainer would take one more: it looks at these only after a step.
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
         return super()._run_epoch(*args, **kwargs)
@@ -163,6 +163,15 @@ def apply_ddp_settings(trainer: Trainer, run: Mapping[str, Any]) -> None:
 
 class NotANumber(ArithmeticError):
     """The loss is NaN or infinite."""
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """Hugging Face's, which also stays stopped where a run resumes from the checkpoint it stopped at."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
 
 
 class StopOnNotANumber(TrainerCallback):

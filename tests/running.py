@@ -29,14 +29,14 @@ def model_flags(model: Path, data: Path) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def train_here(model: Path, data: Path, output: Path, *flags: str) -> Outcome:
+def train_here(model: Path, data: Path, output: Path | str, *flags: str) -> Outcome:
     """One rank, in this process: everything is imported already."""
     from launch.train import main
 
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _kept_environment():
         code = main([*model_flags(model, data), "--output_dir", str(output), *flags])
-    return Outcome(code, stdout.getvalue() + stderr.getvalue(), read_record(output))
+    return Outcome(code, stdout.getvalue() + stderr.getvalue(), read_record(Path(output)))
 
 
 def launch(

@@ -305,7 +305,7 @@ def test_encoder_is_no_language_model(bert):
 def test_head_for_other_classes(tmp_path):
     config = LlamaConfig(**SMALL, intermediate_size=64, num_labels=5)
     name = save(LlamaForSequenceClassification(config), tmp_path)
-    assert "head for other classes" in problem(run_with(name, task="sequence_classification"), CLASSES).what
+    assert "head for another number of classes" in problem(run_with(name, task="sequence_classification"), CLASSES).what
 
 
 def test_attention_that_is_not_installed(llama):

@@ -1,4 +1,4 @@
-"""The `recipes` command: list, show, copy and check. Imports neither torch nor transformers."""
+"""The `recipes` command: list, show, copy, check and submit. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from launch import submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -18,11 +19,13 @@ from recipes.run import RunSpec, Setting, nearest, resolve, shown
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for a mistake."""
     parser = _parser()
-    options, rest = parser.parse_known_args(argv)
+    own, passed_on = _at_dashes(sys.argv[1:] if argv is None else argv)
+    options, rest = parser.parse_known_args(own)
     if rest and options.command != "check":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = " (train.py's flags come after --)" if options.command == "submit" else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
-        return options.run(options, rest)
+        return options.run(options, [*rest, *passed_on])
     except UserError as error:
         if getattr(options, "json", False):
             print(json.dumps({"legal": False, "problems": [vars(problem) for problem in error.problems]}, indent=2))
@@ -32,6 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         sys.stderr.close()
         return 0
+
+
+def _at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Words before and after the first `--`."""
+    border = argv.index("--") if "--" in argv else len(argv)
+    return argv[:border], argv[border + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--deep", action="store_true", help="also build the real TrainingArguments (seconds)")
     checking.add_argument("--json", action="store_true")
     checking.set_defaults(run=check_run)
+
+    submit.add_parser(commands, _count)
     return parser
 
 
@@ -231,7 +242,10 @@ def _print_table(headings: list[str], rows: list[list[str]]) -> None:
 
     from launch.report import console
 
-    table = Table(*headings, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    longest = max((len(row[0]) for row in rows), default=0)
+    for heading in headings:
+        table.add_column(heading, min_width=0 if table.columns else longest)  # names are to be copied: never cut
     for row in rows:
         table.add_row(*row)
     console().print(table, highlight=False, markup=False)

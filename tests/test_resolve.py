@@ -185,3 +185,9 @@ def test_a_key_that_is_written_twice_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\nseed: 1\nlearning_rate: 1e-5\n")
     with pytest.raises(UserError, match="'learning_rate' twice"):
         resolve(["--config", str(tmp_path / "run.yaml")], hardware=Hardware(), environment={})
+
+
+@pytest.mark.parametrize("asked", ["none", None])
+def test_reporting_nowhere_is_a_word(asked):
+    run = resolve(settings={"report_to": asked}, hardware=Hardware(), environment={})
+    assert run["report_to"] == "none"

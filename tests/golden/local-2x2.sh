@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# standard on DDP, 2 nodes x 2 processes, batch 4 x 1 x 4 = 16, on CPU, 8 cores
+set -uo pipefail
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
+
+command=(
+    /checkout/launch/train.py
+    --recipe standard
+)
+launchers=()
+port=$((20000 + $$ % 20000))
+for rank in {0..1}; do
+    python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/standard.yaml --num_machines 2 --num_processes 4 --machine_rank "$rank" --main_process_ip 127.0.0.1 --main_process_port "$port" --rdzv_backend static --same_network --quiet "${command[@]}" &
+    launchers+=($!)
+done
+
+tell() {  # the training processes themselves: accelerate forwards nothing to a single one
+    local pid training
+    for pid in "${launchers[@]}"; do
+        read -r -d '' -a training < "/proc/$pid/task/$pid/children"
+        kill -s "$1" "${training[@]:-$pid}"
+    done 2>/dev/null
+}
+trap 'tell TERM' TERM USR1
+trap 'trap "tell KILL" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
+
+code=0
+for pid in "${launchers[@]}"; do
+    while kill -0 "$pid" 2>/dev/null; do  # a signal ends `wait` before its process
+        wait "$pid" && ended=0 || ended=$?
+    done
+    ((ended == 0)) || code=$ended
+done
+exit "$code"

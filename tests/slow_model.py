@@ -1,0 +1,29 @@
+"""A model whose every forward pass takes a known time, so that a test can count on when a signal lands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+_CODE = """\
+import time
+
+from transformers import LlamaForCausalLM
+
+
+class SlowLlamaForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        time.sleep({seconds})
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+"""
+
+
+def write_slow_model(folder: Path, tiny_model: Path, seconds: float) -> list[str]:
+    """The tiny model with a pause in it. Returns the flags that load it."""
+    shutil.copytree(tiny_model, folder)
+    (folder / "modeling_slow.py").write_text(_CODE.format(seconds=seconds))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_slow.SlowLlamaForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["--model_name_or_path", str(folder), "--trust_remote_code"]

@@ -1,0 +1,111 @@
+"""A private Slurm cluster of two nodes on this machine: no root, no munge, gone with the test."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+DAEMONS = ("slurmctld", "slurmd")
+
+_CONF = """\
+ClusterName=recipes
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={control}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
+PlugStackConfig=/dev/null
+SlurmUser={user}
+SlurmdUser={user}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+KillWait=30
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={first} CPUs={cpus} State=UNKNOWN
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={second} CPUs={cpus} State=UNKNOWN
+PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE OverSubscribe=NO
+PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE OverSubscribe=NO
+"""
+
+
+def installed() -> bool:
+    return all(shutil.which(daemon) for daemon in DAEMONS)
+
+
+class Cluster:
+    """Two nodes, a `low` partition whose jobs are preempted by those of `high`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("state", "spool-n1", "spool-n2"):
+            (folder / name).mkdir(parents=True)
+        control, first, second = _free_ports(3)
+        conf = _CONF.format(
+            folder=folder, control=control, first=first, second=second, user=getpass.getuser(), cpus=os.cpu_count()
+        )
+        (folder / "slurm.conf").write_text(conf)
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        for words in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+            self.run(*words)
+        self.wait_until(lambda: self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * 2)
+
+    def stop(self) -> None:
+        for file in self.folder.glob("*.pid"):
+            try:
+                os.kill(int(file.read_text()), signal.SIGTERM)
+            except (ProcessLookupError, ValueError):
+                continue
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(words, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, (words, done.stderr, self.logs())
+        return done.stdout
+
+    def state(self, job_id: str) -> str:
+        words = self.run("scontrol", "show", "job", job_id, "-o").split()
+        return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
+
+    def wait_for(self, job_id: str, *states: str, seconds: float = 300) -> str:
+        self.wait_until(lambda: self.state(job_id) in states, seconds)
+        return self.state(job_id)
+
+    def wait_until(self, true, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        return "\n".join(file.read_text()[-2000:] for file in self.folder.glob("*.log"))
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

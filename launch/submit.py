@@ -101,7 +101,7 @@ def submit_slurm(options: argparse.Namespace, argv: Sequence[str]) -> int:
     job_id = slurm_job.submit(text)
     print(f"submitted job {job_id}: {job.title}")
     print(f"log     {slurm_job.log_path(job, slurm, job_id)}")
-    print(f"follow  recipes logs -f {job_id}, or squeue --jobs {job_id}")
+    print(f"follow  squeue --jobs {job_id}; tail -F the log")
     print(f"cancel  scancel {job_id}")
     return 0
 

@@ -858,7 +858,7 @@ def signal_checkpoints_may_be_incomplete(run):
     """`enable_jit_checkpoint` leaves a folder with a sentinel alone when one rank gets SIGTERM, and mid-step states."""
     if run["enable_jit_checkpoint"]:
         what = "saves in the middle of a step, so that a resume is not exact, and can leave an incomplete checkpoint"
-        yield advice(run, "enable_jit_checkpoint", what, "a smaller --save_steps")
+        yield advice(run, "enable_jit_checkpoint", what, "leave it out: train.py saves when it is told to stop")
 
 
 @rule
@@ -866,6 +866,19 @@ def output_has_a_folder(run):
     """Without a name Trainer writes into `trainer_output`, and with an empty one `FileNotFoundError` ends the run."""
     if not run["output_dir"]:
         yield problem(run, "output_dir", "names no folder", "--output_dir FOLDER, or leave it out")
+
+
+_DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+
+
+@rule
+def local_files_are_here(run):
+    """Found missing by train.py, once torch is imported. Only advice: the run may be meant for another machine."""
+    for name in ("model_name_or_path", "dataset_name"):
+        value = run[name] or ""
+        looks_local = value.startswith((".", "/", "~")) or Path(value).suffix.lower() in _DATA_FILES
+        if looks_local and not Path(value).expanduser().exists():
+            yield advice(run, name, f"{value} is not on this machine", "the path of one that is, or a Hub id")
 
 
 @rule

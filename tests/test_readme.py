@@ -22,7 +22,10 @@ def test_every_file_it_names_exists(file):
     assert (ROOT / file).exists()
 
 
-@pytest.mark.parametrize("words", sorted(set(re.findall(r"^recipes (check .*|show .*|list)$", README, flags=re.M))))
+QUICK = re.findall(r"^recipes (check .*|show .*|list|submit .*--dry_run.*)$", README, flags=re.M)
+
+
+@pytest.mark.parametrize("words", sorted(set(QUICK)))
 def test_every_quick_command_in_it_works(words, capsys):
     from launch.cli import main
 

@@ -782,10 +782,11 @@ def evaluating_needs_data(run):
 @rule
 def accuracy_is_computed_at_the_end(run):
     """`batch_eval_metrics` calls it with an argument it does not take; batches that stay apart are no one array."""
-    if run["task"] != "sequence_classification" or run["eval_strategy"] == "no":
+    if run["task"] != "sequence_classification":
         return
-    for name, wrong in (("batch_eval_metrics", True), ("eval_do_concat_batches", False)):
-        if run[name] is wrong:
+    apart = run["eval_strategy"] != "no" and not run["eval_do_concat_batches"]
+    for name, fails in (("batch_eval_metrics", run["batch_eval_metrics"]), ("eval_do_concat_batches", apart)):
+        if fails:
             yield problem(run, name, "cannot be combined with the accuracy of train.py", "leave it out")
 
 

@@ -15,7 +15,7 @@ from launch.checkpoints import newest_valid
 from launch.preemption import EXIT_CODE
 from tests.running import ROOT, SCRIPT, Outcome, losses, model_flags, read_record, train_here
 
-STEPS = "--max_steps 150 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
+STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 ONE = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "single.yaml")]
 TWO = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "standard.yaml"), "--num_processes", "2"]
@@ -107,7 +107,6 @@ def assert_resumable(output: Path) -> int:
 TELL = {
     "SIGTERM": lambda run: os.kill(run.ranks()[0], signal.SIGTERM),
     "SIGUSR1": lambda run: os.kill(run.ranks()[0], signal.SIGUSR1),
-    "twice": lambda run: [os.kill(run.ranks()[0], signal.SIGTERM) for _ in range(2)],
     "the last rank": lambda run: os.kill(run.ranks()[-1], signal.SIGTERM),
     "the launcher": lambda run: os.kill(run.process.pid, signal.SIGTERM),
     "the launcher twice": lambda run: [(time.sleep(0.3), run.process.send_signal(signal.SIGTERM)) for _ in range(2)],
@@ -118,12 +117,8 @@ TELL = {
 @pytest.mark.parametrize(
     ("launcher", "told"),
     [
-        ("python", "SIGTERM"),
         ("python", "SIGUSR1"),
-        ("python", "twice"),
         ("one process", "the launcher"),
-        ("one process", "everybody"),
-        ("two ranks", "the last rank"),
         ("two ranks", "the launcher"),
         ("two ranks", "the launcher twice"),
         ("two ranks", "everybody"),
@@ -131,7 +126,7 @@ TELL = {
 )
 def test_a_run_that_was_told_to_stop_has_saved_its_last_step(launcher, told, flags, tmp_path):
     stopped(Run(launcher, flags, tmp_path), TELL[told])
-    assert 5 <= assert_resumable(tmp_path) < 150
+    assert 5 <= assert_resumable(tmp_path) < 100
 
 
 def test_the_exit_code_says_try_again(flags, tmp_path):

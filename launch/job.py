@@ -74,7 +74,7 @@ def launch_words(job: Job, accelerate: Sequence[str], rank: str, address: str, p
         words += ["--rdzv_backend", "static", "--same_network"]
         if job.run.engine.kind == "deepspeed":
             words += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
-    elif job.processes > 1:
+    elif job.run.engine.kind != "single":
         words += ["--main_process_port", "0"]  # any free one: two runs may share a machine
     return words
 

@@ -869,19 +869,6 @@ def output_has_a_folder(run):
         yield problem(run, "output_dir", "names no folder", "--output_dir FOLDER, or leave it out")
 
 
-_DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-
-
-@rule
-def local_files_are_here(run):
-    """Found missing by train.py, once torch is imported. Only advice: the run may be meant for another machine."""
-    for name in ("model_name_or_path", "dataset_name"):
-        value = run[name] or ""
-        looks_local = value.startswith((".", "/", "~")) or Path(value).suffix.lower() in _DATA_FILES
-        if looks_local and not Path(value).expanduser().exists():
-            yield advice(run, name, f"{value} is not on this machine", "the path of one that is, or a Hub id")
-
-
 @rule
 def resume_starts_from_something(run):
     """`Can't find a valid checkpoint at ...`, after model and data were loaded."""

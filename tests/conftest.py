@@ -21,6 +21,12 @@ if worker and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny 
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that two workers end together."""
+    longest = ("test_slurm.py", "test_rules_real_failures.py")
+    items.sort(key=lambda item: item.path.name not in longest)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with a Llama of some 30 thousand parameters and the byte-level tokenizer."""

@@ -127,7 +127,6 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":2}'),
     ),
-    "local_files_are_here": (Run("--dataset_name missing.jsonl"), Run("--dataset_name organisation/data")),
     "labels_have_one_name": (Run("--label_names foo"), Run("--label_names labels")),
     "batches_come_out_even": (
         Run('--accelerator_config {"even_batches":false}', world=2),

@@ -23,9 +23,12 @@ STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 6
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+    one_core = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # two nodes: what the jobs may use, they inherit from here
     cluster.start()
     yield cluster
     cluster.stop()
+    os.sched_setaffinity(0, one_core)
 
 
 def submit(cluster: Cluster, folder, *words: str) -> tuple[str, Outcome]:
@@ -88,11 +91,11 @@ def test_a_preempted_run_is_requeued_and_ends_as_if_it_had_not_been(cluster, slo
 
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
     model = write_slow_model(tmp_path / "slow", tiny_model, 0.5)
-    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "72", "--output_dir", str(tmp_path / "run")]
-    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "20", "--", *flags)
+    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "100", "--output_dir", str(tmp_path / "run")]
+    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "5", "--", *flags)
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500) == "COMPLETED", log(tmp_path)
     assert log(tmp_path).count("requeued, restart") >= 2
-    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "72")
+    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "100")
     assert losses(finished(tmp_path)) == pytest.approx(losses(whole), rel=1e-4)
 
 

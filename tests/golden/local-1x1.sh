@@ -9,7 +9,7 @@ command=(
     --run_name 'a b'
 )
 launchers=()
-python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/fast.yaml --num_machines 1 --num_processes 1 --quiet "${command[@]}" &
+python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/fast.yaml --num_machines 1 --num_processes 1 --main_process_port 0 --quiet "${command[@]}" &
 launchers+=($!)
 
 tell() {  # the training processes themselves: accelerate forwards nothing to a single one

@@ -92,7 +92,9 @@ def test_a_preempted_run_is_requeued_and_ends_as_if_it_had_not_been(cluster, slo
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
     model = write_slow_model(tmp_path / "slow", tiny_model, 0.5)
     flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "100", "--output_dir", str(tmp_path / "run")]
-    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "5", "--", *flags)
+    job, _ = submit(
+        cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "5", "--max_restarts", "20", "--", *flags
+    )
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500) == "COMPLETED", log(tmp_path)
     assert log(tmp_path).count("requeued, restart") >= 2
     whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "100")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from launch.job import Job
+from launch.job import Job, flag_lines
 from recipes.errors import mistake
 
 
@@ -80,11 +80,7 @@ def _command(job: Job, azure: Azure) -> str:
     more = "--deepspeed_multinode_launcher standard" if job.run.engine.kind == "deepspeed" else ""
     text = _LAUNCH.format(config=job.run.recipe.engine, more=more)
     lines = [line.strip() for line in text.splitlines()]
-    for word in job.words[1:]:
-        if word.startswith("--"):
-            lines.append(_quoted(word))
-        else:
-            lines[-1] += f" {_quoted(word)}"
+    lines += flag_lines(job.words[1:], _quoted)
     lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []
     lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # installed there, not here
     lines += ["--output_dir ${{outputs.run}}"]

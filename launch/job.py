@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.engine import shipped
-from recipes.errors import UserError, mistake
+from recipes.errors import mistake
 from recipes.run import RunSpec
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
@@ -33,7 +33,6 @@ class Job:
     config: str
     script: str = str(SCRIPT)
     shutdown_seconds: int = 110
-    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
@@ -84,16 +83,21 @@ def quoted(words: Sequence[str]) -> list[str]:
     return [shlex.quote(word) for word in words]
 
 
-def arguments(job: Job) -> list[str]:
-    """A bash array of the script and its words, a flag with its values a line."""
+def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) -> list[str]:
+    """Quoted words, a flag with its values a line."""
     lines: list[str] = []
-    for word in job.words:
+    for word in words:
         if word.startswith("--") or not lines:
-            lines.append(shlex.quote(word))
+            lines.append(quote(word))
         else:
-            lines[-1] += f" {shlex.quote(word)}"
+            lines[-1] += f" {quote(word)}"
+    return lines
+
+
+def arguments(job: Job) -> list[str]:
+    """A bash array of the script and its words."""
     comment = ["    # torch elastic reads $$ as $"] if any("$$" in word for word in job.words) else []
-    return ["command=(", *comment, *(f"    {line}" for line in lines), ")"]
+    return ["command=(", *comment, *(f"    {line}" for line in flag_lines(job.words)), ")"]
 
 
 def _refuse_secrets(run: RunSpec, words: Sequence[str]) -> None:
@@ -101,10 +105,8 @@ def _refuse_secrets(run: RunSpec, words: Sequence[str]) -> None:
     named = [name for name in run.given if name.endswith("_token") and run[name]]
     looks = [word.partition("=")[0] if word.startswith("--") else "argument" for word in words if _SECRET.search(word)]
     if named or looks:
-        raise UserError(
-            *mistake(
-                (named or looks)[0],
-                "would be written into the job, where others can read it",
-                "HF_TOKEN or the like in the environment of the job, or `hf auth login` there",
-            ).problems
+        raise mistake(
+            (named or looks)[0],
+            "would be written into the job, where others can read it",
+            "HF_TOKEN or the like in the environment of the job, or `hf auth login` there",
         )

@@ -18,7 +18,7 @@ from recipes.errors import mistake
 
 @dataclass(frozen=True)
 class Azure:
-    """Where the job runs, and what it reads and writes. `spot` on a cluster is the compute's own tier."""
+    """Where the job runs, and what it reads and writes."""
 
     compute: str | None = None
     instance_type: str | None = None
@@ -51,7 +51,9 @@ def body(job: Job, azure: Azure) -> dict[str, Any]:
         raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
     if not azure.compute and not azure.instance_type:
         raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
-    resources = {"instance_count": job.nodes, "shm_size": _size(azure.shm_size)}
+    if azure.spot and azure.compute:
+        raise mistake("spot", "is for serverless compute; a cluster has its own tier", "--instance_type, or no --spot")
+    resources: dict[str, Any] = {"instance_count": job.nodes, "shm_size": azure.shm_size}
     resources |= {"instance_type": azure.instance_type} if azure.instance_type else {}
     output = azure.output_uri or f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{name}"
     return {
@@ -62,9 +64,9 @@ def body(job: Job, azure: Azure) -> dict[str, Any]:
         "description": job.run.recipe.purpose,
         "code": "..",
         "command": _command(job, azure),
-        "environment": azure.environment or {"build": {"path": "environment"}},
-        **({"compute": f"azureml:{azure.compute.removeprefix('azureml:')}"} if azure.compute else {}),
-        **({"queue_settings": {"job_tier": "spot"}} if azure.spot and not azure.compute else {}),
+        "environment": _named(azure.environment) if azure.environment else {"build": {"path": "environment"}},
+        **({"compute": _named(azure.compute)} if azure.compute else {}),
+        **({"queue_settings": {"job_tier": "spot"}} if azure.spot else {}),
         "resources": resources,
         "distribution": {"type": "pytorch", "process_count_per_instance": 1},
         "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.shutdown_seconds)},
@@ -99,10 +101,9 @@ def _input(uri: str) -> dict[str, str]:
     return {"type": "uri_file" if "." in last and not uri.startswith("azureml:") else "uri_folder", "path": uri}
 
 
-def _size(text: str) -> str:
-    if re.fullmatch(r"\d+[bkmg]", text):
-        return text
-    raise mistake("shm_size", f"{text!r} is no size of /dev/shm", "a whole number and b, k, m or g: 16g")
+def _named(name: str) -> str:
+    """A thing of the workspace, as a YAML refers to it."""
+    return f"azureml:{name.removeprefix('azureml:')}"
 
 
 class _Dumper(yaml.SafeDumper):

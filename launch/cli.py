@@ -1,4 +1,4 @@
-"""The `recipes` command: list, show, copy, check and submit. Imports neither torch nor transformers."""
+"""The `recipes` command: list, show, copy, check, submit, status and logs. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import submit
+from launch import status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -74,15 +74,17 @@ def _parser() -> argparse.ArgumentParser:
         help="say whether a run is legal before it starts",
         allow_abbrev=False,
         usage="recipes check [--recipe NAME] [--config FILE] [--accelerate_config FILE] [--num_processes N] [--deep] "
-        "[--json] [any train.py flags]",
+        "[--json] [any train.py flags] | --azureml FILE",
     )
     checking.add_argument("--accelerate_config", "--accelerate-config", metavar="FILE", help="the Accelerate YAML")
     _add_world(checking)
+    checking.add_argument("--azureml", metavar="FILE", help="a job's YAML for Azure ML, and the training in it")
     checking.add_argument("--deep", action="store_true", help="also build the real TrainingArguments (seconds)")
     checking.add_argument("--json", action="store_true")
     checking.set_defaults(run=check_run)
 
     submit.add_parser(commands, _count)
+    status.add_parsers(commands)
     return parser
 
 
@@ -105,8 +107,10 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
         fields = ("name", "purpose", "engine", "micro_batch_cap")
         print(json.dumps([{name: getattr(recipe, name) for name in fields} for recipe in recipes], indent=2))
         return 0
+    from launch.report import print_table
+
     rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in recipes]
-    _print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
+    print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
     return 0
 
 
@@ -118,8 +122,10 @@ def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(run, settings), indent=2, default=str))
         return 0
+    from launch.report import print_table
+
     _print_heading(run)
-    _print_table(
+    print_table(
         ["setting", "value", "from", "reason"], [[n, _text(s.value), s.source, s.reason] for n, s in settings.items()]
     )
     return 0
@@ -131,11 +137,13 @@ def _show_difference(run: RunSpec, other: RunSpec, options: argparse.Namespace) 
         differences = {name: {run.recipe.name: run[name], other.recipe.name: other[name]} for name in names}
         print(json.dumps(differences, indent=2, default=str))
         return 0
+    from launch.report import print_table
+
     _print_heading(run)
     rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
     if run.recipe.engine != other.recipe.engine:
         rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine.title])
-    _print_table(["setting", run.recipe.name, other.recipe.name, "reason"], rows)
+    print_table(["setting", run.recipe.name, other.recipe.name, "reason"], rows)
     return 0
 
 
@@ -160,8 +168,11 @@ def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def check_run(options: argparse.Namespace, rest: list[str]) -> int:
-    run = resolve(rest, world_size=options.num_processes, accelerate_config=options.accelerate_config)
-    problems = check(run, accelerate_config_given=options.accelerate_config is not None)
+    if options.azureml:
+        run, problems = submit.read_azureml(Path(options.azureml), rest)
+    else:
+        run = resolve(rest, world_size=options.num_processes, accelerate_config=options.accelerate_config)
+        problems = check(run, accelerate_config_given=options.accelerate_config is not None)
     errors = [problem for problem in problems if problem.severity == "error"]
     if options.deep and not errors:
         errors = check_deep(run)
@@ -235,20 +246,6 @@ def _print_heading(run: RunSpec) -> None:
     print(f"{run.recipe.name}: {run.recipe.purpose}")
     world = f"{run.world_size} process{'es' * (run.world_size > 1)}"
     print(f"on {run.hardware}, {world}, {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n")
-
-
-def _print_table(headings: list[str], rows: list[list[str]]) -> None:
-    from rich.table import Table
-
-    from launch.report import console
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    longest = max((len(row[0]) for row in rows), default=0)
-    for heading in headings:
-        table.add_column(heading, min_width=0 if table.columns else longest)  # names are to be copied: never cut
-    for row in rows:
-        table.add_row(*row)
-    console().print(table, highlight=False, markup=False)
 
 
 def _print_problems(problems: list[Problem] | tuple[Problem, ...]) -> None:

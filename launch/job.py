@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().with_name("train.py")
 THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # also where its environment is not activated
 
 # Tokens of Hugging Face, GitHub, OpenAI, AWS and Azure storage, by how each starts and how long it is.
-_SECRET = re.compile(
+SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b|[?&]sig=[\w%]{20,}"
 )
 
@@ -37,6 +37,11 @@ class Job:
     @property
     def processes(self) -> int:
         return self.nodes * self.processes_per_node
+
+    @property
+    def folder(self) -> Path:
+        """The output folder, as it was written: relative to the current one."""
+        return Path(self.run["output_dir"])
 
     @property
     def words(self) -> list[str]:
@@ -103,7 +108,7 @@ def arguments(job: Job) -> list[str]:
 def _refuse_secrets(run: RunSpec, words: Sequence[str]) -> None:
     """A job's text is stored by schedulers and clouds, and read by others."""
     named = [name for name in run.given if name.endswith("_token") and run[name]]
-    looks = [word.partition("=")[0] if word.startswith("--") else "argument" for word in words if _SECRET.search(word)]
+    looks = [word.partition("=")[0] if word.startswith("--") else "argument" for word in words if SECRET.search(word)]
     if named or looks:
         raise mistake(
             (named or looks)[0],

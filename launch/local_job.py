@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from typing import IO
 
+from launch import record
 from launch.job import THIS_ACCELERATE, Job, arguments, launch_words
+from launch.preemption import EXIT_CODE
+from launch.submission import LOCAL_LOG, Submission, note
+from launch.tail import follow
+from recipes.errors import mistake
 
 _FORWARD = """\
 tell() {  # the training processes themselves: accelerate forwards nothing to a single one
@@ -50,9 +58,58 @@ def render(job: Job) -> str:
     return "\n".join(lines) + "\n\n" + _FORWARD
 
 
-def submit(text: str) -> int:
-    """Run the script in a session of its own, and hand it the signals that come here. Returns its exit code."""
-    process = subprocess.Popen(["bash", "-c", text, "recipes"], start_new_session=sys.platform == "linux")
+def submit(text: str, job: Job) -> int:
+    """Run the script; what it prints is kept in the output folder and shown here; signals that come here reach it.
+
+    Through a file and not a pipe: a run outlives this process if it must, and `recipes logs` goes on reading.
+    Returns the script's exit code, 75 where the run was told to stop. Raises `UserError` while another run is there.
+    """
+    path, before = job.folder / LOCAL_LOG, record.read(job.folder)
+    with _locked_log(path) as log:
+        note(job.folder, Submission("local", job.title, str(path.resolve())))
+        start = path.stat().st_size
+        process = subprocess.Popen(
+            ["bash", "-c", text, "recipes"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=sys.platform == "linux",
+        )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda received, frame: process.send_signal(received))
-    return process.wait()
+    signal.signal(signal.SIGHUP, lambda received, frame: process.send_signal(signal.SIGTERM))
+    follow(path, lambda: process.poll() is not None, start)
+    after = record.read(job.folder)
+    told = process.returncode != 0 and after != before and after.get("status") == "preempted"
+    return EXIT_CODE if told else process.returncode
+
+
+def running(log: Path) -> bool:
+    """Whether a run writes to this log: its processes hold the lock, and nothing else can."""
+    try:
+        with log.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no log, or a file system without locks
+        return False
+    return False
+
+
+def _locked_log(path: Path) -> IO[bytes]:
+    """The log, open to be added to and locked for whoever has it open: this process and those it starts."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
+    except OSError as error:
+        what = f"{path.parent} cannot be written: {error.strerror}"
+        raise mistake("output_dir", what, "--output_dir with a folder that can") from None
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.close()
+        fix = f"another --output_dir, or wait: recipes logs -f {path.parent}"
+        raise mistake("output_dir", f"another run is writing to {path.parent}", fix) from None
+    except OSError:  # a file system without locks locks nothing
+        pass
+    return log

@@ -48,17 +48,17 @@ def read(folder: str | Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write(folder: str | Path, record: dict[str, Any]) -> None:
+def write(folder: str | Path, record: dict[str, Any], name: str = NAME) -> None:
     """Replace the record in one step, so that a reader or a crash never sees half of it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{NAME}-{os.getpid()}"
+    unfinished = folder / f".{name}-{os.getpid()}"
     try:
         with unfinished.open("w", encoding="utf-8") as stream:
             json.dump(record, stream, indent=2, default=str)
             stream.flush()
             os.fsync(stream.fileno())
-        unfinished.replace(folder / NAME)
+        unfinished.replace(folder / name)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -90,7 +90,7 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
         raise
     finally:
         if world.speaks:
-            content |= {"status": status, "ended": _now(), **record.results}
+            content |= {"status": status, "ended": now(), **record.results}
             write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
 
 
@@ -101,7 +101,7 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
         "recipe": run.recipe.name,
         "engine": run.engine.title,
         "world_size": world_size,
-        "started": _now(),
+        "started": now(),
         "command": [shown_word(run, word) for word in sys.argv],
         "data": fingerprint(run["dataset_name"]),
         "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
@@ -146,5 +146,6 @@ def shown_word(run: RunSpec, word: str) -> str:
     return word
 
 
-def _now() -> str:
+def now() -> str:
+    """Local time with its offset, in ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

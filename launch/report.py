@@ -29,6 +29,17 @@ def console(speaks: bool = True, stderr: bool = False) -> Console:
     )
 
 
+def print_table(headings: list[str], rows: list[list[str]]) -> None:
+    """Names and what there is to say of them. Names are to be copied: they are never cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    longest = max((len(row[0]) for row in rows), default=0)
+    for heading in headings:
+        table.add_column(heading, min_width=0 if table.columns else longest)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table, highlight=False, markup=False)
+
+
 def print_problems(problems: Iterable[Problem], out: Console) -> None:
     """One line a problem: what, where from, and the fix."""
     for problem in problems:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import record
+from launch import record, submission
 from launch.checkpoints import Checkpoint, judged, newest_valid, numbered, set_aside
 from launch.world import World
 from recipes.errors import UserError, mistake
@@ -105,7 +105,8 @@ def move_older_run_aside(run: RunSpec) -> None:
         aside = _unused_name(folder)
         aside.mkdir()
         for item in list(folder.iterdir()):  # not the folder itself, which is locked
-            item.rename(aside / item.name)
+            if item.name not in submission.KEPT_HERE:
+                item.rename(aside / item.name)
     except OSError as error:
         raise _unwritable(run, error) from None
 

@@ -32,6 +32,11 @@ class Slurm:
     signal_seconds: int = 120
     max_restarts: int = 10
 
+    @property
+    def prepares(self) -> bool:
+        """Whether the nodes have an installation of their own. Else this interpreter runs there, from a shared disk."""
+        return bool(self.venv or self.module or self.container_image)
+
 
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
@@ -89,8 +94,7 @@ def _prepared(slurm: Slurm) -> list[str]:
 
 def _step(job: Job, slurm: Slurm) -> list[str]:
     """The srun command. It runs in the background, so that this script hears signals while it waits."""
-    prepared = slurm.venv or slurm.module or slurm.container_image  # else this interpreter, from the shared disk
-    accelerate = ["accelerate", "launch"] if prepared else THIS_ACCELERATE
+    accelerate = ["accelerate", "launch"] if slurm.prepares else THIS_ACCELERATE
     launcher = launch_words(job, accelerate, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     inner = quoted([" ".join(["exec", *launcher])])[0]
     options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
@@ -125,7 +129,7 @@ def submit(text: str) -> str:
 
 
 def _refused(words: str) -> UserError:
-    said = " ".join(words.replace("sbatch: error:", "").split())
+    said = " ".join(re.sub(r"(sbatch|scontrol): error:", "", words).split())
     fixes = {
         "partition": "--partition with one that `sinfo` lists",
         "account": "--account with one of yours",
@@ -133,10 +137,30 @@ def _refused(words: str) -> UserError:
         "contact slurm controller": "wait for the controller: `scontrol ping` says whether it answers",
         "configuration is not available": "fewer nodes, GPUs or CPUs: `sinfo` shows what there is",
     }
-    fix = next((fix for word, fix in fixes.items() if word in said.lower()), "what sbatch asks for")
-    return mistake("slurm", f"sbatch says: {said or 'nothing'}", fix)
+    fix = next((fix for word, fix in fixes.items() if word in said.lower()), "")
+    return mistake("slurm", f"Slurm says: {said or 'nothing'}", fix)
 
 
 def log_path(job: Job, slurm: Slurm, job_id: str) -> Path:
     """Where the job writes, as `--output=%x-%j.log` says."""
     return Path.cwd() / f"{slurm.job_name or job.run.recipe.name}-{job_id}.log"
+
+
+def state(job_id: str) -> str:
+    """What Slurm says of a job: `PENDING (Resources)`, `RUNNING`, ...; empty when it has forgotten it, after minutes.
+
+    Raises `UserError` where Slurm cannot be asked.
+    """
+    if shutil.which("scontrol") is None:
+        raise mistake("slurm", "there is no scontrol on this machine", "ask from a login node of the cluster")
+    done = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True)
+    if done.returncode != 0 and "Invalid job id" not in done.stderr:
+        raise _refused(done.stderr)
+    said = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+    waits = said.get("JobState") == "PENDING" and said.get("Reason", "None") != "None"
+    return f"PENDING ({said['Reason']})" if waits else said.get("JobState", "")
+
+
+def going_on(state: str) -> bool:
+    """Whether the job is still to run, or running."""
+    return state.partition(" ")[0] in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")

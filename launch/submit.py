@@ -9,19 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import azure_job, local_job, slurm_job
+import yaml
+
+from launch import azure_job, azure_workspace, local_job, slurm_job
+from launch.azure_check import training_in
 from launch.azure_job import Azure
+from launch.azure_workspace import Workspace
 from launch.job import SCRIPT, Job, job_of
 from launch.slurm_job import Slurm
-from recipes.check import require_legal
+from launch.submission import Submission, note, noted
+from recipes.check import check, require_legal
 from recipes.engine import shipped
-from recipes.errors import Problem, mistake
+from recipes.errors import Problem, UserError, mistake
 from recipes.hardware import Gpu, Hardware
 from recipes.hardware import read as read_hardware
 from recipes.run import RunSpec, resolve
 
+AZUREML = SCRIPT.parents[1] / "azureml"
+_IN_THE_IMAGE = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
 # A node that cannot be looked at from here. train.py checks again on the node itself.
 _ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
+_TARGET_FLAGS: dict[str, tuple[type, ...]] = {"local": (), "slurm": (Slurm,), "azureml": (Azure, Workspace)}
 
 
 def add_parser(commands: Any, count: Any) -> None:
@@ -36,7 +44,7 @@ def add_parser(commands: Any, count: Any) -> None:
     for name, words, run in (
         ("local", "this machine", submit_local),
         ("slurm", "a Slurm cluster, through sbatch", submit_slurm),
-        ("azureml", "Azure ML: writes the YAML for `az ml job create`", submit_azureml),
+        ("azureml", "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`", submit_azureml),
     ):
         target = targets.add_parser(name, help=words, allow_abbrev=False)
         target.add_argument("--recipe", default="standard", help="baseline, standard, fast, memory, ... [standard]")
@@ -47,8 +55,8 @@ def add_parser(commands: Any, count: Any) -> None:
         )
         target.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file")
         target.set_defaults(run=run)
-        if name != "local":
-            _add_target_flags(target, Slurm if name == "slurm" else Azure)
+        for flags in _TARGET_FLAGS[name]:
+            _add_target_flags(target, flags)
 
 
 def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
@@ -68,6 +76,9 @@ def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
         "output_uri": "datastore path for checkpoints, the same for every start of this run",
         "environment": "an environment's name, instead of azureml/environment",
         "shm_size": "size of /dev/shm [16g]",
+        "subscription_id": "the workspace, with the next two [config.json here or in a folder above]",
+        "resource_group": "",
+        "workspace_name": "",
     }
     for field in dataclasses.fields(target):
         kind = int if "int" in str(field.type) else str
@@ -75,7 +86,8 @@ def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
         if field.type == "bool":
             options = {"action": "store_true"}
         names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-        parser.add_argument(*names, default=field.default, help=helps.get(field.name), **options)
+        default = None if field.default is dataclasses.MISSING else field.default
+        parser.add_argument(*names, default=default, help=helps.get(field.name), **options)
 
 
 def submit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -86,39 +98,113 @@ def submit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
         return _show(text, options.output)
     if not hardware.cuda:
         print(f"no GPU here: {job.processes} process{'es' * (job.processes > 1)} on {hardware}", flush=True)
-    return local_job.submit(text)
+    return local_job.submit(text, job)
 
 
 def submit_slurm(options: argparse.Namespace, argv: Sequence[str]) -> int:
     slurm = Slurm(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Slurm)})
     gpus = _gpu_count(slurm.gpus_per_node)
     processes = options.processes_per_node or max(1, gpus)
-    hardware = Hardware((_ASSUMED_GPU,) * gpus, cores=slurm.cpus_per_task or processes)
-    job = _job(options, argv, hardware, processes)
+    hardware = Hardware((_ASSUMED_GPU,) * gpus, slurm.cpus_per_task or processes, liger=read_hardware().liger)
+    job = _job(options, argv, hardware, processes, elsewhere=frozenset() if slurm.prepares else None)
     text = slurm_job.render(job, slurm)
     if options.dry_run:
         return _show(text, options.output)
+    _refuse_while_submitted(job.folder)
     job_id = slurm_job.submit(text)
+    log = slurm_job.log_path(job, slurm, job_id)
+    _note(job.folder, Submission("slurm", job.title, str(log), job_id))
     print(f"submitted job {job_id}: {job.title}")
-    print(f"log     {slurm_job.log_path(job, slurm, job_id)}")
-    print(f"follow  squeue --jobs {job_id}; tail -F the log")
+    print(f"log     {log}")
+    print(f"status  recipes status {job.folder}")
+    print(f"follow  recipes logs -f {job.folder}")
     print(f"cancel  scancel {job_id}")
     return 0
 
 
 def submit_azureml(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    if not SCRIPT.parents[1].joinpath("azureml", "environment").is_dir():
+    if not AZUREML.joinpath("environment").is_dir():
         raise mistake(
             "azureml", "uploads a checkout, and this is an installed wheel", "run it in a clone of the project"
         )
+    if options.output and Path(options.output).resolve().parent != AZUREML:
+        raise mistake("output", "the job's paths start in azureml/", f"--output {AZUREML / 'mine.yaml'}")
     azure = Azure(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Azure)})
+    workspace = _workspace(options)
     processes = options.processes_per_node or 1
-    job = _job(options, argv, Hardware((_ASSUMED_GPU,) * processes, cores=8 * processes), processes)
+    job = _job(options, argv, _azure_hardware(processes), processes, elsewhere=_IN_THE_IMAGE)
     text = azure_job.render(job, azure)
+    wrong = azure_workspace.problems_of(text, AZUREML)
+    if wrong:
+        raise UserError(*wrong)
     if options.dry_run:
         return _show(text, options.output)
-    fix = "--dry_run --output azureml/mine.yaml, then `az ml job create -f azureml/mine.yaml`"
-    raise mistake("azureml", "is submitted by az, which has your login", fix)
+    client = azure_workspace.connected(workspace)
+    name, address = azure_workspace.submit(client, text, AZUREML)
+    folder = Path("outputs") / name  # checkpoints stay in the datastore: here is only the note
+    used = dataclasses.asdict(azure_workspace.workspace_of(client))
+    _note(folder, Submission("azureml", job.title, address, name, workspace=used))
+    print(f"submitted job {name}: {job.title}")
+    print(f"studio  {address}")
+    print(f"status  recipes status {folder}")
+    print(f"follow  recipes logs -f {folder}")
+    print(f"cancel  az ml job cancel --name {name}")
+    return 0
+
+
+def read_azureml(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
+    """The run that a job's YAML starts, and everything wrong with the YAML or the run. Raises `UserError`."""
+    if rest:
+        raise mistake(rest[0], "stands in the command of the YAML", f"leave it out beside --azureml {file}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise mistake("azureml", f"{file} cannot be read: {error}", "a job's YAML") from None
+    problems = azure_workspace.problems_of(text, file.resolve().parent)
+    training = training_in(yaml.safe_load(text)) if not problems else None
+    if training is None:
+        raise UserError(*problems or [Problem("command", "starts no launch/train.py", "as in azureml/fast.yaml")])
+    config = SCRIPT.parents[1] / training.config if training.config else None
+    run = resolve(
+        training.flags,
+        world_size=training.nodes * training.processes_per_node,
+        local_world_size=training.processes_per_node,
+        hardware=_azure_hardware(training.processes_per_node),
+        accelerate_config=str(config) if config else None,
+        elsewhere=_IN_THE_IMAGE,
+    )
+    return run, check(run)
+
+
+def _azure_hardware(processes_per_node: int) -> Hardware:
+    return Hardware((_ASSUMED_GPU,) * processes_per_node, cores=8 * processes_per_node)
+
+
+def _workspace(options: argparse.Namespace) -> Workspace | None:
+    """The workspace that is named, None where none is. Raises `UserError` where it is named in part."""
+    names = {field.name: getattr(options, field.name) for field in dataclasses.fields(Workspace)}
+    if not any(names.values()):
+        return None
+    for name, value in names.items():
+        if not value:
+            raise mistake(name, "is missing beside the rest of the workspace", f"--{name}, or a config.json for all")
+    return Workspace(**names)
+
+
+def _refuse_while_submitted(folder: Path) -> None:
+    """Two jobs must not write to one folder: the second would only fail, hours later perhaps."""
+    earlier = noted(folder)
+    if earlier and earlier.target == "slurm" and slurm_job.going_on(slurm_job.state(earlier.job)):
+        what = f"job {earlier.job}, which is still to end, writes to {folder}"
+        raise mistake("output_dir", what, f"another --output_dir, or first scancel {earlier.job}")
+
+
+def _note(folder: Path, submission: Submission) -> None:
+    """Once it is submitted nothing may look like a failure: what cannot be noted is said."""
+    try:
+        note(folder, submission)
+    except OSError as error:
+        print(f"not noted in {folder} ({error.strerror}): `recipes status` will not know it", file=sys.stderr)
 
 
 def _gpu_count(text: str | None) -> int:
@@ -129,14 +215,26 @@ def _gpu_count(text: str | None) -> int:
     return int(count)
 
 
-def _job(options: argparse.Namespace, argv: Sequence[str], hardware: Hardware, processes_per_node: int) -> Job:
+def _job(
+    options: argparse.Namespace,
+    argv: Sequence[str],
+    hardware: Hardware,
+    processes_per_node: int,
+    elsewhere: frozenset[str] | None = None,
+) -> Job:
     """The checked job. Raises `UserError` with every error; advice is printed."""
-    run = _resolved(options, argv, hardware, processes_per_node)
+    run = _resolved(options, argv, hardware, processes_per_node, elsewhere)
     _print(require_legal(run))
     return job_of(run, options.nodes, processes_per_node, argv)
 
 
-def _resolved(options: argparse.Namespace, argv: Sequence[str], hardware: Hardware, processes_per_node: int) -> RunSpec:
+def _resolved(
+    options: argparse.Namespace,
+    argv: Sequence[str],
+    hardware: Hardware,
+    processes_per_node: int,
+    elsewhere: frozenset[str] | None,
+) -> RunSpec:
     from recipes.catalog import RECIPES
 
     recipe = RECIPES.get(options.recipe, RECIPES["standard"])()
@@ -146,6 +244,7 @@ def _resolved(options: argparse.Namespace, argv: Sequence[str], hardware: Hardwa
         local_world_size=processes_per_node,
         hardware=hardware,
         accelerate_config=str(shipped(recipe.engine)),
+        elsewhere=elsewhere,
     )
 
 

@@ -38,12 +38,20 @@ def advice(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
     return Problem(subject, what, fix, run.setting(subject).source, severity="advice")
 
 
+def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
+    """A package that is not installed: an error here, an advice where the run goes to an installation of its own."""
+    what = what or f"needs the package {package}"
+    if run.elsewhere is not None:
+        return advice(run, subject, f"{what}, and it is not installed here", f"have {package} where it will run")
+    return problem(run, subject, what, f"pip install {package}")
+
+
 # --- What the rules ask about a run ----------------------------------------------------------------------------------
 
 
-def installed(package: str) -> bool:
-    """Whether a top-level package can be imported; it is not."""
-    return importlib.util.find_spec(package) is not None
+def installed(run: RunSpec, package: str) -> bool:
+    """Whether a top-level package can be imported where the run is to be; it is not."""
+    return package in (run.elsewhere or ()) or importlib.util.find_spec(package) is not None
 
 
 def deepspeed_file(run: RunSpec) -> dict[str, Any] | None:
@@ -611,10 +619,8 @@ def optimizer_is_installed(run):
     """`ImportError: You need to install ... in order to use ... optimizers`, when the first step is prepared."""
     for names, module, distribution in _OPTIMIZER_PACKAGES:
         if run["optim"].startswith(names):
-            if not installed(module):
-                yield problem(
-                    run, "optim", f"{run['optim']} needs the package {distribution}", f"pip install {distribution}"
-                )
+            if not installed(run, module):
+                yield missing(run, "optim", distribution, f"{run['optim']} needs the package {distribution}")
             return
 
 
@@ -948,8 +954,8 @@ def qlora_loads_whole_weights(run):
 def quantised_loading_is_installed(run):
     """`ImportError: Using bitsandbytes 4-bit quantization requires bitsandbytes`, `PEFT is not installed`"""
     for name, package in (("load_in_4bit", "bitsandbytes"), ("use_peft", "peft")):
-        if run[name] and not installed(package):
-            yield problem(run, name, f"needs the package {package}", f"pip install {package}")
+        if run[name] and not installed(run, package):
+            yield missing(run, name, package)
 
 
 _ONLY_WITH = {
@@ -979,15 +985,15 @@ def deepspeed_is_installed(run):
         yield problem(
             run, "recipe", f"needs DeepSpeed, which does not run on {run.hardware.platform}", "--recipe standard"
         )
-    elif not installed("deepspeed"):
-        yield problem(run, "recipe", "needs the package deepspeed", "pip install deepspeed")
+    elif not installed(run, "deepspeed"):
+        yield missing(run, "recipe", "deepspeed")
 
 
 @rule
 def liger_is_installed(run):
     """`ImportError: You have set use_liger_kernel to True but liger-kernel >= 0.3.0 is not available`"""
     if run["use_liger_kernel"] and not run.hardware.liger:
-        yield problem(run, "use_liger_kernel", "needs the package liger-kernel", "pip install liger-kernel")
+        yield missing(run, "use_liger_kernel", "liger-kernel")
 
 
 # Import names of reporting integrations, where they differ from what `report_to` calls them.
@@ -1012,9 +1018,9 @@ def reports_go_somewhere(run):
             yield problem(run, "report_to", f"there is no {name!r}", fix)
             continue
         module = _REPORT_MODULES.get(name, name)
-        alternative = name == "tensorboard" and installed("tensorboardX")
-        if module and not installed(module) and not alternative:
-            yield problem(run, "report_to", f"{name} is not installed", f"pip install {module}")
+        alternative = name == "tensorboard" and installed(run, "tensorboardX")
+        if module and not installed(run, module) and not alternative:
+            yield missing(run, "report_to", module, f"{name} needs the package {module}")
 
 
 def _closest(name: str, names: Any) -> str:

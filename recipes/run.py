@@ -49,7 +49,10 @@ def shown(name: str, value: Any) -> Any:
 
 @dataclass
 class RunSpec(Mapping):
-    """One resolved run. `run[name]` is the value of any legal setting, `run.setting(name)` says where it is from."""
+    """One resolved run. `run[name]` is the value of any legal setting, `run.setting(name)` says where it is from.
+
+    `elsewhere`: packages that are known where it is to run; None where it runs with those installed here.
+    """
 
     recipe: Recipe
     hardware: Hardware
@@ -61,6 +64,7 @@ class RunSpec(Mapping):
     problems: list[Problem] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
     demonstrate: bool = True
+    elsewhere: frozenset[str] | None = None
     _resolved: dict[str, Setting] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Any:
@@ -149,6 +153,7 @@ def resolve(
     accelerate_config: str | None = None,
     environment: Mapping[str, str] | None = None,
     demonstrate: bool = True,
+    elsewhere: frozenset[str] | None = None,
 ) -> RunSpec:
     """Resolve train.py's command line `argv` (and keyword `settings`, which count the same) into a run.
 
@@ -179,6 +184,7 @@ def resolve(
         problems,
         os.environ if environment is None else environment,
         demonstrate,
+        elsewhere,
     )
 
 

@@ -31,17 +31,23 @@ def cluster(tmp_path_factory):
     os.sched_setaffinity(0, one_core)
 
 
-def submit(cluster: Cluster, folder, *words: str) -> tuple[str, Outcome]:
-    """The id of a job that `recipes submit slurm` submitted from `folder`, and what the command said."""
+def recipes(cluster: Cluster, folder, *words: str) -> Outcome:
+    """What the `recipes` command says in `folder`."""
     done = subprocess.run(
-        [sys.executable, "-m", "launch", "submit", "slurm", "--recipe", "standard", *words],
+        [sys.executable, "-m", "launch", *words],
         cwd=folder,
         env={**os.environ, **cluster.environment},
         capture_output=True,
         text=True,
     )
-    found = re.search(r"submitted job (\d+)", done.stdout)
-    return found.group(1) if found else "", Outcome(done.returncode, done.stdout + done.stderr, {})
+    return Outcome(done.returncode, done.stdout + done.stderr, {})
+
+
+def submit(cluster: Cluster, folder, *words: str) -> tuple[str, Outcome]:
+    """The id of a job that `recipes submit slurm` submitted from `folder`, and what the command said."""
+    said = recipes(cluster, folder, "submit", "slurm", "--recipe", "standard", *words)
+    found = re.search(r"submitted job (\d+)", said.output)
+    return found.group(1) if found else "", said
 
 
 def log(folder) -> str:
@@ -90,14 +96,15 @@ def test_a_preempted_run_is_requeued_and_ends_as_if_it_had_not_been(cluster, slo
 
 
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
-    model = write_slow_model(tmp_path / "slow", tiny_model, 0.5)
-    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "100", "--output_dir", str(tmp_path / "run")]
+    # Slurm's shortest limit is a minute, in which a start and at most 23 steps of two seconds fit.
+    model = write_slow_model(tmp_path / "slow", tiny_model, 1.0)
+    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "48", "--output_dir", str(tmp_path / "run")]
     job, _ = submit(
         cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "5", "--max_restarts", "20", "--", *flags
     )
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500) == "COMPLETED", log(tmp_path)
     assert log(tmp_path).count("requeued, restart") >= 2
-    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "100")
+    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "48")
     assert losses(finished(tmp_path)) == pytest.approx(losses(whole), rel=1e-4)
 
 
@@ -108,6 +115,19 @@ def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, slow_flags, tmp_
     assert cluster.wait_for(job, "COMPLETED", "CANCELLED") == "CANCELLED"
     cluster.wait_until(lambda: read_record(tmp_path / "run").get("status") == "preempted")
     assert "requeued" not in log(tmp_path)
+
+
+def test_a_run_is_found_again_and_two_do_not_share_a_folder(cluster, slow_flags, tmp_path):
+    job, said = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
+    assert f"recipes logs -f {tmp_path / 'run'}" in said.output
+    second, refused = submit(cluster, tmp_path, "--", *slow_flags)
+    assert (second, refused.code) == ("", 2) and f"job {job}, which is still to end" in refused.output
+    wait_for_step(cluster, tmp_path, 3)
+    status = recipes(cluster, tmp_path, "status", "run").output
+    assert f"slurm {job}" in status and "RUNNING" in status and "step" in status
+    cluster.run("scancel", job)
+    assert "told to stop by SIGTERM at step" in recipes(cluster, tmp_path, "logs", "-f", "run").output
+    assert "CANCELLED, preempted" in recipes(cluster, tmp_path, "status", "run").output
 
 
 def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):

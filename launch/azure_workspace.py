@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Job
 
-INSTALL = "pip install 'accelerate-recipes[azureml]'"
+INSTALL = "pip install -e '.[azureml]' in the checkout"
 _OVER = ("Completed", "Failed", "Canceled", "NotResponding", "Paused")
 
 

@@ -41,12 +41,13 @@ def add_parser(commands: Any, count: Any) -> None:
         "[--output FILE] [target flags] -- [train.py flags]",
     )
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
-    for name, words, run in (
+    for name, words, send in (
         ("local", "this machine", submit_local),
         ("slurm", "a Slurm cluster, through sbatch", submit_slurm),
         ("azureml", "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`", submit_azureml),
     ):
-        target = targets.add_parser(name, help=words, allow_abbrev=False)
+        usage = f"recipes submit {name} [flags] -- [train.py flags]"
+        target = targets.add_parser(name, help=words, description=words, usage=usage, allow_abbrev=False)
         target.add_argument("--recipe", default="standard", help="baseline, standard, fast, memory, ... [standard]")
         target.add_argument("--nodes", type=count, default=1, help="[1]")
         target.add_argument("--processes_per_node", "--processes-per-node", type=count, help="one a GPU")
@@ -54,13 +55,15 @@ def add_parser(commands: Any, count: Any) -> None:
             "--dry_run", "--dry-run", action="store_true", help="print what would be sent, send nothing"
         )
         target.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file")
-        target.set_defaults(run=run)
+        target.set_defaults(run=submit, send=send)
         for flags in _TARGET_FLAGS[name]:
             _add_target_flags(target, flags)
 
 
 def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
     helps = {
+        **dict.fromkeys(("partition", "account", "qos", "mem", "constraint", "reservation"), "as sbatch takes it"),
+        "cpus_per_task": "cores of a node for its processes and their data loading [the cluster's default, often 1]",
         "time": "time limit, as Slurm writes it (2-12:00:00)",
         "gpus_per_node": "a count or type:count; also the processes of a node, unless they are given",
         "module": "environment modules to load, in this order",
@@ -88,6 +91,12 @@ def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
         names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
         default = None if field.default is dataclasses.MISSING else field.default
         parser.add_argument(*names, default=default, help=helps.get(field.name), **options)
+
+
+def submit(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    if options.output and not options.dry_run:
+        raise mistake("output", "is for a dry run; this would be submitted, not written", "--dry_run, or no --output")
+    return options.send(options, argv)
 
 
 def submit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:

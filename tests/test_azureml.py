@@ -73,6 +73,16 @@ def test_azures_own_parser_takes_a_shipped_job(recipe):
     assert body["outputs"]["run"]["mode"] == "ReadWriteMount"
 
 
+def test_a_shipped_job_grows_with_the_set_option_that_its_comment_names():
+    azure = pytest.importorskip("azure.ai.ml")
+    comment = " ".join(line.lstrip("# ") for line in (FOLDER / "fast.yaml").read_text().splitlines()[:8])
+    words = dict(re.findall(r"([\w.]+)=(\S+)", comment))
+    assert set(words) == {"compute", "resources.instance_count", "inputs.processes_per_node"}
+    job = azure.load_job(str(FOLDER / "fast.yaml"), params_override=[{name: words[name]} for name in words])
+    body = job._to_job()._to_rest_object().as_dict()["properties"]
+    assert (body["resources"]["instanceCount"], body["inputs"]["processes_per_node"]["value"]) == (2, "8")
+
+
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))
 def test_azures_own_parser_takes_a_rendered_job(recipe, rendered):
     azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data="azureml:texts:1")
@@ -314,7 +324,7 @@ def test_without_a_workspace_it_says_how_to_name_one(workspace, capsys):
 def test_without_the_sdk_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(azure_workspace, "sdk_is_installed", lambda: False)
     assert main(SUBMIT) == 2
-    assert "accelerate-recipes[azureml]" in capsys.readouterr().err
+    assert "pip install -e '.[azureml]'" in capsys.readouterr().err
 
 
 def test_mlflow_in_a_job_tracks_the_run(workspace, tiny_model, texts, tmp_path):

@@ -118,6 +118,7 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
         ("submit slurm --gpus_per_node many", "--gpus_per_node 4"),
         ("submit slurm --job_name $HOME", "letters, digits"),
         ("submit slurm --dry_run -- --hub_token abc", "hf auth login"),
+        ("submit local --output job.sh", "--dry_run"),
         ("submit local --dry_run --output /nowhere/job.sh", "a folder that can"),
     ],
 )

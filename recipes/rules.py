@@ -49,9 +49,14 @@ def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem
 # --- What the rules ask about a run ----------------------------------------------------------------------------------
 
 
-def installed(run: RunSpec, package: str) -> bool:
-    """Whether a top-level package can be imported where the run is to be; it is not."""
-    return package in (run.elsewhere or ()) or importlib.util.find_spec(package) is not None
+def installed(package: str) -> bool:
+    """Whether a top-level package can be imported here; it is not."""
+    return importlib.util.find_spec(package) is not None
+
+
+def available(run: RunSpec, package: str) -> bool:
+    """Whether a package is known to be where the run is to be; elsewhere what is here counts until more is known."""
+    return package in (run.elsewhere or ()) or installed(package)
 
 
 def deepspeed_file(run: RunSpec) -> dict[str, Any] | None:
@@ -619,7 +624,7 @@ def optimizer_is_installed(run):
     """`ImportError: You need to install ... in order to use ... optimizers`, when the first step is prepared."""
     for names, module, distribution in _OPTIMIZER_PACKAGES:
         if run["optim"].startswith(names):
-            if not installed(run, module):
+            if not available(run, module):
                 yield missing(run, "optim", distribution, f"{run['optim']} needs the package {distribution}")
             return
 
@@ -954,7 +959,7 @@ def qlora_loads_whole_weights(run):
 def quantised_loading_is_installed(run):
     """`ImportError: Using bitsandbytes 4-bit quantization requires bitsandbytes`, `PEFT is not installed`"""
     for name, package in (("load_in_4bit", "bitsandbytes"), ("use_peft", "peft")):
-        if run[name] and not installed(run, package):
+        if run[name] and not available(run, package):
             yield missing(run, name, package)
 
 
@@ -985,7 +990,7 @@ def deepspeed_is_installed(run):
         yield problem(
             run, "recipe", f"needs DeepSpeed, which does not run on {run.hardware.platform}", "--recipe standard"
         )
-    elif not installed(run, "deepspeed"):
+    elif not available(run, "deepspeed"):
         yield missing(run, "recipe", "deepspeed")
 
 
@@ -1018,8 +1023,8 @@ def reports_go_somewhere(run):
             yield problem(run, "report_to", f"there is no {name!r}", fix)
             continue
         module = _REPORT_MODULES.get(name, name)
-        alternative = name == "tensorboard" and installed(run, "tensorboardX")
-        if module and not installed(run, module) and not alternative:
+        alternative = name == "tensorboard" and available(run, "tensorboardX")
+        if module and not available(run, module) and not alternative:
             yield missing(run, "report_to", module, f"{name} needs the package {module}")
 
 

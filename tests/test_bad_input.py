@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.running import ROOT, SCRIPT, launch, run, train_here
+from tests.running import ROOT, SCRIPT, launch, launch_quickly, run, train_here
 
 
 def written(folder, name, rows):
@@ -82,7 +82,7 @@ def test_two_ranks_say_a_mistake_once(tiny_model, tmp_path):
 def test_two_ranks_say_a_mistake_in_the_data_once(tiny_model, tmp_path):
     data = written(tmp_path, "data.jsonl", [{"words": "x"}])
     flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(data)]
-    outcome = launch(*flags, output=tmp_path / "out", processes=2, config="standard.yaml")
+    outcome = launch_quickly(*flags, output=tmp_path / "out")
     assert outcome.output.count("the data has words") == 1
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import types
 import warnings
 from datetime import timedelta
@@ -18,6 +19,7 @@ from recipes.engine import shipped
 from recipes.hardware import Gpu, Hardware
 from recipes.rules import RULES
 from recipes.run import resolve
+from tests.running import fork_ranks
 
 BY_NAME = {function.__name__: function for function in RULES}
 TOKENS = {"input_ids": list(range(8)), "labels": list(range(8))}
@@ -1044,17 +1046,10 @@ def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: st
 
 def run_ranks(words: list[str], processes: int, **environment: str) -> str:
     """What the ranks of a script with arguments print, errors included."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    home = Path(__file__).parent.parent
-    path = os.pathsep.join([str(home), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*command, *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-    )
-    return done.stdout + done.stderr
+    with tempfile.TemporaryFile() as log:
+        fork_ranks(processes, {**os.environ, **environment}, words, log.fileno())
+        log.seek(0)
+        return log.read().decode()
 
 
 @pytest.mark.slow

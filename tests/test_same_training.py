@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.running import launch, losses, model_flags, train_here
+from tests.running import launch_quickly, losses, model_flags, train_here
 
 ODD = "--dataset_train_split train[:30] --dataset_test_split train[30:67] --num_train_epochs 2".split()
 STEPS = "--logging_steps 1 --learning_rate 1e-3 --eval_strategy epoch --save_strategy no".split()
@@ -40,7 +40,7 @@ def evaluations(outcome) -> list[float]:
 
 @pytest.fixture(scope="module")
 def two_ranks(kind, tmp_path_factory):
-    return launch(*kind, output=tmp_path_factory.mktemp("two"), processes=2, config="standard.yaml")
+    return launch_quickly(*kind, output=tmp_path_factory.mktemp("two"), processes=2, config="standard.yaml")
 
 
 def test_the_last_batch_of_an_epoch_is_the_same_on_two_ranks(one_process, two_ranks):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.running import launch, losses, model_flags, train_here
+from tests.running import launch, launch_quickly, losses, model_flags, train_here
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU Adam: needs g++")
 STEPS = "--max_steps 6 --learning_rate 5e-3 --lr_scheduler_type constant --logging_steps 1".split()
@@ -78,8 +78,8 @@ def test_zero_leaves_a_whole_model(offloaded):
 def test_zero_resumes_where_it_stopped(offloaded):
     _, flags, output, config = offloaded
     longer = [word if word != "6" else "8" for word in STEPS]
-    whole = launch(*flags, *longer, output=output.with_name(f"{output.name}-whole"), processes=2, config=config)
-    resumed = launch(*flags, *longer, output=output, processes=2, config=config)
+    whole = launch_quickly(*flags, *longer, output=output.with_name(f"{output.name}-whole"), config=config)
+    resumed = launch_quickly(*flags, *longer, output=output, config=config)
     assert "resuming from" in resumed.output
     # a fresh optimizer would take a first step of full size
     assert losses(resumed)[6:] == pytest.approx(losses(whole)[6:], rel=2e-3)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.running import launch, losses, model_flags, train_here
+from tests.running import launch_quickly, losses, model_flags, train_here
 
 STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
 
@@ -27,20 +27,20 @@ def test_qlora_trains_on_four_bit_weights(tiny_model, texts, tmp_path):
 
 def test_qlora_with_eight_bit_adam_trains_on_two_ranks(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS, "--use_peft", "--load_in_4bit", "--optim", "adamw_bnb_8bit"]
-    outcome = launch(*flags, output=tmp_path, processes=2, config="standard.yaml")
+    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
 
 
 def test_fast_trains_on_two_ranks_with_its_static_graph(tiny_model, texts, tmp_path):
     flags = ["--recipe", "fast", *model_flags(tiny_model, texts), *STEPS]
-    outcome = launch(*flags, output=tmp_path, processes=2, config="fast.yaml")
+    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="fast.yaml")
     assert outcome.record["settings"]["ddp_static_graph"]["value"] is True
     assert losses(outcome)[-1] < losses(outcome)[0]
 
 
 def test_gradient_compression_reaches_ddp(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS, "--ddp_comm_hook", "fp16"]
-    outcome = launch(*flags, output=tmp_path, processes=2, config="standard.yaml")
+    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
 
 
@@ -61,7 +61,7 @@ def test_classification_has_one_loss_and_one_gradient_however_the_batch_is_split
     flags = [*"--task sequence_classification --max_steps 1 --logging_steps 1".split()]
     whole = train_here(tiny_model, reviews, tmp_path / "16x1", *flags, "--per_device_train_batch_size", "16")
     split = train_here(tiny_model, reviews, tmp_path / "4x4", *flags, "--per_device_train_batch_size", "4")
-    ranks = launch(
+    ranks = launch_quickly(
         *model_flags(tiny_model, reviews), *flags, output=tmp_path / "2", processes=2, config="standard.yaml"
     )
     assert first_step(split) == pytest.approx(first_step(whole), rel=1e-4)

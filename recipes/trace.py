@@ -1,0 +1,267 @@
+"""What one micro-batch of a Hugging Face model keeps alive, found by running the model on tensors without data.
+
+The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes are real, memory is not.
+Imported only by the planner, once there is something to trace: it needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+
+from recipes.memory import Weights
+
+ALLOCATION_BYTES = 512  # what CUDA's caching allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
+ATTENTION = "recipes_traced"  # without "flash" in it: transformers would look for that package
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to trace. `autocast` and `dtype` name torch dtypes; `batch` counts sequences of `length` tokens."""
+
+    batch: int
+    length: int
+    task: str = "causal_lm"
+    dtype: str = "float32"
+    autocast: str | None = None
+    checkpointing: bool = False
+    attention: str = ATTENTION
+    mask: bool = True
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes alive after each operation of a micro-batch, forward and backward, beyond parameters and buffers.
+
+    `logits` are what has the vocabulary as its last dimension, `gradients` those of parameters that the micro-batch has
+    made so far, `activations` everything else. One entry an operation, in the order in which they ran.
+    """
+
+    activations: list[int]
+    logits: list[int]
+    gradients: list[int]
+
+
+def at_batch(two: Traced, three: Traced, batch: int) -> Traced:
+    """What a micro-batch of `batch` keeps, from those of two and of three sequences: each further one adds the same.
+
+    Raises `ValueError` where the two did not run the same operations.
+    """
+
+    def further(name: str) -> list[int]:
+        pairs = zip(getattr(two, name), getattr(three, name), strict=True)
+        return [second + (third - second) * (batch - 2) for second, third in pairs]
+
+    return Traced(further("activations"), further("logits"), further("gradients"))
+
+
+def trace(config: PreTrainedConfig, case: Case) -> Traced:
+    """Run one micro-batch. Raises whatever the model raises that cannot run on tensors without data."""
+    with _quiet(), FakeTensorMode(), _attention_of_a_gpu():
+        model = _model(config, case)
+        live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
+        live.ignore([*model.parameters(), *model.buffers()])
+        inputs = _inputs(config, case)
+        with contextlib.ExitStack() as stack:
+            for parameter in model.parameters():
+                hook = parameter.register_post_accumulate_grad_hook(live.gradient)
+                stack.callback(hook.remove)
+            stack.enter_context(_CudaAutocast())
+            stack.enter_context(live)
+            model(**inputs).loss.backward()
+    return live.traced
+
+
+def weigh(config: PreTrainedConfig, task: str) -> Weights:
+    """The parameters of a model, without making them."""
+    with torch.device("meta"):
+        model = _auto_class(task).from_config(config)
+    layers = [layer for module in model.modules() if isinstance(module, torch.nn.ModuleList) for layer in module]
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    return Weights(
+        total=sum(parameter.numel() for parameter in model.parameters()),
+        embedding=sum(table.numel() for table in tables),
+        largest_layer=max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+def _auto_class(task: str) -> Any:
+    return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what libraries log of a model that is never used, or of an operation that cannot be traced."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
+    model = _auto_class(case.task).from_config(
+        config, attn_implementation=case.attention, dtype=getattr(torch, case.dtype)
+    )
+    model.config.use_cache = False
+    model.train()
+    if case.checkpointing:
+        # Modes do not reach what autograd recomputes: they are entered there again.
+        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), _CudaAutocast())}
+        model.gradient_checkpointing_enable(again)
+    if case.autocast:
+        from accelerate.utils import convert_outputs_to_fp32  # as Accelerator.prepare_model wraps it
+
+        dtype = getattr(torch, case.autocast)
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
+    return model
+
+
+def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(case.batch, case.length, dtype=torch.long)
+    classifies = case.task == "sequence_classification"
+    inputs = {"input_ids": ids, "labels": torch.zeros(case.batch, dtype=torch.long) if classifies else ids.clone()}
+    if case.mask:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    return inputs
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that are alive. A storage counts once, from the operation that made it to its release."""
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.known: set[int] = set()
+        self.live = self.logits = self.gradients = 0
+        self.traced = Traced([], [], [])
+
+    def ignore(self, tensors: list[torch.Tensor]) -> None:
+        """Storages that were there before."""
+        self.known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """Called when the gradient of a parameter is whole: from now on it is no activation."""
+        self.gradients += _rounded(parameter.grad)
+        self._look()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor)
+        self._look()
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known.add(key)
+        size = _rounded(tensor)
+        logits = size if self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary else 0
+        self.live += size
+        self.logits += logits
+        weakref.finalize(storage, self._release, key, size, logits)
+
+    def _release(self, key: int, size: int, logits: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+        self.logits -= logits
+
+    def _look(self) -> None:
+        self.traced.activations.append(self.live - self.logits - self.gradients)
+        self.traced.logits.append(self.logits)
+        self.traced.gradients.append(self.gradients)
+
+
+def _rounded(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's storage as the allocator hands them out."""
+    return -(-tensor.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+# --- Where a CPU would run something else than a GPU -----------------------------------------------------------------
+
+_F, _T = torch.nn.functional, torch.Tensor
+# Operations that autocast runs in fp32 on CUDA and not on a CPU: "CUDA Ops that can autocast to float32" in torch.amp's
+# documentation, as far as transformers' models call them.
+_IN_FP32_ON_CUDA = {
+    _F.softmax, torch.softmax, _T.softmax, _F.log_softmax, torch.log_softmax, _T.log_softmax, _F.layer_norm,
+    _F.group_norm, _F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.softplus,
+    torch.exp, _T.exp, torch.log, _T.log, torch.pow, _T.pow, _T.__pow__, torch.rsqrt, _T.rsqrt, torch.sum, _T.sum,
+    torch.cumsum, _T.cumsum, torch.norm, _T.norm,
+}  # fmt: skip
+
+
+class _CudaAutocast(TorchFunctionMode):
+    """Runs what CUDA's autocast runs in fp32 in fp32, where a CPU's would not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _IN_FP32_ON_CUDA or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        args = [_in_fp32(value) for value in args]
+        kwargs = {name: _in_fp32(value) for name, value in kwargs.items()}
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+
+def _in_fp32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps what a fused kernel keeps: queries, keys, values, the result and a log-sum-exp per query in fp32.
+
+    On a CPU scaled_dot_product_attention with dropout falls back to one that keeps every attention weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, torch.empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and attention_mask is not None:  # transformers' sdpa_attention: without one the kernel shares them
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def _attention_of_a_gpu() -> Iterator[None]:
+    """Registers the fused attention under its name, with the masks that sdpa takes."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _fused_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    yield

@@ -1,0 +1,222 @@
+"""The planner against published readings, against whole steps on tensors without data, and against itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+from launch.cli import main
+from recipes import plan_memory
+from recipes.catalog import RECIPES
+from recipes.hardware import Gpu, Hardware
+from recipes.memory import Components, need
+from recipes.run import resolve
+from recipes.trace import Case, LiveBytes, at_batch, trace, weigh
+
+MIB = 2**20
+V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
+
+
+def run_of(recipe="standard", *argv, world=1, hardware=V100):
+    return resolve(["--recipe", recipe, *argv], world_size=world, hardware=hardware, environment={}, demonstrate=False)
+
+
+# Hugging Face's guide "Methods and tools for efficient training on a single GPU" (2023): bert-large, 512 tokens, on a
+# V100, and 1343 MiB in use before the model is loaded. Eager attention; zero_grad kept the gradients, and AdamW updated
+# one parameter after the other: transformers and torch of that time.
+@pytest.mark.parametrize(
+    ("reading", "batch", "accumulation", "flags"),
+    [
+        (14949, 4, 1, "--fp16 false"),
+        (8681, 1, 4, "--fp16 false"),
+        (6775, 1, 4, "--fp16 false --gradient_checkpointing true"),
+        (13939, 4, 1, "--fp16 true"),
+        (7275, 1, 4, "--fp16 true --gradient_checkpointing true"),
+    ],
+)
+def test_published_readings_of_bert_large_are_met_within_six_percent(reading, batch, accumulation, flags):
+    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    run = run_of("standard", *flags.split(), "--task", "sequence_classification", "--optim", "adamw_torch_fused")
+    case = Case(batch, 512, "sequence_classification", attention="eager")
+    case = Case(**{**vars(case), "autocast": "float16" if run["fp16"] else None})
+    case = Case(**{**vars(case), "checkpointing": run["gradient_checkpointing"]})
+    kept = max(accumulation, 2)  # gradients are there from the start, as zero_grad left them
+    needed = need(run, weigh(config, run["task"]), trace(config, case), kept, context=1343 * MIB)
+    assert needed.gpu.total / MIB == pytest.approx(reading, rel=0.06)
+
+
+SMALL = {
+    "gpt2": GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=1000),
+    "llama": LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000
+    ),
+    "qwen2": Qwen2Config(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000
+    ),
+}
+
+
+def two_whole_steps(config, case: Case, accumulation: int) -> int:
+    """The most that is alive in the second of two real optimizer steps, AdamW's state and update included."""
+    from recipes import trace as tracing
+
+    with FakeTensorMode(), tracing._attention_of_a_gpu():
+        model = tracing._model(config, case)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        live = LiveBytes()
+        inputs = tracing._inputs(config, case)
+        with tracing._CudaAutocast(), live:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                live._count(tensor)
+            for _ in range(2):
+                for _ in range(accumulation):
+                    model(**inputs).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return max(live.traced.activations)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_arithmetic_is_what_two_whole_steps_keep_alive(name, accumulation, checkpointing):
+    config = SMALL[name]
+    case = Case(4, 64, checkpointing=checkpointing)
+    run = run_of("standard", "--fp16", "false", "--optim", "adamw_torch")
+    needed = need(run, weigh(config, "causal_lm"), trace(config, case), accumulation, context=0)
+    assert needed.gpu.total == pytest.approx(two_whole_steps(config, case, accumulation), rel=0.02)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_two_micro_batches_tell_every_other(name, autocast):
+    def most(traced):
+        return max(map(sum, zip(traced.activations, traced.logits, traced.gradients, strict=True)))
+
+    two, three, nine = (trace(SMALL[name], Case(batch, 64, autocast=autocast)) for batch in (2, 3, 9))
+    assert most(at_batch(two, three, 9)) == pytest.approx(most(nine), rel=0.01)
+
+
+# --- The plan --------------------------------------------------------------------------------------------------------
+
+
+def planned(*argv, config=SMALL["llama"], **named):
+    named = {"gpu_memory": 8, **named}
+    return plan_memory(config, argv=argv, **named)
+
+
+@settings(max_examples=10, deadline=None)
+@given(micro=st.integers(1, 16), length=st.integers(8, 128), more=st.integers(1, 8))
+def test_memory_grows_with_the_batch_and_the_length(micro, length, more):
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=500)
+    weights, run = weigh(config, "causal_lm"), run_of("standard")
+
+    def total(micro, length):
+        return need(run, weights, trace(config, Case(micro, length)), accumulation=2).gpu.total
+
+    assert total(micro, length) <= min(total(micro + more, length), total(micro, length + more))
+
+
+def test_memory_grows_with_the_layers():
+    deeper = LlamaConfig(**{**SMALL["llama"].to_dict(), "num_hidden_layers": 6})
+    flags = "--per_device_train_batch_size 4 --max_length 64".split()
+    shallow, deep = (planned(*flags, config=config).recipes for config in (SMALL["llama"], deeper))
+    assert all(one.total_bytes < two.total_bytes for one, two in zip(shallow, deep, strict=True))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_the_global_batch_stays(processes):
+    for entry in planned("--global_batch_size", "16", num_processes=processes).recipes:
+        assert entry.micro_batch * entry.accumulation * processes == 16
+
+
+@pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_shards_never_sum_below_the_whole(recipe, processes):
+    alone, shared = (planned(recipe=recipe, num_processes=n).recipes[0] for n in (1, processes))
+    assert shared.host_bytes_per_node >= alone.host_bytes_per_node
+    for part in ("parameters", "gradients", "optimizer"):
+        assert processes * getattr(shared.components, part) >= getattr(alone.components, part)
+
+
+@pytest.mark.parametrize("memory", [0.5, 2, 80])
+def test_what_is_recommended_fits_and_is_legal(memory, capsys):
+    plan = planned(gpu_memory=memory, config=LlamaConfig(hidden_size=512, num_hidden_layers=4, intermediate_size=1024))
+    if plan.recommended is None:
+        assert not any(entry.fits for entry in plan.recipes)
+        return
+    best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
+    assert best.fits and best.margin_bytes > 0
+    assert main(["check", "--recipe", best.name, "--per_device_train_batch_size", str(best.micro_batch)]) == 0
+
+
+def test_eight_billion_in_sixteen_bits_on_48_gb_need_offload():
+    """DDP with 8-bit Adam does not fit, nor safely with checkpointing; offload does."""
+    card = {"gpu_memory": 47.4 * 2**30 / 1e9, "num_processes": 2}
+    ddp = "--dtype bfloat16 --optim adamw_bnb_8bit --max_length 2048 --per_device_train_batch_size 1".split()
+    checkpointed = [*ddp, "--gradient_checkpointing", "true"]
+    assert not plan_memory("8.36B", argv=ddp, recipe="standard", **card).recipes[0].fits
+    assert not plan_memory("8.36B", argv=checkpointed, recipe="standard", **card).recipes[0].fits
+    offload = plan_memory("8.36B", argv=["--max_length", "2048"], recipe="memory", **card)
+    assert offload.recommended == "memory"
+
+
+def test_a_model_that_cannot_be_traced_is_estimated_and_said_so(tmp_path, capsys):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=1000, **experts)
+    config.save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--gpu", "A100 80GB", "--recipe", "standard"]) == 0
+    assert "cannot be traced" in capsys.readouterr().out
+
+
+def test_components_sum_to_the_total():
+    assert Components(1, 2, 3, 4, 5, 6, 7).total == 28
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    SMALL["llama"].save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_it_prints_a_row_for_each_recipe_and_the_one_to_take(folder, capsys):
+    assert main(["plan", "--model", str(folder), "--gpu", "H100", "--num_processes", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in RECIPES if name != "baseline")
+    assert "take fast" in printed
+
+
+def test_json_holds_bytes_and_whole_numbers_only(folder, capsys):
+    assert main(["plan", "--model", str(folder / "config.json"), "--gpu_memory", "24", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["recommended"] == "fast" and plan["gpu"]["usable_bytes"] == 24_000_000_000
+    for entry in plan["recipes"]:
+        assert sum(entry["components"].values()) == entry["total_bytes"]
+        assert all(type(size) is int for size in entry["components"].values())
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--model 7B", "--gpu NAME, or --gpu_memory GB"),
+        ("--model 7B --gpu H100 --gpu_memory 80", "--gpu NAME, or --gpu_memory GB"),
+        ("--model 7B --gpu H1000", "--gpu_memory GB"),
+        ("--model nowhere/at/all --gpu H100", "a Hub id, a folder, a config.json or 7B"),
+        ("--model 7B --gpu H100 --recipe fats", "fast"),
+        ("--model 7B --gpu H100 --lerning_rate 1", "--learning_rate"),
+        ("--model 7B --gpu H100 --use_peft true", "an upper bound"),
+        ("--model 7B --gpu H100 --num_processes 3 --nodes 2", "a multiple"),
+        ("--model 7B --gpu H100 --num_processes 3 --global_batch_size 16", "15 or 18"),
+    ],
+)
+def test_a_mistake_is_one_line(words, advice, capsys):
+    assert main(["plan", *words.split()]) == 2
+    assert advice in capsys.readouterr().err

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import logging
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import yaml
 
 from launch.azure_check import as_problems, missed_by_azure
 from recipes.errors import Problem, UserError, mistake
+from recipes.quiet import silence
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -70,7 +69,7 @@ def _refused_by_azure(text: str, folder: Path) -> list[Problem]:
 
 def load(text: str, folder: Path) -> Job:
     """A YAML as Azure's SDK reads it. Raises `UserError` with each complaint of Azure's parser."""
-    with _quiet(), _complaints():
+    with silence(), _complaints():
         from azure.ai.ml import load_job
 
         return load_job(io.StringIO(text), relative_origin=str(folder / "job.yaml"))
@@ -78,7 +77,7 @@ def load(text: str, folder: Path) -> Job:
 
 def body(job: Job) -> dict[str, Any]:
     """The properties of the request that would be sent. Only private names lead there: the SDK's version is pinned."""
-    with _quiet(), _complaints():
+    with silence(), _complaints():
         return job._to_job()._to_rest_object().as_dict()["properties"]  # type: ignore[attr-defined]
 
 
@@ -88,7 +87,7 @@ def connected(workspace: Workspace | None) -> MLClient:
     Without a workspace it is that of config.json, here or in a folder above, as the SDK looks for it.
     """
     require_sdk()
-    with _quiet(), _answers():
+    with silence(), _answers():
         from azure.ai.ml import MLClient
         from azure.identity import DefaultAzureCredential
 
@@ -105,14 +104,14 @@ def workspace_of(client: MLClient) -> Workspace:
 def submit(client: MLClient, text: str, folder: Path) -> tuple[str, str]:
     """Upload the code and create the job. Returns its name and its address in Azure ML's studio."""
     job = load(text, folder)
-    with _quiet(), _answers():
+    with silence(), _answers():
         created = client.jobs.create_or_update(job)
     return str(created.name), str(created.studio_url or "")
 
 
 def state(client: MLClient, name: str) -> str:
     """Azure ML's word: Queued, Preparing, Running, Completed, Failed, Canceled, ..."""
-    with _quiet(), _answers():
+    with silence(), _answers():
         status = client.jobs.get(name).status
     return str(getattr(status, "value", status))
 
@@ -123,31 +122,18 @@ def over(state: str) -> bool:
 
 def stream(client: MLClient, name: str) -> None:
     """Print the job's log as it is written, until the job has ended."""
-    with _quiet(), _answers():
+    with silence(), _answers():
         client.jobs.stream(name)
 
 
 def download_logs(client: MLClient, name: str, folder: Path) -> list[Path]:
     """The logs of an ended job, copied into the folder."""
-    with _quiet(), _answers():
+    with silence(), _answers():
         client.jobs.download(name, download_path=folder)
     return sorted(folder.rglob("std_log*.txt"))
 
 
 # --- The SDK's manners -----------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the SDK's notes that many of its own classes are experimental."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager

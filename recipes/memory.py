@@ -78,8 +78,8 @@ def need(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, cont
     # DeepSpeed takes each gradient away into a bucket at once; bucket views and accumulated gradients are always there.
     viewed = run["gradient_as_bucket_view"] and run.world_size > 1
     stays = run.engine.kind == "deepspeed" or viewed or accumulation > 1
-    made = [whole] * len(traced.gradients) if stays else traced.gradients  # else they appear while activations go
-    moments = zip(traced.activations, traced.logits, made, strict=True)
+    # else gradients appear one by one while activations go
+    moments = ((alive, words, whole if stays else made) for alive, words, made in traced.moments)
     activations, logits, gradients = max(moments, key=sum)
     in_a_micro_batch = replace(states, activations=activations, logits=logits, gradients=gradients)
     in_the_update = replace(states, gradients=whole, optimizer=states.optimizer + _step_bytes(run, weights))

@@ -166,6 +166,7 @@ class _Tracer:
         self.config = config
         self._weights: dict[str, Weights] = {}
         self._traced: dict[Case, Traced] = {}
+        self._equal: dict[str, bool] = {}
         self._untraceable = False
 
     def weights(self, run: RunSpec) -> Weights:
@@ -211,8 +212,23 @@ class _Tracer:
             mask=not run["packing"],
         )
         if case not in self._traced:
-            self._traced[case] = trace(self.config, case)
+            self._traced[case] = self._of_equal_layers(run, case) or trace(self.config, case)
         return self._traced[case]
+
+    def _of_equal_layers(self, run: RunSpec, case: Case) -> Traced | None:
+        """The trace of a deep model from two shallow ones, where that is one; seconds instead of minutes."""
+        from recipes.trace import SHALLOW, layers_are_equal, of_depth, trace, with_layers
+
+        task = run["task"]
+        if task not in self._equal:
+            self._equal[task] = layers_are_equal(self.config, self.weights(run), task)
+        if not self._equal[task]:
+            return None
+        shallow, deeper = (trace(with_layers(self.config, count), case) for count in (SHALLOW, SHALLOW + 1))
+        try:
+            return of_depth(shallow, deeper, self.config.get_text_config().num_hidden_layers)
+        except ValueError:
+            return None
 
     def _closed_form(self, run: RunSpec, micro: int) -> Traced:
         """82 bytes for each unit of width, token and layer, 12 for each logit, and autocast's copies of the weights.
@@ -229,7 +245,7 @@ class _Tracer:
         kept = 4 * tokens * text.hidden_size * layers + layer if run["gradient_checkpointing"] else layer * layers
         copies = 2 * self.weights(run).total if run["bf16"] or run["fp16"] else 0
         vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
-        return Traced([kept + copies], [12 * tokens * vocabulary], [0])
+        return Traced([(kept + copies, 12 * tokens * vocabulary, 0)], forward=1)
 
 
 # --- The model -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ Imported only by the planner, once there is something to trace: it needs torch a
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
+import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from recipes.memory import Weights
+from recipes.quiet import silence
 
 ALLOCATION_BYTES = 512  # what CUDA's caching allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
 ATTENTION = "recipes_traced"  # without "flash" in it: transformers would look for that package
@@ -41,17 +41,19 @@ class Case:
     mask: bool = True
 
 
+Moment = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Traced:
-    """Bytes alive after each operation of a micro-batch, forward and backward, beyond parameters and buffers.
+    """Bytes alive after each operation of a micro-batch: (activations, logits, gradients), less parameters and buffers.
 
-    `logits` are what has the vocabulary as its last dimension, `gradients` those of parameters that the micro-batch has
-    made so far, `activations` everything else. One entry an operation, in the order in which they ran.
+    Logits are what has the vocabulary as its last dimension, gradients those of parameters that the micro-batch has
+    made so far, activations everything else. The first `forward` moments are those up to the loss.
     """
 
-    activations: list[int]
-    logits: list[int]
-    gradients: list[int]
+    moments: list[Moment]
+    forward: int
 
 
 def at_batch(two: Traced, three: Traced, batch: int) -> Traced:
@@ -59,17 +61,66 @@ def at_batch(two: Traced, three: Traced, batch: int) -> Traced:
 
     Raises `ValueError` where the two did not run the same operations.
     """
+    return Traced(_further(two.moments, three.moments, batch - 2), two.forward)
 
-    def further(name: str) -> list[int]:
-        pairs = zip(getattr(two, name), getattr(three, name), strict=True)
-        return [second + (third - second) * (batch - 2) for second, third in pairs]
 
-    return Traced(further("activations"), further("logits"), further("gradients"))
+def _further(first: list[Moment], second: list[Moment], times: int) -> list[Moment]:
+    """`first`, and `times` the difference between the two."""
+    pairs = zip(first, second, strict=True)
+    return [(a + (x - a) * times, b + (y - b) * times, c + (z - c) * times) for (a, b, c), (x, y, z) in pairs]
+
+
+# --- Deep models of equal layers -------------------------------------------------------------------------------------
+
+SHALLOW = 3  # layers of the smaller of the two models that tell a deep one
+
+
+def layers_are_equal(config: PreTrainedConfig, weights: Weights, task: str) -> bool:
+    """Whether each further layer of a deep model has the same parameters, and is of the same type."""
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    if layers <= SHALLOW + 1 or len(set(getattr(text, "layer_types", None) or [])) > 1:
+        return False
+    one, two = (weigh(with_layers(config, count), task).total for count in (SHALLOW, SHALLOW + 1))
+    return weights.total == one + (two - one) * (layers - SHALLOW)
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The same model with fewer layers; what lists a value a layer is cut."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def of_depth(shallow: Traced, deeper: Traced, layers: int) -> Traced:
+    """A model of `layers` equal layers, from those of SHALLOW and of one more: each further one adds the same.
+
+    Forward and backward each begin and end with other operations than the layers', so both ends are compared. What lies
+    between grows evenly from the one to the other, and is never fuller than both.
+    Raises `ValueError` where the deeper one did not just run one layer more.
+    """
+    moments: list[Moment] = []
+    forward = 0
+    for half in (slice(None, shallow.forward), slice(shallow.forward, None)):
+        deep_half = slice(half.start and deeper.forward, half.stop and deeper.forward)
+        one, two = shallow.moments[half], deeper.moments[deep_half]
+        shared = 2 * len(one) - len(two)  # less one layer
+        if not len(one) > shared > 0:
+            raise ValueError("a further layer runs other operations")
+        moments += _further(one[:shared], two[:shared], layers - SHALLOW)
+        moments += _further(one[-shared:], two[-shared:], layers - SHALLOW)
+        forward = forward or len(moments)
+    return Traced(moments, forward)
 
 
 def trace(config: PreTrainedConfig, case: Case) -> Traced:
     """Run one micro-batch. Raises whatever the model raises that cannot run on tensors without data."""
-    with _quiet(), FakeTensorMode(), _attention_of_a_gpu():
+    with silence(), FakeTensorMode(), _attention_of_a_gpu():
         model = _model(config, case)
         live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
         live.ignore([*model.parameters(), *model.buffers()])
@@ -80,8 +131,10 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
                 stack.callback(hook.remove)
             stack.enter_context(_CudaAutocast())
             stack.enter_context(live)
-            model(**inputs).loss.backward()
-    return live.traced
+            loss = model(**inputs).loss
+            forward = len(live.moments)
+            loss.backward()
+    return Traced(live.moments, forward)
 
 
 def weigh(config: PreTrainedConfig, task: str) -> Weights:
@@ -100,19 +153,6 @@ def weigh(config: PreTrainedConfig, task: str) -> Weights:
 
 def _auto_class(task: str) -> Any:
     return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what libraries log of a model that is never used, or of an operation that cannot be traced."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
@@ -150,7 +190,7 @@ class LiveBytes(TorchDispatchMode):
         self.vocabulary = vocabulary
         self.known: set[int] = set()
         self.live = self.logits = self.gradients = 0
-        self.traced = Traced([], [], [])
+        self.moments: list[Moment] = []
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
         """Storages that were there before."""
@@ -187,9 +227,7 @@ class LiveBytes(TorchDispatchMode):
         self.logits -= logits
 
     def _look(self) -> None:
-        self.traced.activations.append(self.live - self.logits - self.gradients)
-        self.traced.logits.append(self.logits)
-        self.traced.gradients.append(self.gradients)
+        self.moments.append((self.live - self.logits - self.gradients, self.logits, self.gradients))
 
 
 def _rounded(tensor: torch.Tensor) -> int:

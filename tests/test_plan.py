@@ -16,7 +16,7 @@ from recipes.catalog import RECIPES
 from recipes.hardware import Gpu, Hardware
 from recipes.memory import Components, need
 from recipes.run import resolve
-from recipes.trace import Case, LiveBytes, at_batch, trace, weigh
+from recipes.trace import SHALLOW, Case, LiveBytes, at_batch, layers_are_equal, of_depth, trace, weigh, with_layers
 
 MIB = 2**20
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
@@ -78,7 +78,7 @@ def two_whole_steps(config, case: Case, accumulation: int) -> int:
                     model(**inputs).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    return max(live.traced.activations)
+    return max(map(sum, live.moments))
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -95,11 +95,25 @@ def test_the_arithmetic_is_what_two_whole_steps_keep_alive(name, accumulation, c
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_two_micro_batches_tell_every_other(name, autocast):
-    def most(traced):
-        return max(map(sum, zip(traced.activations, traced.logits, traced.gradients, strict=True)))
-
     two, three, nine = (trace(SMALL[name], Case(batch, 64, autocast=autocast)) for batch in (2, 3, 9))
     assert most(at_batch(two, three, 9)) == pytest.approx(most(nine), rel=0.01)
+
+
+def most(traced):
+    return max(map(sum, traced.moments))
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("case", [Case(2, 64), Case(2, 64, autocast="bfloat16"), Case(2, 64, checkpointing=True)])
+def test_two_shallow_models_tell_a_deep_one(name, case):
+    own = {key: value for key, value in SMALL[name].to_dict().items() if key not in ("layer_types", "n_layer")}
+    deep = type(SMALL[name])(**{**own, "num_hidden_layers": 9})
+    assert layers_are_equal(deep, weigh(deep, "causal_lm"), "causal_lm")
+    shallow, deeper = (trace(with_layers(deep, layers), case) for layers in (SHALLOW, SHALLOW + 1))
+    told, real = of_depth(shallow, deeper, 9), trace(deep, case)
+    for part in ((0, 1), (2,), (0, 1, 2)):  # without gradients, gradients alone, all
+        fullest = [max(sum(moment[at] for at in part) for moment in one.moments) for one in (told, real)]
+        assert fullest[0] == pytest.approx(fullest[1], rel=1e-3)
 
 
 # --- The plan --------------------------------------------------------------------------------------------------------

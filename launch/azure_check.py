@@ -21,7 +21,7 @@ _OLD_REFERENCE = re.compile(r"(?<!\$)(?<!\{)\{(?:inputs|outputs)\.\w+\}(?!\})")
 
 def missed_by_azure(content: dict[str, Any]) -> list[Problem]:
     """What is wrong with a job although Azure's SDK sends it. `content` is the YAML as data."""
-    checks = (_command, _compute, _environment, _resources, _environment_variables, _processes, _secrets)
+    checks = (_command, _compute, _environment, _resources, _environment_variables, _processes, _outputs, _secrets)
     return [problem for check in checks for problem in check(content)]
 
 
@@ -30,7 +30,7 @@ def _command(content: dict[str, Any]) -> Iterator[Problem]:
     for kind, name in dict.fromkeys(_REFERENCE.findall(command)):
         known = _section(content, kind) if kind in ("inputs", "outputs") else {}
         if name not in known:
-            fix = f"one of {', '.join(known)}" if known else f"an entry {name} under {kind}"
+            fix = f"one of {', '.join(map(str, known))}" if known else f"an entry {name} under {kind}"
             yield Problem("command", f"{kind}.{name} is not defined", fix)
     for old in dict.fromkeys(_OLD_REFERENCE.findall(command)):
         yield Problem("command", f"{old} is the old way to refer, and arrives as it stands", f"${{{old}}}")
@@ -74,16 +74,32 @@ def _processes(content: dict[str, Any]) -> Iterator[Problem]:
     if distribution.get("process_count_per_instance", 1) != 1:
         what = "accelerate launch starts the processes of a node, and would be started once for each"
         yield Problem("distribution.process_count_per_instance", what, "1")
+    elif str(_section(content, "inputs").get("processes_per_node", 1)) == "0":
+        yield Problem("inputs.processes_per_node", "0 processes train nothing", "1 or more, one a GPU")
     elif distribution.get("type") != "pytorch":
         what = "WORLD_SIZE, NODE_RANK and MASTER_ADDR are only set for pytorch"
         yield Problem("distribution.type", what, "type: pytorch, process_count_per_instance: 1")
 
 
+def _outputs(content: dict[str, Any]) -> Iterator[Problem]:
+    training = training_in(content)
+    if training is None:
+        return
+    name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), None)
+    if name is None:
+        yield Problem("command", "writes to a folder of the job, gone with it", "--output_dir ${{outputs.run}}")
+        return
+    output = _section(content, "outputs").get(name)
+    if isinstance(output, dict) and output.get("mode", "rw_mount") != "rw_mount":
+        what = f"{output['mode']} keeps nothing of a job that is preempted"
+        yield Problem(f"outputs.{name}.mode", what, "rw_mount")
+
+
 def _secrets(content: dict[str, Any]) -> Iterator[Problem]:
     for name, value in content.items():
-        if SECRET.search(json.dumps(value, default=str)):
+        if SECRET.search(str(value)):
             what = "holds what looks like a secret, and everybody in the workspace can read it"
-            yield Problem(name, what, "a secret of the workspace's key vault, read by the job")
+            yield Problem(str(name), what, "a secret of the workspace's key vault, read by the job")
 
 
 def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
@@ -109,21 +125,44 @@ def training_in(content: dict[str, Any]) -> Training | None:
     """The training in a job's command, references to inputs filled in; None for a command that is none of ours."""
     inputs = _section(content, "inputs")
     command = _REFERENCE.sub(lambda found: _value(inputs, *found.groups()), str(content.get("command", "")))
-    try:
-        words = [
-            word for word in shlex.split(command) if word != "\n"
-        ]  # continued lines, which shlex reads not as bash
-    except ValueError:
+    words = next((words for words in _commands(command) if any(map(_is_train, words))), None)
+    if words is None:
         return None
-    script = next((at for at, word in enumerate(words) if word.endswith("launch/train.py")), None)
-    if script is None:
-        return None
-    before = words[:script]
+    script = next(at for at, word in enumerate(words) if _is_train(word))
+    before = " ".join(words[:script]).replace("=", " ").split()
     config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
-    nodes = _section(content, "resources").get("instance_count")
-    processes = inputs.get("processes_per_node")
-    counts = [count if isinstance(count, int) and count > 0 else 1 for count in (nodes, processes)]
-    return Training(words[script + 1 :], config, *counts)
+    counts = (_section(content, "resources").get("instance_count", 1), inputs.get("processes_per_node", 1))
+    nodes, processes = (int(str(count)) if str(count).isdigit() else 1 for count in counts)
+    elastic = not (config or "").endswith("single.yaml")
+    flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]  # as `Job.words` writes them
+    return Training(flags, config, max(1, nodes), max(1, processes))
+
+
+def _is_train(word: str) -> bool:
+    return word.endswith("launch/train.py")
+
+
+_OPERATORS = ";&|()<>\n"
+_QUOTED = {ord(char): chr(0xE000 + at) for at, char in enumerate(_OPERATORS)}  # private use: in nobody's arguments
+_PLAIN = {ord(quoted): chr(char) for char, quoted in _QUOTED.items()}
+
+
+def _commands(text: str) -> list[list[str]]:
+    """The words of each simple command, which ends as in bash: at a line's end, or at an operator."""
+    # Between single quotes all stands for itself; elsewhere a backslash goes on with the next line.
+    text = re.sub(r"('[^']*')|\\\n", lambda found: found[1].translate(_QUOTED) if found[1] else " ", text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
+    commands: list[list[str]] = [[]]
+    try:
+        for word in lexer:
+            if word and set(word) <= set(_OPERATORS):
+                commands.append([])
+            else:
+                commands[-1].append(word.translate(_PLAIN))
+    except ValueError:  # a quotation that never ends
+        return []
+    return commands
 
 
 def _value(inputs: dict[str, Any], kind: str, name: str) -> str:

@@ -5,6 +5,7 @@ Only that form applies an Accelerate YAML: DeepSpeed and FSDP come from it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from dataclasses import dataclass
@@ -55,7 +56,6 @@ def body(job: Job, azure: Azure) -> dict[str, Any]:
         raise mistake("spot", "is for serverless compute; a cluster has its own tier", "--instance_type, or no --spot")
     resources: dict[str, Any] = {"instance_count": job.nodes, "shm_size": azure.shm_size}
     resources |= {"instance_type": azure.instance_type} if azure.instance_type else {}
-    output = azure.output_uri or f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{name}"
     return {
         "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
         "type": "command",
@@ -74,8 +74,25 @@ def body(job: Job, azure: Azure) -> dict[str, Any]:
             "processes_per_node": job.processes_per_node,
             **({"data": _input(azure.data)} if azure.data else {}),
         },
-        "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": output}},
+        "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": output_of(job, azure)}},
     }
+
+
+def output_of(job: Job, azure: Azure) -> str:
+    """Where checkpoints go: the same for the same words, so that the run resumes there; another one's for others."""
+    if azure.output_uri:
+        return _remote("output_uri", azure.output_uri)
+    name = azure.job_name or job.run.recipe.name
+    words = [*job.argv[2:], *([azure.data] if azure.data else [])]
+    if words and not azure.job_name:
+        name += "-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
+    return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{name}"
+
+
+def _remote(name: str, uri: str) -> str:
+    if re.match(r"azureml:|[a-z]+://", uri):
+        return uri
+    raise mistake(name, f"{uri} is no place in the cloud", "azureml:NAME:VERSION, or a uri: azureml://datastores/...")
 
 
 def _command(job: Job, azure: Azure) -> str:
@@ -97,6 +114,7 @@ def _quoted(word: str) -> str:
 
 def _input(uri: str) -> dict[str, str]:
     """A data asset (azureml:NAME:VERSION), or a file or folder anywhere a job can mount."""
+    _remote("data", uri)
     last = uri.rstrip("/").rpartition("/")[2]
     return {"type": "uri_file" if "." in last and not uri.startswith("azureml:") else "uri_folder", "path": uri}
 

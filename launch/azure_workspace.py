@@ -121,9 +121,16 @@ def over(state: str) -> bool:
 
 
 def stream(client: MLClient, name: str) -> None:
-    """Print the job's log as it is written, until the job has ended."""
+    """Print the job's log as it is written, until the job has ended. Ctrl-C stays KeyboardInterrupt."""
     with silence(), _answers():
-        client.jobs.stream(name)
+        from azure.ai.ml.exceptions import JobException
+
+        try:
+            client.jobs.stream(name)
+        except JobException as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
 
 
 def download_logs(client: MLClient, name: str, folder: Path) -> list[Path]:

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.engine import shipped
-from recipes.errors import mistake
+from recipes.errors import UserError, mistake
 from recipes.run import RunSpec
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
 THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # also where its environment is not activated
 
-# Tokens of Hugging Face, GitHub, OpenAI, AWS and Azure storage, by how each starts and how long it is.
+# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and passwords in addresses,
+# by how each starts and how long it is.
 SECRET = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b|[?&]sig=[\w%]{20,}"
+    r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
+    r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
 
 
@@ -110,8 +112,17 @@ def _refuse_secrets(run: RunSpec, words: Sequence[str]) -> None:
     named = [name for name in run.given if name.endswith("_token") and run[name]]
     looks = [word.partition("=")[0] if word.startswith("--") else "argument" for word in words if SECRET.search(word)]
     if named or looks:
-        raise mistake(
-            (named or looks)[0],
-            "would be written into the job, where others can read it",
-            "HF_TOKEN or the like in the environment of the job, or `hf auth login` there",
-        )
+        raise _secret((named or looks)[0])
+
+
+def without_secrets(text: str) -> str:
+    """A job's text as it would be sent. Raises `UserError` where a flag of the target has put a secret into it."""
+    found = SECRET.search(text)
+    if found:
+        raise _secret(f"{found.group()[:6]}...")
+    return text
+
+
+def _secret(subject: str) -> UserError:
+    what = "looks like a secret, and would be written into the job, where others can read it"
+    return mistake(subject, what, "HF_TOKEN or the like in the environment of the job, or `hf auth login` there")

@@ -6,7 +6,9 @@ import fcntl
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import IO
 
 from launch import record
@@ -66,7 +68,8 @@ def submit(text: str, job: Job) -> int:
     """
     path, before = job.folder / LOCAL_LOG, record.read(job.folder)
     with _locked_log(path) as log:
-        note(job.folder, Submission("local", job.title, str(path.resolve())))
+        submission = Submission("local", job.title, str(path.resolve()))
+        note(job.folder, submission)
         start = path.stat().st_size
         process = subprocess.Popen(
             ["bash", "-c", text, "recipes"],
@@ -79,6 +82,7 @@ def submit(text: str, job: Job) -> int:
         signal.signal(number, lambda received, frame: process.send_signal(received))
     signal.signal(signal.SIGHUP, lambda received, frame: process.send_signal(signal.SIGTERM))
     follow(path, lambda: process.poll() is not None, start)
+    note(job.folder, replace(submission, exit_code=process.returncode))
     after = record.read(job.folder)
     told = process.returncode != 0 and after != before and after.get("status") == "preempted"
     return EXIT_CODE if told else process.returncode
@@ -108,7 +112,7 @@ def _locked_log(path: Path) -> IO[bytes]:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log.close()
-        fix = f"another --output_dir, or wait: recipes logs -f {path.parent}"
+        fix = f"another --output_dir, or wait: recipes logs -f {quote(str(path.parent))}"
         raise mistake("output_dir", f"another run is writing to {path.parent}", fix) from None
     except OSError:  # a file system without locks locks nothing
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -75,6 +76,8 @@ exit "$code"
 def render(job: Job, slurm: Slurm) -> str:
     """An sbatch script: one task a node, `accelerate launch` in each, the node's rank expanded on the node."""
     name = slurm.job_name or job.run.recipe.name
+    if not re.fullmatch(r"[\w.,:@+=-]+", name):  # it names the log, where / is a folder and % a pattern
+        raise mistake("job_name", f"{name!r} cannot name a log", "letters, digits and .,:@+=-")
     directives = {"job-name": name, "output": "%x-%j.log", "nodes": job.nodes, "ntasks-per-node": 1}
     directives |= {key.replace("_", "-"): getattr(slurm, key) for key in _DIRECTIVES if getattr(slurm, key)}
     directives |= {"signal": f"B:USR1@{slurm.signal_seconds}", "open-mode": "append"}
@@ -88,8 +91,11 @@ def render(job: Job, slurm: Slurm) -> str:
 
 
 def _prepared(slurm: Slurm) -> list[str]:
-    lines = [f"module load {' '.join(quoted(slurm.module))}"] if slurm.module else []
-    return lines + ([f"source {' '.join(quoted([slurm.venv + '/bin/activate']))}"] if slurm.venv else [])
+    lines = [f"module load {' '.join(quoted(slurm.module))} || exit 1"] if slurm.module else []
+    if slurm.venv:
+        activate = Path(slurm.venv).expanduser() / "bin" / "activate"
+        lines.append(f"source {quoted([str(activate)])[0]} || exit 1")
+    return lines
 
 
 def _step(job: Job, slurm: Slurm) -> list[str]:
@@ -122,7 +128,9 @@ def submit(text: str) -> str:
     """Hand the script to sbatch. Returns the job id. Raises `UserError` with Slurm's own words where it refuses."""
     if shutil.which("sbatch") is None:
         raise mistake("slurm", "there is no sbatch on this machine", "a login node, or --dry_run and sbatch by hand")
-    done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
+    # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
+    done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, env=environment)
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
     raise _refused(done.stderr)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from launch import azure_workspace, local_job, record, slurm_job
@@ -36,22 +38,32 @@ def show_status(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def show_logs(options: argparse.Namespace, rest: Sequence[str]) -> int:
     folder, submission = _newest(Path(options.folder))
+    try:
+        return _show_log(options, folder, submission)
+    except KeyboardInterrupt:
+        print(f"\nthe run goes on: recipes status {quote(str(folder))}")
+        return 0
+
+
+def _show_log(options: argparse.Namespace, folder: Path, submission: Submission) -> int:
     if submission.target == "azureml":
         _azure_log(folder, submission, options.follow)
         return 0
     log = Path(submission.log)
-    if not options.follow and not log.exists():
-        raise mistake("logs", f"there is no {log} yet: {_state(submission)}", f"recipes logs -f {folder}, which waits")
-    try:
-        follow(log, (lambda: not _going_on(submission)) if options.follow else (lambda: True))
-    except KeyboardInterrupt:
-        print(f"\nthe run goes on: recipes status {folder}")
+    if not log.exists() and not (options.follow and _going_on(submission)):
+        waits = f"recipes logs -f {quote(str(folder))}, which waits" if _going_on(submission) else "submit it again"
+        raise mistake("logs", f"there is no {log}: {_state(submission) or 'the run has ended'}", waits)
+    every = 0.2 if submission.target == "local" else 10  # a controller serves many
+    follow(log, (lambda: not _going_on(submission)) if options.follow else (lambda: True), ask_every=every)
     return 0
 
 
 def _runs_in(folder: Path) -> list[Path]:
     """The folder if a run is or was to write to it, else those in it, the newest first."""
-    runs = [inner for inner in [folder, *(folder.iterdir() if folder.is_dir() else [])] if _is_run(inner)]
+    try:
+        runs = [inner for inner in [folder, *(folder.iterdir() if folder.is_dir() else [])] if _is_run(inner)]
+    except OSError as error:
+        raise mistake("FOLDER", f"{folder} cannot be read: {error.strerror}", "a folder that can") from None
     if not runs:
         raise mistake("FOLDER", f"no run was submitted or started in {folder}", "the --output_dir of one")
     return sorted(runs, key=_begun, reverse=True)
@@ -76,7 +88,8 @@ def _newest(folder: Path) -> tuple[Path, Submission]:
 
 def _described(folder: Path) -> tuple[str, str, str]:
     """Where it runs, its state, and the last line of its log."""
-    submission, outcome = noted(folder), _outcome(folder)
+    submission = noted(folder)
+    outcome = _outcome(folder, submission)
     if submission is None:
         return "started by hand", outcome, ""
     try:
@@ -93,12 +106,22 @@ def _ended(submission: Submission, state: str, outcome: str) -> str:
     """What became of a run that its target no longer runs."""
     if outcome == "running":  # and did not live to write anything else
         return f"{state}: ended without a word, killed perhaps".removeprefix(": ")
-    return ", ".join(word for word in (state, outcome) if word) or "ended"
+    return ", ".join(word for word in (state, outcome) if word) or "ended, how is not known"
 
 
-def _outcome(folder: Path) -> str:
-    """What run.json says: running, finished, preempted, failed, ...; empty without one."""
-    return str(record.read(folder).get("status", ""))
+def _outcome(folder: Path, submission: Submission | None) -> str:
+    """What run.json says: running, finished, preempted, failed, ...; empty without one of this submission."""
+    content = record.read(folder)
+    if submission and _before(str(content.get("ended", content.get("started", ""))), submission.submitted):
+        return "failed before it trained" if submission.exit_code else ""
+    return str(content.get("status", ""))
+
+
+def _before(one: str, other: str) -> bool:
+    try:
+        return datetime.fromisoformat(one) < datetime.fromisoformat(other)
+    except (ValueError, TypeError):
+        return not one
 
 
 def _state(submission: Submission) -> str:

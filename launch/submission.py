@@ -9,18 +9,23 @@ from pathlib import Path
 from launch import record
 
 NAME = "submission.json"
+TARGETS = ("local", "slurm", "azureml")
 LOCAL_LOG = "train.log"
 KEPT_HERE = (NAME, LOCAL_LOG)  # they belong to the submission, not to the run that --fresh moves aside
 
 
 @dataclass(frozen=True)
 class Submission:
-    """`target` is local, slurm or azureml; `job` Slurm's job id or Azure ML's job name; `log` a file or an address."""
+    """`target` is local, slurm or azureml; `job` Slurm's job id or Azure ML's job name; `log` a file or an address.
+
+    `exit_code` is that of a local run that has ended.
+    """
 
     target: str
     title: str
     log: str
     job: str = ""
+    exit_code: int | None = None
     submitted: str = field(default_factory=record.now)
     workspace: dict[str, str] = field(default_factory=dict)
 
@@ -37,6 +42,12 @@ def note(folder: Path, submission: Submission) -> None:
 def noted(folder: Path) -> Submission | None:
     """What was submitted to write into this folder last; None where nothing was, or the note is damaged."""
     try:
-        return Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
+        submission = Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
+    texts = (submission.title, submission.log, submission.job, submission.submitted)
+    whole = submission.target in TARGETS and all(isinstance(text, str) for text in texts)
+    known = isinstance(submission.workspace, dict) and (
+        submission.target != "azureml" or len(submission.workspace) == 3
+    )
+    return submission if whole and known else None

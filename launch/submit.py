@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -15,9 +16,9 @@ from launch import azure_job, azure_workspace, local_job, slurm_job
 from launch.azure_check import training_in
 from launch.azure_job import Azure
 from launch.azure_workspace import Workspace
-from launch.job import SCRIPT, Job, job_of
+from launch.job import SCRIPT, Job, job_of, without_secrets
 from launch.slurm_job import Slurm
-from launch.submission import Submission, note, noted
+from launch.submission import LOCAL_LOG, Submission, note, noted
 from recipes.check import check, require_legal
 from recipes.engine import shipped
 from recipes.errors import Problem, UserError, mistake
@@ -47,8 +48,10 @@ def add_parser(commands: Any, count: Any) -> None:
         ("azureml", "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`", submit_azureml),
     ):
         usage = f"recipes submit {name} [flags] -- [train.py flags]"
-        target = targets.add_parser(name, help=words, description=words, usage=usage, allow_abbrev=False)
-        target.add_argument("--recipe", default="standard", help="baseline, standard, fast, memory, ... [standard]")
+        target = targets.add_parser(
+            name, prog=f"recipes submit {name}", help=words, description=words, usage=usage, allow_abbrev=False
+        )
+        target.add_argument("--recipe", help="baseline, standard, fast, memory, ... [--config's, or standard]")
         target.add_argument("--nodes", type=count, default=1, help="[1]")
         target.add_argument("--processes_per_node", "--processes-per-node", type=count, help="one a GPU")
         target.add_argument(
@@ -57,10 +60,10 @@ def add_parser(commands: Any, count: Any) -> None:
         target.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file")
         target.set_defaults(run=submit, send=send)
         for flags in _TARGET_FLAGS[name]:
-            _add_target_flags(target, flags)
+            _add_target_flags(target, flags, count)
 
 
-def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
+def _add_target_flags(parser: argparse.ArgumentParser, target: type, count: Any) -> None:
     helps = {
         **dict.fromkeys(("partition", "account", "qos", "mem", "constraint", "reservation"), "as sbatch takes it"),
         "cpus_per_task": "cores of a node for its processes and their data loading [the cluster's default, often 1]",
@@ -84,7 +87,7 @@ def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
         "workspace_name": "",
     }
     for field in dataclasses.fields(target):
-        kind = int if "int" in str(field.type) else str
+        kind = count if "int" in str(field.type) else str
         options: dict[str, Any] = {"nargs": "+"} if field.name == "module" else {"type": kind}
         if field.type == "bool":
             options = {"action": "store_true"}
@@ -96,15 +99,19 @@ def _add_target_flags(parser: argparse.ArgumentParser, target: type) -> None:
 def submit(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if options.output and not options.dry_run:
         raise mistake("output", "is for a dry run; this would be submitted, not written", "--dry_run, or no --output")
+    if options.target != "local" and any(word.partition("=")[0] == "--fresh" for word in argv):
+        what = "would move the run aside again whenever it is started again"
+        raise mistake("fresh", what, "another --output_dir (Azure ML: --output_uri)")
     return options.send(options, argv)
 
 
 def submit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
     hardware = read_hardware()
     job = _job(options, argv, hardware, options.processes_per_node or max(1, len(hardware.gpus)))
-    text = local_job.render(job)
+    text = without_secrets(local_job.render(job))
     if options.dry_run:
         return _show(text, options.output)
+    _refuse_while_in_use(job.folder)
     if not hardware.cuda:
         print(f"no GPU here: {job.processes} process{'es' * (job.processes > 1)} on {hardware}", flush=True)
     return local_job.submit(text, job)
@@ -116,17 +123,17 @@ def submit_slurm(options: argparse.Namespace, argv: Sequence[str]) -> int:
     processes = options.processes_per_node or max(1, gpus)
     hardware = Hardware((_ASSUMED_GPU,) * gpus, slurm.cpus_per_task or processes, liger=read_hardware().liger)
     job = _job(options, argv, hardware, processes, elsewhere=frozenset() if slurm.prepares else None)
-    text = slurm_job.render(job, slurm)
+    text = without_secrets(slurm_job.render(job, slurm))
     if options.dry_run:
         return _show(text, options.output)
-    _refuse_while_submitted(job.folder)
+    _refuse_while_in_use(job.folder)
     job_id = slurm_job.submit(text)
     log = slurm_job.log_path(job, slurm, job_id)
     _note(job.folder, Submission("slurm", job.title, str(log), job_id))
     print(f"submitted job {job_id}: {job.title}")
     print(f"log     {log}")
-    print(f"status  recipes status {job.folder}")
-    print(f"follow  recipes logs -f {job.folder}")
+    print(f"status  recipes status {quote(str(job.folder))}")
+    print(f"follow  recipes logs -f {quote(str(job.folder))}")
     print(f"cancel  scancel {job_id}")
     return 0
 
@@ -143,9 +150,11 @@ def submit_azureml(options: argparse.Namespace, argv: Sequence[str]) -> int:
     processes = options.processes_per_node or 1
     job = _job(options, argv, _azure_hardware(processes), processes, elsewhere=_IN_THE_IMAGE)
     text = azure_job.render(job, azure)
-    wrong = azure_workspace.problems_of(text, AZUREML)
-    if wrong:
-        raise UserError(*wrong)
+    _refuse_local_files(job.run)
+    _, wrong = _read_azureml(text, AZUREML)  # what is sent is what is checked: some words are the renderer's own
+    errors = [problem for problem in wrong if problem.severity == "error"]
+    if errors:
+        raise UserError(*errors)
     if options.dry_run:
         return _show(text, options.output)
     client = azure_workspace.connected(workspace)
@@ -155,8 +164,9 @@ def submit_azureml(options: argparse.Namespace, argv: Sequence[str]) -> int:
     _note(folder, Submission("azureml", job.title, address, name, workspace=used))
     print(f"submitted job {name}: {job.title}")
     print(f"studio  {address}")
-    print(f"status  recipes status {folder}")
-    print(f"follow  recipes logs -f {folder}")
+    print(f"output  {azure_job.output_of(job, azure)}: submitted again, it goes on from there")
+    print(f"status  recipes status {quote(str(folder))}")
+    print(f"follow  recipes logs -f {quote(str(folder))}")
     print(f"cancel  az ml job cancel --name {name}")
     return 0
 
@@ -169,7 +179,11 @@ def read_azureml(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise mistake("azureml", f"{file} cannot be read: {error}", "a job's YAML") from None
-    problems = azure_workspace.problems_of(text, file.resolve().parent)
+    return _read_azureml(text, file.resolve().parent)
+
+
+def _read_azureml(text: str, folder: Path) -> tuple[RunSpec, list[Problem]]:
+    problems = azure_workspace.problems_of(text, folder)
     training = training_in(yaml.safe_load(text)) if not problems else None
     if training is None:
         raise UserError(*problems or [Problem("command", "starts no launch/train.py", "as in azureml/fast.yaml")])
@@ -200,8 +214,25 @@ def _workspace(options: argparse.Namespace) -> Workspace | None:
     return Workspace(**names)
 
 
-def _refuse_while_submitted(folder: Path) -> None:
-    """Two jobs must not write to one folder: the second would only fail, hours later perhaps."""
+def _refuse_local_files(run: RunSpec) -> None:
+    """What only this machine has is not there when the job runs. Raises `UserError`."""
+    for name in ("config", "dataset_name", "model_name_or_path", "deepspeed", "resume_from_checkpoint"):
+        value = run[name] if run.explicit(name) else None
+        if (
+            not isinstance(value, str) or SCRIPT.parents[1].joinpath(value).is_file()
+        ):  # a file of the checkout goes along
+            continue
+        if value.startswith((".", "/", "~")) or Path(value).exists():
+            fixes = {"dataset_name": "--data with an asset or uri", "config": "its settings as flags after --"}
+            fix = fixes.get(name, "a name on the Hub")
+            raise mistake(name, f"{value} is on this machine only", fix, run.setting(name).source)
+
+
+def _refuse_while_in_use(folder: Path) -> None:
+    """Two runs must not write to one folder: the second would only fail, hours later perhaps. Raises `UserError`."""
+    if local_job.running(folder / LOCAL_LOG):
+        fix = f"another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
+        raise mistake("output_dir", f"another run is writing to {folder}", fix)
     earlier = noted(folder)
     if earlier and earlier.target == "slurm" and slurm_job.going_on(slurm_job.state(earlier.job)):
         what = f"job {earlier.job}, which is still to end, writes to {folder}"
@@ -232,7 +263,8 @@ def _job(
     elsewhere: frozenset[str] | None = None,
 ) -> Job:
     """The checked job. Raises `UserError` with every error; advice is printed."""
-    run = _resolved(options, argv, hardware, processes_per_node, elsewhere)
+    words = ["--recipe", options.recipe, *argv] if options.recipe else list(argv)
+    run = _resolved(options, words, hardware, processes_per_node, elsewhere)
     _print(require_legal(run))
     return job_of(run, options.nodes, processes_per_node, argv)
 
@@ -244,11 +276,9 @@ def _resolved(
     processes_per_node: int,
     elsewhere: frozenset[str] | None,
 ) -> RunSpec:
-    from recipes.catalog import RECIPES
-
-    recipe = RECIPES.get(options.recipe, RECIPES["standard"])()
+    recipe = resolve(argv, hardware=hardware).recipe  # --recipe's, or that of --config's file
     return resolve(
-        ["--recipe", options.recipe, *argv],
+        argv,
         world_size=options.nodes * processes_per_node,
         local_world_size=processes_per_node,
         hardware=hardware,
@@ -269,7 +299,10 @@ def _show(text: str, file: str | None) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        with Path(file).open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
+            stream.write(text)
+    except FileExistsError:
+        raise mistake("output", f"{file} exists already", "another name") from None
     except OSError as error:
         raise mistake("output", f"{file} cannot be written: {error.strerror}", "a file in a folder that can") from None
     print(f"written to {file}")

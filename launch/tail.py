@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sys
@@ -9,28 +10,38 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from recipes.errors import mistake
 
-def follow(log: Path, ended: Callable[[], bool], start: int = 0, seconds: float = 0.2) -> None:
-    """Copy the log to stdout from byte `start`, and what is added, until the run has ended. It may not exist yet."""
+
+def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: float = 0.2) -> None:
+    """Copy the log to stdout from byte `start`, and what is added, until the run has ended. It may not exist yet.
+
+    Whether it has ended is asked every `ask_every` seconds; the log is looked at more often.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may come in two parts
+    asked, done = float("-inf"), False
     while True:
-        done = ended()  # asked before reading, so that its last words are read
-        start += _copy(log, start)
+        now = time.monotonic()
+        if now - asked >= ask_every:
+            asked, done = now, ended()  # asked before reading, so that its last words are read
+        added = _after(log, start)
+        start += len(added)
+        sys.stdout.write(decoder.decode(added, final=done))
+        sys.stdout.flush()
         if done:
             return
-        time.sleep(seconds)
+        time.sleep(min(0.2, ask_every))
 
 
-def _copy(log: Path, start: int) -> int:
-    """Copy what stands after `start`. Returns how many bytes that were."""
+def _after(log: Path, start: int) -> bytes:
     try:
         with log.open("rb") as stream:
             stream.seek(start)
-            text = stream.read()
+            return stream.read()
     except FileNotFoundError:
-        return 0
-    sys.stdout.write(text.decode(errors="replace"))
-    sys.stdout.flush()
-    return len(text)
+        return b""
+    except OSError as error:
+        raise mistake("logs", f"{log} cannot be read: {error.strerror}", "a log that can") from None
 
 
 def last_words(log: Path, longest: int = 80) -> str:

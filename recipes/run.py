@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from recipes import catalog, legal, moved
@@ -278,7 +279,10 @@ def _accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> 
         if old_name != name and old_name in values:
             problems.append(Problem(name, f"is the new name of {old_name}, and both are given", "write one", source))
         try:
-            accepted[old_name] = Setting(coerce(value, known), source)
+            value = coerce(value, known)
+            if old_name == "output_dir" and value:  # TrainingArguments would, and nobody else
+                value = str(Path(value).expanduser())
+            accepted[old_name] = Setting(value, source)
         except ValueError as error:
             problems.append(Problem(name, str(error), _expected(known), source))
     return accepted

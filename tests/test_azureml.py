@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from launch import azure_job, azure_workspace
+from launch.azure_check import training_in
 from launch.azure_job import Azure
 from launch.cli import main
 from launch.job import job_of
@@ -121,6 +122,20 @@ def test_arguments_arrive_as_they_were_typed(rendered, tmp_path):
     assert words[2 : 2 + len(HOSTILE)] == HOSTILE
 
 
+def test_the_check_reads_a_command_as_bash_does():
+    content = yaml.safe_load(azure_job.render(job(argv=HOSTILE), Azure(compute="c")))
+    assert training_in(content).flags[2 : 2 + len(HOSTILE)] == HOSTILE
+
+
+def test_another_run_has_another_place_for_its_checkpoints():
+    def place(*argv, **named):
+        return azure_job.output_of(job(argv=argv), Azure(compute="c", **named))
+
+    assert place("--seed", "1") == place("--seed", "1") != place("--seed", "2")
+    assert place(data="azureml:a:1") != place(data="azureml:b:1")
+    assert place("--seed", "1", job_name="mine") == place("--seed", "2", job_name="mine")
+
+
 def test_a_job_of_two_nodes_with_two_processes_each_trains_as_one_world(rendered, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--max_steps", "2", "--report_to", "none"]
     body = sent(rendered(azure_job.render(job(nodes=2, processes=2, argv=flags), Azure(compute="c"))))
@@ -165,6 +180,14 @@ def test_the_environment_pins_what_ci_tests():
         ("--compute c --environment two&words", "azureml:NAME:VERSION"),
         ("--compute c --workspace_name lab", "--subscription_id"),
         ("--compute c --dry_run --output elsewhere.yaml", "azureml/mine.yaml"),
+        (f"--compute c --dry_run --output {FOLDER}/fast.yaml", "another name"),
+        ("--compute c --data here.jsonl", "azureml:NAME:VERSION"),
+        ("--compute c --output_uri ./here", "azureml://datastores"),
+        ("--compute c -- --dataset_name ./here.jsonl", "--data with an asset or uri"),
+        ("--compute c -- --model_name_or_path ~/model", "on this machine only"),
+        ("--compute c --data azureml:d:1 -- --dataset_name x/y", "given twice"),
+        ("--compute c -- --fresh", "--output_uri"),
+        ("--compute c -- --run_name AccountKey=abcdefghijklmnopqrstuvwxyz==", "looks like a secret"),
     ],
 )
 def test_a_mistake_is_one_line(words, advice, capsys):
@@ -210,7 +233,7 @@ def changed(path: str, value: object) -> str:
         ("command", "cat ${{inputs.data}}", "command", "inputs.data is not defined"),
         ("type", "comand", "azureml", "Unsupported job type"),
         ("inputs.data", {"type": "uri_fodler", "path": "azureml:a:1"}, "inputs.data.type", "uri_file, uri_folder"),
-        ("outputs.run.mode", "rw", "outputs.run.mode", "'rw_mount'"),
+        ("outputs.run.mode", "rw", "outputs.run.mode", "rw_mount"),
         ("queue_settings", {"job_tier": "cheap"}, "queue_settings.job_tier", "none of spot, basic"),
         ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "Can't find"),
         ("environment", {"image": "a", "build": {"path": "environment"}}, "environment", "not both"),
@@ -237,6 +260,15 @@ def test_a_shipped_job_and_the_training_in_it_are_legal(recipe, capsys):
         ("fast.yaml ", "single.yaml ", "single.yaml"),
         ("launch/train.py", "my_own.py", "starts no launch/train.py"),
         ("type: command", "type: [", "not valid YAML"),
+        (
+            "--report_to mlflow \\",
+            "--report_to mlflow",
+            "--output_dir ${{outputs.run}}",
+        ),  # a line's end ends the command
+        ("processes_per_node: 4", "processes_per_node: '3'", "global_batch_size"),
+        ("processes_per_node: 4", "processes_per_node: 0", "1 or more"),
+        ("mode: rw_mount", "mode: upload", "rw_mount"),
+        ("type: command", "type: command\nx: &x [*x]", "Unknown field"),
     ],
 )
 def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys):

@@ -14,9 +14,10 @@ from launch import record, submission
 from launch.cli import main
 from launch.local_job import running
 from launch.submission import Submission
-from launch.tail import last_words
+from launch.tail import follow, last_words
 from tests.running import model_flags, read_record, train_here
 
+NOTE = '{"target": "%s", "title": "a", "log": %s}'
 RECIPES = [sys.executable, "-m", "launch"]
 
 
@@ -97,7 +98,10 @@ def test_without_a_run_it_says_so(command, tmp_path, capsys):
     assert "no run was submitted" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"target": "local"}', '{"target": 1, "more": 2}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"target": "local"}', '{"target": 1, "more": 2}', NOTE % ("mars", '"x"'), NOTE % ("local", "5")],
+)
 def test_a_damaged_note_is_no_note(text, tmp_path):
     (tmp_path / submission.NAME).write_text(text)
     assert submission.noted(tmp_path) is None
@@ -107,6 +111,27 @@ def test_a_note_comes_back_as_it_was(tmp_path):
     note = Submission("slurm", "a title", "/logs/a.log", "7")
     submission.note(tmp_path, note)
     assert submission.noted(tmp_path) == note
+
+
+def test_a_submission_that_failed_at_its_start_is_not_the_run_before_it(tmp_path, capsys):
+    record.write(tmp_path / "run", {"status": "finished", "ended": "2026-01-01T00:00:00+0000"})
+    later = {"submitted": "2026-01-02T00:00:00+0000", "exit_code": 1}
+    submission.note(tmp_path / "run", Submission("local", "a title", str(tmp_path / "log"), **later))
+    assert "failed before it trained" in status(tmp_path, capsys)
+
+
+def test_a_log_is_followed_through_a_character_that_comes_in_two_parts(tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_bytes("é".encode()[:1])
+    answers = iter([False, True])
+
+    def ended():
+        if done := next(answers):
+            log.write_bytes("é".encode())
+        return done
+
+    follow(log, ended, ask_every=0)
+    assert capsys.readouterr().out == "é"
 
 
 @pytest.mark.parametrize(

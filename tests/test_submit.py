@@ -119,6 +119,9 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
         ("submit slurm --job_name $HOME", "letters, digits"),
         ("submit slurm --dry_run -- --hub_token abc", "hf auth login"),
         ("submit local --output job.sh", "--dry_run"),
+        ("submit slurm -- --fresh", "another --output_dir"),
+        ("submit slurm --job_name a/b", "letters, digits"),
+        ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
         ("submit local --dry_run --output /nowhere/job.sh", "a folder that can"),
     ],
 )
@@ -133,6 +136,18 @@ def test_a_mistake_is_one_line_and_nothing_is_sent(words, advice, capsys, monkey
 def test_what_looks_like_a_secret_is_never_written_into_a_job(secret):
     with pytest.raises(UserError, match="others can read it"):
         job(argv=("--run_name", secret) if not secret.startswith("--") else (secret,))
+
+
+def test_a_configuration_names_its_recipe(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("recipe: memory\n")
+    assert main(["submit", "local", "--dry_run", "--", "--config", str(tmp_path / "mine.yaml")]) == 0
+    script = capsys.readouterr().out
+    assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
+
+
+def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert job(argv=("--output_dir", "~/run")).folder == tmp_path / "run"
 
 
 def test_without_sbatch_it_says_where_there_is_one(capsys, monkeypatch):

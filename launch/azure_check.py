@@ -149,8 +149,8 @@ _PLAIN = {ord(quoted): chr(char) for char, quoted in _QUOTED.items()}
 
 def _commands(text: str) -> list[list[str]]:
     """The words of each simple command, which ends as in bash: at a line's end, or at an operator."""
-    # Between single quotes all stands for itself; elsewhere a backslash goes on with the next line.
-    text = re.sub(r"('[^']*')|\\\n", lambda found: found[1].translate(_QUOTED) if found[1] else " ", text)
+    # Between quotes all stands for itself; elsewhere a backslash goes on with the next line.
+    text = re.sub(r"('[^']*'|\"[^\"]*\")|\\\n", lambda found: found[1].translate(_QUOTED) if found[1] else " ", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     commands: list[list[str]] = [[]]

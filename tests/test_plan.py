@@ -42,9 +42,8 @@ def run_of(recipe="standard", *argv, world=1, hardware=V100):
 def test_published_readings_of_bert_large_are_met_within_six_percent(reading, batch, accumulation, flags):
     config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
     run = run_of("standard", *flags.split(), "--task", "sequence_classification", "--optim", "adamw_torch_fused")
-    case = Case(batch, 512, "sequence_classification", attention="eager")
-    case = Case(**{**vars(case), "autocast": "float16" if run["fp16"] else None})
-    case = Case(**{**vars(case), "checkpointing": run["gradient_checkpointing"]})
+    mixed = {"autocast": "float16" if run["fp16"] else None, "checkpointing": run["gradient_checkpointing"]}
+    case = Case(batch, 512, run["task"], attention="eager", **mixed)
     kept = max(accumulation, 2)  # gradients are there from the start, as zero_grad left them
     needed = need(run, weigh(config, run["task"]), trace(config, case), kept, context=1343 * MIB)
     assert needed.gpu.total / MIB == pytest.approx(reading, rel=0.06)

@@ -13,8 +13,8 @@ from recipes.catalog import RECIPES
 from recipes.check import require_legal
 from recipes.engine import shipped
 from recipes.errors import UserError, mistake
+from recipes.footprint import Components, Weights, need, weight_bytes
 from recipes.hardware import Gpu, Hardware
-from recipes.memory import Components, Weights, need, weight_bytes
 from recipes.run import RunSpec, resolve
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from recipes.memory import Weights
+from recipes.footprint import Weights
 from recipes.quiet import silence
 
 ALLOCATION_BYTES = 512  # what CUDA's caching allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp

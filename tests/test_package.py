@@ -8,6 +8,7 @@ import zipfile
 import pytest
 import yaml
 
+import recipes
 from recipes.engine import shipped
 from tests.running import ROOT
 
@@ -63,6 +64,11 @@ def test_nothing_in_launch_bears_the_name_of_a_library():
         *sys.stdlib_module_names,
     }
     assert not libraries & {path.stem for path in (ROOT / "launch").iterdir()}
+
+
+def test_no_module_of_recipes_bears_the_name_of_what_it_exports():
+    """Importing `recipes.memory` would put the module where the recipe was."""
+    assert not set(recipes.__all__) & {path.stem for path in (ROOT / "recipes").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["single", "standard", "fast", "memory", "memory_zero3", "fsdp2"])

@@ -13,8 +13,8 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3
 from launch.cli import main
 from recipes import plan_memory
 from recipes.catalog import RECIPES
+from recipes.footprint import Components, need
 from recipes.hardware import Gpu, Hardware
-from recipes.memory import Components, need
 from recipes.run import resolve
 from recipes.trace import SHALLOW, Case, LiveBytes, at_batch, layers_are_equal, of_depth, trace, weigh, with_layers
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 _CODE = """\
+import os
 import time
 
 from transformers import LlamaForCausalLM
@@ -14,15 +15,16 @@ from transformers import LlamaForCausalLM
 
 class SlowLlamaForCausalLM(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        time.sleep({seconds})
+        if int(os.environ.get("SLURM_RESTART_COUNT", 0)) < {restarts}:
+            time.sleep({seconds})
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
 """
 
 
-def write_slow_model(folder: Path, tiny_model: Path, seconds: float) -> list[str]:
-    """The tiny model with a pause in it. Returns the flags that load it."""
+def write_slow_model(folder: Path, tiny_model: Path, seconds: float, restarts: int = 100) -> list[str]:
+    """The tiny model with a pause in it, until Slurm has requeued it `restarts` times. Returns the flags to load it."""
     shutil.copytree(tiny_model, folder)
-    (folder / "modeling_slow.py").write_text(_CODE.format(seconds=seconds))
+    (folder / "modeling_slow.py").write_text(_CODE.format(seconds=seconds, restarts=restarts))
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_slow.SlowLlamaForCausalLM"}}
     (folder / "config.json").write_text(json.dumps(config))

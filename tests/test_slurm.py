@@ -96,15 +96,15 @@ def test_a_preempted_run_is_requeued_and_ends_as_if_it_had_not_been(cluster, slo
 
 
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
-    # Slurm's shortest limit is a minute, in which a start and at most 23 steps of two seconds fit.
-    model = write_slow_model(tmp_path / "slow", tiny_model, 1.0)
-    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "48", "--output_dir", str(tmp_path / "run")]
+    # Slurm's shortest limit is a minute, in which at most 9 steps of six seconds fit; the third start is quick.
+    model = write_slow_model(tmp_path / "slow", tiny_model, 3.0, restarts=2)
+    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "20", "--output_dir", str(tmp_path / "run")]
     job, _ = submit(
         cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "5", "--max_restarts", "20", "--", *flags
     )
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500) == "COMPLETED", log(tmp_path)
     assert log(tmp_path).count("requeued, restart") >= 2
-    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "48")
+    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "20")
     assert losses(finished(tmp_path)) == pytest.approx(losses(whole), rel=1e-4)
 
 

@@ -31,13 +31,25 @@ _OPTIMIZER_BYTES = {
 }  # fmt: skip
 
 
+# Bytes of a parameter in 4 bits: half a byte, and an fp32 scale a block of 64, which nested quantisation keeps in 8
+# bits, with an fp32 scale a block of 256 of them. bitsandbytes/functional.py, quantize_4bit.
+_NF4, _NF4_NESTED = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of a model: all, those of its embeddings, and those of its largest layer; and bytes of its buffers."""
+    """Counts of a model's parameters, and the bytes of its buffers.
+
+    All; those that are trained, and of these the ones in embeddings; those in 4 bits; those of the largest layer; those
+    in no layer: embeddings and the head.
+    """
 
     total: int
-    embedding: int = 0
+    trained: int
+    in_4_bits: int = 0
+    trained_embedding: int = 0
     largest_layer: int = 0
+    outside_layers: int = 0
     buffer_bytes: int = 0
 
 
@@ -91,28 +103,56 @@ def need(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, cont
 
 
 def weight_bytes(run: RunSpec) -> int:
-    """Bytes of a parameter as the GPU computes with it: DeepSpeed casts the model to 16 bits, autocast does not."""
-    if run.engine.kind == "deepspeed" and (run["bf16"] or run["fp16"]):
+    """Bytes of a parameter as the GPU computes with it: DeepSpeed and FSDP2 cast it to 16 bits, autocast does not."""
+    if run.engine.kind in ("deepspeed", "fsdp") and (run["bf16"] or run["fp16"]):
         return HALF
     return FP32 if run["dtype"] == "float32" else HALF
 
 
+def _stored_bytes(run: RunSpec, weights: Weights) -> float:
+    """The whole model, in the types it is kept in between steps."""
+    if run.engine.kind == "fsdp":  # accelerate shards fp32 parameters, and gathers them in 16 bits
+        return weights.total * FP32
+    packed = weights.in_4_bits * (_NF4_NESTED if run["use_bnb_nested_quant"] else _NF4)
+    trained = weights.trained * _trained_bytes(run)
+    width = FP32 if weights.in_4_bits and run.engine.kind != "deepspeed" else weight_bytes(run)  # peft casts the rest
+    return packed + trained + (weights.total - weights.in_4_bits - weights.trained) * width
+
+
+def _trained_bytes(run: RunSpec) -> int:
+    """Bytes of a trained parameter and of its gradient; adapters are fp32 in any case, except in DeepSpeed."""
+    if run.engine.kind == "fsdp" or (run["use_peft"] and run.engine.kind != "deepspeed"):
+        return FP32
+    return weight_bytes(run)
+
+
+def _shards(run: RunSpec, from_stage: int) -> int:
+    """Over how many GPUs ZeRO of this stage, or FSDP2, spreads a state."""
+    sharded = run.engine.kind == "fsdp" or (run.engine.kind == "deepspeed" and run.engine.zero_stage >= from_stage)
+    return run.world_size if sharded else 1
+
+
 def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
+    stored = _stored_bytes(run, weights) / _shards(run, 3)
+    if run.engine.kind == "fsdp":  # beside the shards: what is in no layer, the running layer and the one fetched ahead
+        gathered = min(weights.total, weights.outside_layers + 2 * weights.largest_layer)
+        return round(stored + gathered * weight_bytes(run))
     if run.engine.zero_stage < 3:
-        return weights.total * weight_bytes(run)
+        return round(stored)
     gathered = min(weights.total, MAX_LIVE_PARAMETERS)  # what ZeRO-3 has fetched and not yet let go
-    own = 0 if run.engine.offload_param != "none" else weights.total // run.world_size
-    return (gathered + own) * weight_bytes(run)
+    own = 0 if run.engine.offload_param != "none" else stored
+    return round(gathered * weight_bytes(run) + own)
 
 
 def _gradient_bytes(run: RunSpec, weights: Weights) -> int:
     """Gradients that stay from one micro-batch to the next."""
+    if run.engine.kind == "fsdp":  # shards, and the whole ones of what is in no layer until they are scattered
+        return weights.trained * FP32 // _shards(run, 2) + weights.outside_layers * weight_bytes(run)
     if run.engine.kind != "deepspeed":
-        return weights.total * weight_bytes(run)
+        return weights.trained * _trained_bytes(run)
     if run.engine.offload_optimizer != "none":  # they go to the host
         return 0
-    shards = run.world_size if run.engine.zero_stage >= 2 else 1
-    return weights.total * FP32 // shards
+    return weights.trained * FP32 // _shards(run, 2)
 
 
 def _optimizer_bytes(run: RunSpec, weights: Weights) -> int:
@@ -121,25 +161,28 @@ def _optimizer_bytes(run: RunSpec, weights: Weights) -> int:
     names = sorted((name for name in _OPTIMIZER_BYTES if run["optim"].startswith(name)), key=len)
     moments = _OPTIMIZER_BYTES[names[-1]] if names else 2 * FP32
     if run.engine.kind == "deepspeed":  # and the fp32 parameters that the 16-bit ones are copied from
-        return round(weights.total * (FP32 + moments) / (run.world_size if run.engine.zero_stage else 1))
+        return round(weights.trained * (FP32 + moments) / _shards(run, 1))
     if moments in (2 * FP32, FP32):
-        return round(weights.total * moments * weight_bytes(run) / FP32)  # moments have their parameter's dtype
-    in_fp32 = weights.embedding  # Trainer keeps embeddings' moments in 32 bits
-    return round((weights.total - in_fp32) * moments + in_fp32 * 2 * FP32)
+        of_its_width = moments * _trained_bytes(run) / FP32  # moments have their parameter's dtype
+        return round(weights.trained * of_its_width / _shards(run, 1))
+    in_fp32 = weights.trained_embedding  # Trainer keeps embeddings' moments in 32 bits
+    return round(((weights.trained - in_fp32) * moments + in_fp32 * 2 * FP32) / _shards(run, 1))
 
 
 def _step_bytes(run: RunSpec, weights: Weights) -> int:
     """What the update itself takes for a moment: torch's foreach AdamW makes one temporary for each parameter."""
     foreach = run["optim"] == "adamw_torch" and run.engine.kind != "deepspeed"
-    return weights.total * weight_bytes(run) if foreach else 0
+    return weights.trained * _trained_bytes(run) // _shards(run, 1) if foreach else 0
 
 
 def _communication_bytes(run: RunSpec, weights: Weights) -> int:
     if run.engine.kind == "deepspeed":
         return REDUCE_BUCKET * weight_bytes(run)
+    if run.engine.kind == "fsdp":
+        return 2 * weights.largest_layer * weight_bytes(run)  # a layer's whole gradient, and the buffer it is sent from
     if run.engine.kind == "single" or run.world_size == 1 or run["gradient_as_bucket_view"]:
         return 0
-    return weights.total * weight_bytes(run)  # DDP's buckets beside the gradients
+    return weights.trained * _trained_bytes(run)  # DDP's buckets beside the gradients
 
 
 # --- In host RAM -----------------------------------------------------------------------------------------------------
@@ -151,8 +194,10 @@ def _host_bytes(run: RunSpec, weights: Weights) -> int:
     An offloaded parameter takes 18 bytes: fp32 copy, gradient and two moments, and 16 bits to copy it back from
     (deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    loading = weights.total * FP32 * run.local_world_size
+    loaded_by = 1 if run.engine.kind == "fsdp" else run.local_world_size  # cpu_ram_efficient_loading: rank 0 alone
+    width = FP32 if run["dtype"] == "float32" else HALF
+    loading = (_stored_bytes(run, weights) if weights.in_4_bits else weights.total * width) * loaded_by
     share = run.local_world_size / run.world_size
-    states = 18 * weights.total * share if run.engine.offload_optimizer != "none" else 0
+    states = 18 * weights.trained * share if run.engine.offload_optimizer != "none" else 0
     parameters = HALF * weights.total * share if run.engine.offload_param != "none" else 0
     return round(max(loading, states + parameters))

@@ -1,6 +1,9 @@
 """The planner against published readings, against whole steps on tensors without data, and against itself."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,17 +11,42 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from launch.cli import main
 from recipes import plan_memory
 from recipes.catalog import RECIPES
+from recipes.engine import shipped
+from recipes.estimate import Estimator
 from recipes.footprint import Components, need
 from recipes.hardware import Gpu, Hardware
 from recipes.run import resolve
-from recipes.trace import SHALLOW, Case, LiveBytes, at_batch, layers_are_equal, of_depth, trace, weigh, with_layers
+from recipes.trace import (
+    SHALLOW,
+    Adapters,
+    Case,
+    LiveBytes,
+    at_batch,
+    layers_are_equal,
+    of_depth,
+    trace,
+    weigh,
+    with_layers,
+)
+from tests.resident import CASES
+from tests.running import ROOT
 
 MIB = 2**20
+shipped_fsdp2 = str(shipped("fsdp2.yaml"))
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
 
 
@@ -49,14 +77,14 @@ def test_published_readings_of_bert_large_are_met_within_six_percent(reading, ba
     assert needed.gpu.total / MIB == pytest.approx(reading, rel=0.06)
 
 
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHAPE["vocab_size"] = 1000
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
 SMALL = {
     "gpt2": GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=1000),
-    "llama": LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000
-    ),
-    "qwen2": Qwen2Config(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, vocab_size=1000
-    ),
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
 }
 
 
@@ -69,7 +97,7 @@ def two_whole_steps(config, case: Case, accumulation: int) -> int:
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         live = LiveBytes()
         inputs = tracing._inputs(config, case)
-        with tracing._CudaAutocast(), live:
+        with tracing._Operations(), live:
             for tensor in [*model.parameters(), *model.buffers()]:
                 live._count(tensor)
             for _ in range(2):
@@ -113,6 +141,85 @@ def test_two_shallow_models_tell_a_deep_one(name, case):
     for part in ((0, 1), (2,), (0, 1, 2)):  # without gradients, gradients alone, all
         fullest = [max(sum(moment[at] for at in part) for moment in one.moments) for one in (told, real)]
         assert fullest[0] == pytest.approx(fullest[1], rel=1e-3)
+
+
+# --- Adapters and shards ---------------------------------------------------------------------------------------------
+
+
+def need_of(config, flags: str, engine: str | None = None, world: int = 1):
+    run = resolve(
+        ["--recipe", "standard", "--max_length", "64", *flags.split()],
+        world_size=world,
+        hardware=V100,
+        accelerate_config=engine,
+        environment={},
+        demonstrate=False,
+        elsewhere=frozenset(),
+    )
+    found, traced = Estimator(config).need(run, 4)
+    assert traced
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_adapters_train_what_peft_makes_trainable(name):
+    import peft
+
+    model = AutoModelForCausalLM.from_config(SMALL[name])
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    found = need_of(SMALL[name], "--use_peft true --lora_r 8 --bf16 true").gpu
+    assert found.parameters == 4 * total
+    assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_weights_in_4_bits_take_what_bitsandbytes_makes_of_them(name, tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    AutoModelForCausalLM.from_config(SMALL[name]).save_pretrained(tmp_path)
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    real = sum(parameter.nbytes for parameter in model.parameters())
+    adapters = need_of(SMALL[name], "--use_peft true --lora_r 8").gpu.optimizer / 2
+    found = need_of(SMALL[name], "--use_peft true --lora_r 8 --load_in_4bit true --use_bnb_nested_quant true").gpu
+    packed = weigh(SMALL[name], "causal_lm", Adapters(8, four_bits="bfloat16")).in_4_bits
+    assert found.parameters - adapters == pytest.approx(real + packed * (1 / 64 + 4 / (64 * 256)), rel=1e-3)
+
+
+@pytest.mark.parametrize("smaller", ["--use_peft true", "--use_peft true --load_in_4bit true"])
+def test_adapters_take_less_than_training_everything(smaller):
+    whole, less = (need_of(SMALL["llama"], flags).gpu for flags in ("", smaller))
+    assert less.total < whole.total
+    assert less.gradients + less.optimizer < 0.2 * (whole.gradients + whole.optimizer)
+
+
+def test_fsdp2_spreads_every_state_and_gathers_layers(tmp_path):
+    deep = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
+    alone, shared = (need_of(deep, "--bf16 true", shipped_fsdp2, world).gpu for world in (1, 8))
+    weights = weigh(deep, "causal_lm")
+    assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
+    gathered = 2 * (weights.outside_layers + 2 * weights.largest_layer)
+    assert shared.parameters == pytest.approx(4 * weights.total / 8 + gathered, rel=0.01)
+
+
+# --- Real memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resident():
+    words = [sys.executable, "-m", "tests.resident", "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+@pytest.mark.parametrize("case", CASES)
+def test_two_real_steps_have_resident_what_was_planned(case, resident):
+    row = resident[case]
+    assert row["predicted_bytes"] == pytest.approx(row["resident_bytes"], rel=0.05)
 
 
 # --- The plan --------------------------------------------------------------------------------------------------------
@@ -179,10 +286,21 @@ def test_eight_billion_in_sixteen_bits_on_48_gb_need_offload():
     assert offload.recommended == "memory"
 
 
+class LooksAtItsDataConfig(LlamaConfig):
+    model_type = "looks_at_its_data"
+
+
+class LooksAtItsData(LlamaForCausalLM):
+    config_class = LooksAtItsDataConfig
+
+    def forward(self, input_ids=None, **others):
+        return super().forward(input_ids[:, : input_ids.max().item() + 1], **others)
+
+
 def test_a_model_that_cannot_be_traced_is_estimated_and_said_so(tmp_path, capsys):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=1000, **experts)
-    config.save_pretrained(tmp_path)
+    AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
+    AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
+    LooksAtItsDataConfig(**SHAPE).save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--gpu", "A100 80GB", "--recipe", "standard"]) == 0
     assert "cannot be traced" in capsys.readouterr().out
 
@@ -225,7 +343,6 @@ def test_json_holds_bytes_and_whole_numbers_only(folder, capsys):
         ("--model nowhere/at/all --gpu H100", "a Hub id, a folder, a config.json or 7B"),
         ("--model 7B --gpu H100 --recipe fats", "fast"),
         ("--model 7B --gpu H100 --lerning_rate 1", "--learning_rate"),
-        ("--model 7B --gpu H100 --use_peft true", "an upper bound"),
         ("--model 7B --gpu H100 --num_processes 3 --nodes 2", "a multiple"),
         ("--model 7B --gpu H100 --num_processes 3 --global_batch_size 16", "15 or 18"),
     ],

@@ -1,0 +1,177 @@
+"""A Hugging Face model, and what its micro-batches keep in memory: traced where it can be, else from its shape."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.errors import mistake
+from recipes.footprint import Need, Weights, need, weight_bytes
+from recipes.run import RunSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from recipes.trace import Adapters, Case, Traced
+
+
+class Estimator:
+    """What micro-batches of one model keep. Each trace is made once: two micro-batches tell every other."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+        self._weights: dict[tuple[str, Adapters | None], Weights] = {}
+        self._traced: dict[Case, Traced] = {}
+        self._equal: dict[tuple[str, Adapters | None], bool] = {}
+        self._untraceable = False
+
+    def need(self, run: RunSpec, micro: int) -> tuple[Need, bool]:
+        """What the run keeps at this micro-batch and its global batch, and whether a trace says so.
+
+        Raises `UserError` for adapters that this model cannot have.
+        """
+        accumulation = run.batch.micro * run.batch.accumulation // micro
+        micro_batch, was_traced = self.traced(run, micro)
+        return need(run, self.weights(run), micro_batch, accumulation=accumulation), was_traced
+
+    def weights(self, run: RunSpec) -> Weights:
+        from recipes.trace import weigh
+
+        key = (run["task"], _adapters(run))
+        if key not in self._weights:
+            try:
+                self._weights[key] = weigh(self.config, *key)
+            except (ImportError, ValueError) as error:  # peft's refusals
+                if key[1] is None:
+                    raise
+                raise mistake("use_peft", str(error).partition("\n")[0], "other adapters, or none") from None
+        return self._weights[key]
+
+    def length(self, run: RunSpec) -> int:
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
+
+    def traced(self, run: RunSpec, micro: int) -> tuple[Traced, bool]:
+        """What a micro-batch keeps, and whether a trace says so."""
+        from recipes.trace import at_batch
+
+        if self._untraceable:
+            return self._closed_form(run, micro), False
+        try:
+            if micro == 1:  # one sequence runs other operations than two
+                return self._trace(run, 1), True
+            two, three = self._trace(run, 2), self._trace(run, 3)
+        except Exception:  # a model's own code may fail in any way on tensors without data
+            self._untraceable = True
+            return self._closed_form(run, micro), False
+        try:
+            return at_batch(two, three, micro), True
+        except ValueError:
+            return self._trace(run, micro), True
+
+    def _trace(self, run: RunSpec, micro: int) -> Traced:
+        from recipes.trace import ATTENTION, Case, trace
+
+        half = weight_bytes(run) == 2
+        mixed = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
+        case = Case(
+            batch=micro,
+            length=self.length(run),
+            task=run["task"],
+            dtype="bfloat16" if half else "float32",
+            autocast=None if run.engine.kind == "deepspeed" else mixed,  # DeepSpeed casts the model instead
+            checkpointing=bool(run["gradient_checkpointing"]),
+            mask=not run["packing"],
+            adapters=_adapters(run),
+            on_cuda=run.hardware.cuda,
+            attention=ATTENTION if run.hardware.cuda else "sdpa",
+        )
+        if case not in self._traced:
+            self._traced[case] = self._of_equal_layers(run, case) or trace(self.config, case)
+        return self._traced[case]
+
+    def _of_equal_layers(self, run: RunSpec, case: Case) -> Traced | None:
+        """The trace of a deep model from two shallow ones, where that is one; seconds instead of minutes."""
+        from recipes.trace import SHALLOW, layers_are_equal, of_depth, trace, with_layers
+
+        key = (case.task, case.adapters)
+        if key not in self._equal:
+            self._equal[key] = layers_are_equal(self.config, self.weights(run), *key)
+        if not self._equal[key]:
+            return None
+        shallow, deeper = (trace(with_layers(self.config, count), case) for count in (SHALLOW, SHALLOW + 1))
+        try:
+            return of_depth(shallow, deeper, self.config.get_text_config().num_hidden_layers)
+        except ValueError:
+            return None
+
+    def _closed_form(self, run: RunSpec, micro: int) -> Traced:
+        """82 bytes for each unit of width, token and layer, 12 for each logit, and autocast's copies of the weights.
+
+        The most that traces of Llama, GPT-2 and Qwen models come to in mixed precision. Checkpointed, a layer keeps its
+        input, and one layer at a time the rest.
+        """
+        from recipes.trace import Traced
+
+        text = self.config.get_text_config()
+        tokens = micro * self.length(run)
+        layer = 82 * tokens * text.hidden_size
+        layers = text.num_hidden_layers
+        kept = 4 * tokens * text.hidden_size * layers + layer if run["gradient_checkpointing"] else layer * layers
+        copies = 2 * self.weights(run).total if run["bf16"] or run["fp16"] else 0
+        vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
+        return Traced([(kept + copies, 12 * tokens * vocabulary, 0)], forward=1)
+
+
+def _adapters(run: RunSpec) -> Adapters | None:
+    from recipes.trace import Adapters
+
+    if not run["use_peft"]:
+        return None
+    compute = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else "float32"
+    wanted = run["lora_target_modules"]
+    targets = tuple(wanted) if wanted and wanted != ["all-linear"] else "all-linear"
+    return Adapters(run["lora_r"], targets, run["lora_dropout"], compute if run["load_in_4bit"] else None)
+
+
+# --- The model -------------------------------------------------------------------------------------------------------
+
+
+def read_config(model: str) -> Any:
+    """The configuration of a Hub id, a folder, a config.json or a size. Raises `UserError`."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", model, flags=re.I)
+    if size and not Path(model).exists():
+        return _config_of_size(float(size[1]) * (1e9 if size[2].upper() == "B" else 1e6))
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise mistake("model", f"{model} cannot be read: {first}", "a Hub id, a folder, a config.json or 7B") from None
+
+
+def _config_of_size(parameters: float) -> Any:
+    """A Llama of about that many parameters: heads of 128, four times grouped; 128 units of width for each layer.
+
+    Llama 3's shape: 12.5 width^2 parameters a layer, and two tables of 128,256 words.
+    """
+    from transformers import LlamaConfig
+
+    vocabulary = 128_256 if parameters > 2e9 else 32_000
+    width = next(
+        width
+        for width in range(256, 1 << 16, 256)
+        if 12.5 * width**2 * (width // 128) + 2 * vocabulary * width >= parameters
+    )
+    layers = max(1, round((parameters - 2 * vocabulary * width) / (12.5 * width**2)))
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=int(3.5 * width) // 256 * 256,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        num_key_value_heads=max(1, width // 512),
+        vocab_size=vocabulary,
+        max_position_embeddings=131_072,
+    )

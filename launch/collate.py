@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
-from datasets import Dataset
 from jinja2 import TemplateError
 
 from recipes.errors import UserError, mistake
+
+if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are not installed
+    import pyarrow as pa
+    from datasets import Dataset
 
 IGNORED = -100  # the label that cross-entropy skips
 MULTIPLE = 8  # tensor cores want lengths divisible by 8
@@ -217,6 +219,8 @@ class _Packer:
         self.rest = {name: np.empty(0, dtype=np.int32) for name in ("input_ids", "labels")}
 
     def __call__(self, examples: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
         rows = {name: self._cut(name, examples[name]) for name in self.rest}
         teaches = (rows["labels"][:, 1:] != IGNORED).any(axis=1)  # nothing predicts the first label
         return pa.table({name: _list_array(cut[teaches]) for name, cut in rows.items()})
@@ -230,6 +234,8 @@ class _Packer:
 
 
 def _list_array(rows: np.ndarray) -> pa.ListArray:
+    import pyarrow as pa
+
     offsets = np.arange(0, rows.size + 1, rows.shape[1], dtype=np.int32)
     return pa.ListArray.from_arrays(offsets, pa.array(rows.ravel(), type=pa.int32()))
 

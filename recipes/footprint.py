@@ -93,7 +93,10 @@ def need(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, cont
     # else gradients appear one by one while activations go
     moments = ((alive, words, whole if stays else made) for alive, words, made in traced.moments)
     activations, logits, gradients = max(moments, key=sum)
-    in_a_micro_batch = replace(states, activations=activations, logits=logits, gradients=gradients)
+    # Views hold what was reduced: until the last micro-batch is, accumulated gradients lie beside DDP's buckets.
+    beside = whole if viewed and accumulation > 1 else 0
+    full = {"activations": activations, "logits": logits, "gradients": gradients, "buffers": states.buffers + beside}
+    in_a_micro_batch = replace(states, **full)
     in_the_update = replace(states, gradients=whole, optimizer=states.optimizer + _step_bytes(run, weights))
     fullest = max(in_a_micro_batch, in_the_update, key=lambda moment: moment.total)
     return Need(fullest, _host_bytes(run, weights))

@@ -12,22 +12,8 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 
-# Peak dense bf16 FLOP/s without sparsity, from NVIDIA's datasheets of these cards, by words of the device's name: the
-# first entry whose words all occur counts. A card that is not listed, or a slice of one (MIG), gets no MFU.
-PEAK_BF16_FLOPS = {
-    "MIG": None,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A100-SXM4-40GB": 312e12,
-    "A100-SXM4-80GB": 312e12,
-    "A100-PCIE-40GB": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-}
+from recipes.errors import UserError
+from recipes.gpus import find
 
 _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75  # cuda.h, CUdevice_attribute
 _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
@@ -60,9 +46,11 @@ class Hardware:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of one GPU, or None where it is not known."""
-        words = set(self.gpus[0].name.split()) if self.gpus else set()
-        return next((peak for name, peak in PEAK_BF16_FLOPS.items() if set(name.split()) <= words), None)
+        """Peak dense bf16 FLOP/s of one GPU; None for a card that is not listed, a slice of one (MIG), or no bf16."""
+        try:
+            return find(self.gpus[0].name).peak_flops if self.gpus else None
+        except UserError:
+            return None
 
     def __str__(self) -> str:
         if not self.gpus:

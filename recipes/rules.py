@@ -548,8 +548,8 @@ def classification_takes_rows_as_they_are(run):
 
 @rule
 def classification_needs_data(run):
-    """The demonstration's text has no labels."""
-    if run["task"] == "sequence_classification" and run["dataset_name"] is None:
+    """The demonstration's text has no labels; a plan, or a script of one's own, needs no data to be named."""
+    if run["task"] == "sequence_classification" and run["dataset_name"] is None and run.demonstrate:
         yield problem(run, "task", "sequence_classification needs labelled data", "--dataset_name FILE_OR_HUB_ID")
 
 

@@ -126,10 +126,11 @@ def test_bf16_switched_off_is_fp32_where_bf16_is_native():
         ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA L40", None),
-        ("NVIDIA A10G", None),
+        ("NVIDIA L40", 181e12),
+        ("Tesla V100-SXM2-16GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA RTX A1000 Laptop GPU", None),
     ],
 )
-def test_a_peak_is_claimed_only_for_a_card_that_is_listed(name, peak):
+def test_a_peak_is_claimed_only_for_a_whole_card_with_bf16_that_is_listed(name, peak):
     assert Hardware((Gpu(name, (8, 0), 2**30),)).peak_flops == peak

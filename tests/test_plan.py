@@ -28,7 +28,6 @@ from recipes.catalog import RECIPES
 from recipes.engine import shipped
 from recipes.estimate import Estimator
 from recipes.footprint import Components, need
-from recipes.hardware import Gpu, Hardware
 from recipes.run import resolve
 from recipes.trace import (
     SHALLOW,
@@ -42,39 +41,20 @@ from recipes.trace import (
     weigh,
     with_layers,
 )
+from tests.published import BERT_LARGE, MIB, V100, predicted
 from tests.resident import CASES
 from tests.running import ROOT
 
-MIB = 2**20
-shipped_fsdp2 = str(shipped("fsdp2.yaml"))
-V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
+FSDP2 = str(shipped("fsdp2.yaml"))
 
 
 def run_of(recipe="standard", *argv, world=1, hardware=V100):
     return resolve(["--recipe", recipe, *argv], world_size=world, hardware=hardware, environment={}, demonstrate=False)
 
 
-# Hugging Face's guide "Methods and tools for efficient training on a single GPU" (2023): bert-large, 512 tokens, on a
-# V100, and 1343 MiB in use before the model is loaded. Eager attention; zero_grad kept the gradients, and AdamW updated
-# one parameter after the other: transformers and torch of that time.
-@pytest.mark.parametrize(
-    ("reading", "batch", "accumulation", "flags"),
-    [
-        (14949, 4, 1, "--fp16 false"),
-        (8681, 1, 4, "--fp16 false"),
-        (6775, 1, 4, "--fp16 false --gradient_checkpointing true"),
-        (13939, 4, 1, "--fp16 true"),
-        (7275, 1, 4, "--fp16 true --gradient_checkpointing true"),
-    ],
-)
-def test_published_readings_of_bert_large_are_met_within_six_percent(reading, batch, accumulation, flags):
-    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-    run = run_of("standard", *flags.split(), "--task", "sequence_classification", "--optim", "adamw_torch_fused")
-    mixed = {"autocast": "float16" if run["fp16"] else None, "checkpointing": run["gradient_checkpointing"]}
-    case = Case(batch, 512, run["task"], attention="eager", **mixed)
-    kept = max(accumulation, 2)  # gradients are there from the start, as zero_grad left them
-    needed = need(run, weigh(config, run["task"]), trace(config, case), kept, context=1343 * MIB)
-    assert needed.gpu.total / MIB == pytest.approx(reading, rel=0.06)
+@pytest.mark.parametrize("reading", BERT_LARGE, ids=str)
+def test_published_readings_of_bert_large_are_met_within_six_percent(reading):
+    assert predicted(reading).gpu.total / MIB == pytest.approx(reading.mib, rel=0.06)
 
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -197,7 +177,7 @@ def test_adapters_take_less_than_training_everything(smaller):
 
 def test_fsdp2_spreads_every_state_and_gathers_layers(tmp_path):
     deep = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
-    alone, shared = (need_of(deep, "--bf16 true", shipped_fsdp2, world).gpu for world in (1, 8))
+    alone, shared = (need_of(deep, "--bf16 true", FSDP2, world).gpu for world in (1, 8))
     weights = weigh(deep, "causal_lm")
     assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
     gathered = 2 * (weights.outside_layers + 2 * weights.largest_layer)
@@ -303,6 +283,11 @@ def test_a_model_that_cannot_be_traced_is_estimated_and_said_so(tmp_path, capsys
     LooksAtItsDataConfig(**SHAPE).save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), "--gpu", "A100 80GB", "--recipe", "standard"]) == 0
     assert "cannot be traced" in capsys.readouterr().out
+
+
+def test_a_classifier_is_planned_without_data():
+    config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+    assert planned("--task", "sequence_classification", config=config).recommended == "fast"
 
 
 def test_components_sum_to_the_total():

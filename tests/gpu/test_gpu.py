@@ -1,9 +1,13 @@
-"""What only a GPU can show. Skipped without one; `python -m tests.gpu.measure` prints the speed table."""
+"""What only a GPU can show. Skipped without one.
+
+`python -m tests.gpu.measure` prints the table of speeds, `python -m tests.gpu.memory` that of memory.
+"""
 
 import pytest
 import torch
 
 from recipes import hardware
+from tests.gpu import memory
 from tests.running import losses, train_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -30,3 +34,8 @@ def test_eight_bit_adam_trains_on_the_gpu(tiny_model, texts, tmp_path):
     pytest.importorskip("bitsandbytes")
     outcome = train_here(tiny_model, texts, tmp_path, "--optim", "adamw_bnb_8bit", "--max_steps", "6")
     assert outcome.record["status"] == "finished"
+
+
+@pytest.mark.parametrize("case", memory.cases(["0.1B"]), ids=str)
+def test_what_torch_allocates_was_predicted(case):
+    assert abs(memory.error_of(memory.row_of(case))) < 0.1

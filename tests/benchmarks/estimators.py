@@ -1,0 +1,198 @@
+"""What `accelerate estimate-memory`, DeepSpeed's estimators and `plan_memory` say of the same trainings.
+
+    python -m tests.benchmarks.estimators
+
+Prints three markdown tables: the three beside each other, the first and the last beside published readings, and the
+same beside what torch's allocator counts on this machine. Models are made from their configurations: nothing is
+downloaded, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+GIB, MIB = 2**30, 2**20
+LENGTH = 2048
+COUNTED = """\
+`accelerate estimate-memory`: the base model without its head; in fp32 its weights, gradients and Adam's states, in 16
+bits the largest of these alone. No activations, batch, length, sharding, offload or adapters.
+DeepSpeed's estimators: weights, gradients and Adam's states under ZeRO. No activations, batch, length, communication
+buckets or adapters, and nothing without ZeRO; of ZeRO-3's gathered weights the largest layer.
+`recipes plan`: these, activations, logits, buckets and 1.3 GiB for CUDA itself. No fragmentation: a plan fits with 6 %
+to spare.
+GiB on each GPU, then in the RAM of the node where a tool says it; AdamW throughout."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training to be estimated; `flags` are train.py's, beyond recipe, batch and length."""
+
+    model: str
+    recipe: str
+    gpus: int
+    micro: int
+    length: int = LENGTH
+    flags: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        cards = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+        words = [self.recipe, cards, f"b{self.micro} s{self.length}", *(name for name, on in self.flags.items() if on)]
+        return ", ".join(words)
+
+
+CHECKPOINTED = {"gradient_checkpointing": True}
+TRAININGS = (
+    Training("GPT-2", "standard", 1, 8, 1024),
+    Training("1.2B", "standard", 1, 1),
+    Training("1.2B", "standard", 1, 8),
+    Training("1.2B", "standard", 1, 8, flags=CHECKPOINTED),
+    Training("1.2B", "standard", 1, 8, flags={**CHECKPOINTED, "use_peft": True}),
+    Training("8B", "memory", 4, 4),
+    Training("8B", "memory_zero3", 4, 4),
+)
+
+
+def config_of(model: str):
+    from transformers import GPT2Config
+
+    from recipes.plan import read_config
+
+    return GPT2Config() if model == "GPT-2" else read_config(model)
+
+
+# --- What each of them says, in bytes --------------------------------------------------------------------------------
+
+
+def by_accelerate(config, precision: str) -> int:
+    """What `accelerate estimate-memory` prints under "Training using Adam", by its own functions."""
+    from accelerate import init_empty_weights
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+    from transformers import AutoModel
+
+    with init_empty_weights():  # the command makes it from a Hub id in the same way
+        model = AutoModel.from_config(config, dtype="float32")
+    total, _ = calculate_maximum_sizes(model)
+    return max(estimate_training_usage(total, precision).values())
+
+
+def by_deepspeed(config, stage: int, gpus: int) -> tuple[int, int]:
+    """What DeepSpeed's estimators print for a node, everything offloaded: bytes on each GPU, and of the host."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it says what it did not find
+        from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    total, largest = parameters(config)
+    if stage == 2:
+        host, gpu = stage_1_and_2.estimate_zero2_model_states_mem_needs(total, num_gpus_per_node=gpus)
+    else:
+        host, gpu, _ = stage3.estimate_zero3_model_states_mem_needs(total, largest, num_gpus_per_node=gpus)
+    return gpu, host
+
+
+def parameters(config) -> tuple[int, int]:
+    """All, and those of the largest module itself, which is what DeepSpeed calls a layer; it counts on real weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [sum(own.numel() for own in module.parameters(recurse=False)) for module in model.modules()]
+    return sum(parameter.numel() for parameter in model.parameters()), max(layers)
+
+
+def by_us(training: Training):
+    """The one entry of our plan, in bf16 on H100s. Raises `UserError` for what cannot be planned."""
+    from recipes import plan_memory
+
+    batch = {"per_device_train_batch_size": training.micro, "global_batch_size": training.micro * training.gpus}
+    flags = {**batch, "max_length": training.length, **training.flags}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
+    plan = plan_memory(
+        config_of(training.model), recipe=training.recipe, gpu="H100", num_processes=training.gpus, argv=argv
+    )
+    return plan.recipes[0]
+
+
+# --- The tables ------------------------------------------------------------------------------------------------------
+
+
+def compared(training: Training) -> list[str]:
+    """A row of the first table."""
+    from recipes.catalog import RECIPES
+    from recipes.engine import from_yaml, shipped
+    from recipes.errors import UserError
+
+    config = config_of(training.model)
+    stage = from_yaml(shipped(RECIPES[training.recipe]().engine)).zero_stage
+    theirs = [gib(by_accelerate(config, "bfloat16"))]
+    theirs.append("-" if stage == 0 else ", ".join(map(gib, by_deepspeed(config, stage, training.gpus))))
+    try:
+        entry = by_us(training)
+        ours = ", ".join(map(gib, (entry.total_bytes, entry.host_bytes_per_node)))
+    except UserError as error:
+        ours = error.problems[0].what
+    return [f"{training.model}, {training}", *theirs, ours]
+
+
+def published(reading) -> list[str]:
+    """A row of the second: MiB, and how far each is from the reading."""
+    from tests.published import bert_large, predicted
+
+    accelerate = by_accelerate(bert_large(), "float16" if reading.fp16 else "float32")
+    return [str(reading), f"{reading.mib:,}", *beside(reading.mib * MIB, accelerate, predicted(reading).gpu.total)]
+
+
+def measured() -> list[list[str]]:
+    """The third: two optimizer steps of RecipeTrainer as a rank of DDP, each in a process of its own, in fp32."""
+    from tests.gpu import memory
+
+    found = []
+    for micro, accumulation in ((1, 1), (4, 2)):
+        case = memory.Case("llama", "0.05B", "fast", micro, 128, accumulation)
+        row = memory.row_of(case)
+        taken = row["measured"]["allocated"]
+        accelerate = by_accelerate(memory.config_of(case), "float32")
+        found.append([str(case), f"{taken / MIB:,.0f}", *beside(taken, accelerate, memory.without_context(row))])
+    return found
+
+
+def beside(truth: int, *estimates: int) -> list[str]:
+    """Each estimate in MiB, and how far it is above the truth."""
+    return [f"{estimate / MIB:,.0f} ({estimate / truth - 1:+.1%})" for estimate in estimates]
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    from tests.gpu.measure import versions
+    from tests.published import BERT_LARGE
+
+    print(versions())
+    heads = ["bf16 training", "accelerate estimate-memory", "DeepSpeed's estimators", "recipes plan"]
+    print(f"\n{table(heads, [compared(training) for training in TRAININGS])}\n\n{COUNTED}")
+    heads = ["bert-large on a V100, published", "MiB read", "accelerate estimate-memory", "recipes plan"]
+    print(f"\n{table(heads, [published(reading) for reading in BERT_LARGE])}")
+    heads = [
+        "on this CPU, fp32, two steps of one DDP rank",
+        "MiB allocated",
+        "accelerate estimate-memory",
+        "recipes plan",
+    ]
+    print(f"\n{table(heads, measured())}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The benchmarks' own arithmetic, and one of their measurements on this CPU."""
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.benchmarks import estimators, plan_time
+from tests.gpu import memory
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+SMALL = LlamaConfig(**SHAPE, vocab_size=1000)
+LAYER = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+TABLE, NORM, ROTARY = 1000 * 64, 64, 2 * 16
+
+
+@pytest.mark.parametrize(("precision", "for_each"), [("float32", 16), ("bfloat16", 8)])
+def test_accelerate_estimates_the_model_without_its_head(precision, for_each):
+    assert estimators.by_accelerate(SMALL, precision) == for_each * (2 * LAYER + TABLE + NORM + ROTARY)
+
+
+def test_deepspeed_is_told_every_parameter_and_the_largest_module():
+    assert estimators.parameters(SMALL) == (2 * LAYER + 2 * TABLE + NORM, TABLE)
+
+
+def test_deepspeed_estimates_states_only():
+    pytest.importorskip("deepspeed")
+    total = 2 * LAYER + 2 * TABLE + NORM
+    assert estimators.by_deepspeed(SMALL, 2, gpus=4) == (2 * total, 24 * total)
+    assert estimators.by_deepspeed(SMALL, 3, gpus=4) == (4 * TABLE, 27 * total)
+
+
+def test_what_cannot_be_planned_says_why():
+    illegal = estimators.Training("100M", "standard", 1, 1, 64, {"packing": True, "padding_free": True})
+    *_, ours = estimators.compared(illegal)
+    assert "packing" in ours
+
+
+def test_an_estimate_is_shown_beside_the_truth():
+    assert estimators.beside(100 * 2**20, 90 * 2**20, 150 * 2**20) == ["90 (-10.0%)", "150 (+50.0%)"]
+    assert estimators.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def rounds(*seconds, peak=10**9):
+    return [plan_time.Round(2.0, one, one, 10**8, peak) for one in seconds]
+
+
+def test_the_median_round_is_held_against_the_target():
+    assert plan_time.is_met(rounds(1.0, 4.9, 30.0))
+    assert not plan_time.is_met(rounds(1.0, 5.0, 5.1))
+    assert not plan_time.is_met(rounds(1.0, peak=2 * 10**9))
+    assert "plan 4.90 s (median, from 1.00 to 30.00; 4.90 s of CPU)" in plan_time.report(rounds(1.0, 4.9, 30.0))
+
+
+# --- Memory on a GPU -------------------------------------------------------------------------------------------------
+
+
+def test_every_case_is_rehearsed():
+    assert len(memory.cases(["tiny"])) == len(memory.CASES) == len(set(map(str, memory.CASES)))
+    assert {case.size for case in memory.cases(["0.1B", "3B"])} == {"0.1B", "3B"}
+
+
+def row(reserved, **others):
+    components = {"context": 100}
+    found = {"allocated": 1000, "reserved": reserved, "outside_torch": 60}
+    return {"case": "one", "predicted": {"components": components, "total": 1050}, "measured": found, **others}
+
+
+def test_the_context_is_no_allocation():
+    assert memory.error_of(row(1000)) == pytest.approx(-0.05)
+
+
+@pytest.mark.parametrize(("reserved", "held"), [(1053, True), (1054, False)])
+def test_what_was_reserved_has_to_fit_with_the_margin(reserved, held):
+    assert memory.fits(row(reserved)) is held
+
+
+@pytest.mark.parametrize("others", [{"error": "no bitsandbytes"}, {"not_planned": "is not planned yet"}])
+def test_what_went_wrong_is_in_the_row(others):
+    failed = row(1000, **others)
+    del failed["measured" if "error" in others else "predicted"]
+    line = memory.table([row(1000), failed]).splitlines()[-1]
+    assert next(iter(others.values())) in line and line.count("|") == 7
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_lie_beside_the_buckets_that_views_would_spare():
+    found = memory.row_of(memory.Case("llama", "tiny", "fast", 2, 64, accumulation=2))
+    assert memory.error_of(found) == pytest.approx(0, abs=0.01)

@@ -288,3 +288,13 @@ def _config_of_size(parameters: float) -> Any:
         vocab_size=vocabulary,
         max_position_embeddings=131_072,
     )
+
+
+# --- A run that is there ---------------------------------------------------------------------------------------------
+
+
+def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
+    """A run of this model at the largest micro-batch that fits into `usable_bytes`, or `as_it_is`."""
+    _refuse_adapters(run)
+    tracer = _Tracer(config)
+    return _at(run, run.batch.micro, tracer, usable_bytes) if as_it_is else _planned(run, tracer, usable_bytes)

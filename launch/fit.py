@@ -106,16 +106,19 @@ def _start(run: RunSpec) -> tuple[int, int]:
     _require_writable(run)
     own = min((gpu.memory_bytes for gpu in run.hardware.gpus), default=0) or memory.free_ram() // run.local_world_size
     limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else own
-    return limit, _guess(run, limit if run.hardware.cuda else max(1, limit - memory.resident()))
+    if run.batch.micro * run.batch.accumulation == 1:
+        return limit, 1
+    return limit, _guess(run, limit)
 
 
-def _guess(run: RunSpec, usable_bytes: int) -> int:
+def _guess(run: RunSpec, limit: int) -> int:
     """The planner's, or the recipe's own where this training cannot be planned."""
     from launch.model import load_config, load_tokenizer
     from recipes.plan import plan_run
 
+    usable = limit if run.hardware.cuda else limit - memory.resident()  # in RAM the libraries take theirs
     try:
-        return plan_run(run, load_config(run, load_tokenizer(run)), usable_bytes).micro_batch
+        return plan_run(run, load_config(run, load_tokenizer(run)), usable).micro_batch
     except Exception:  # it is only where to begin: what is wrong with the run, the first probe says
         return run.batch.micro
 
@@ -155,7 +158,8 @@ def _probed(run: RunSpec, argv: list[str], world: World, board: Board, size: int
     if not short:
         _require_no_failure(verdicts, size)
     peak = max(verdict["peak_bytes"] or 0 for verdict in verdicts)
-    return {"fits": not short, "peak_bytes": peak, "words": short[0]["words"] if short else ""}
+    ranks = [verdict["kind"] for verdict in verdicts]
+    return {"fits": not short, "peak_bytes": peak, "words": short[0]["words"] if short else "", "ranks": ranks}
 
 
 def _require_no_failure(verdicts: list[dict[str, Any]], size: int) -> None:

@@ -113,8 +113,11 @@ def shortage(error: BaseException) -> Shortage:
     text = f"{error} {error.__cause__ or ''}"
     if _of_gpu(error):
         return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))
-    asked = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
-    return Shortage(int(asked[1] or asked[2]) if asked else None, _free_in_ram())
+    found = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
+    asked, free = int(found[1] or found[2]) if found else None, _free_in_ram()
+    if asked is not None and free is not None and free >= asked:  # what failed has let go of its own since
+        free = None
+    return Shortage(asked, free)
 
 
 def _free_of_gpu(text: str) -> int | None:

@@ -181,7 +181,7 @@ def _when(facts: dict[str, Any]) -> str:
 
 def _memory_lines(run: RunSpec, peak_bytes: int) -> list[str]:
     """The planner's table beside what was measured."""
-    measured = f"measured  {in_words(peak_bytes)} at most"
+    measured = f"measured  {in_words(peak_bytes)} at most until then"
     measured += " (reserved on the GPU)" if run.hardware.cuda else " (the whole process, libraries included)"
     if run["memory_limit"]:
         measured += f", limited to {in_words(round(run['memory_limit'] * 1e9))}"

@@ -13,7 +13,7 @@ from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
 from recipes.errors import Problem, UserError, mistake
-from recipes.run import RunSpec, Setting, nearest, resolve, shown
+from recipes.run import FIT, RunSpec, Setting, nearest, resolve, shown
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     own, passed_on = _at_dashes(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(own)
-    if rest and options.command not in ("check", "plan"):
+    if rest and options.command not in ("check", "plan", "fit"):
         hint = " (train.py's flags come after --)" if options.command == "submit" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
@@ -191,7 +191,8 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
         print(f"{len(errors)} error{'s' * (len(errors) > 1)}: this run would not start.", file=sys.stderr)
         return 2
     world = f"{run.world_size} process{'es' * (run.world_size > 1)}"
-    print(f"legal: {run.recipe.name} on {run.engine.title}, {world}, batch {run.batch}")
+    fitted = f": {run.batch.reason}" if run.batch_source == FIT else ""
+    print(f"legal: {run.recipe.name} on {run.engine.title}, {world}, batch {run.batch}{fitted}")
     return 0
 
 

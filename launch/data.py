@@ -73,6 +73,11 @@ def require_fitting_length(run: Mapping[str, Any], max_positions: int | None) ->
         )
 
 
+def repeated_longest(rows: Dataset, count: int) -> Dataset:
+    """The longest example of the data, `count` times: what takes the most memory."""
+    return rows.select([int(_lengths(rows).argmax())] * count)
+
+
 def compute_accuracy(prediction) -> dict[str, float]:
     """For `Trainer(compute_metrics=...)`. Some models return more than the logits, which come first."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions

@@ -60,7 +60,7 @@ def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
     """The model to train: a PreTrainedModel, or a PeftModel around it."""
     set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
-    config = _load_config(run, tokenizer, data.labels)
+    config = load_config(run, tokenizer, data.labels)
     require_fitting_length(run, max_positions(config))
     model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
     model.config.use_cache = False  # with a cache, transformers overlooks where padding-free sequences begin
@@ -71,7 +71,7 @@ def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data:
 
 def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The classes of a model that was trained to classify, in its order; empty for any other."""
-    config = _load_config(run, tokenizer, labels=None)
+    config = load_config(run, tokenizer, labels=None)
     names = [config.id2label[number] for number in sorted(config.id2label)]
     heads = any("ForSequenceClassification" in name for name in config.architectures or ())
     return names if heads else []
@@ -79,7 +79,7 @@ def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
 
 def longest_sequence(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | None:
     """`max_positions` of the run's model, before it is loaded."""
-    return max_positions(_load_config(run, tokenizer, labels=None))
+    return max_positions(load_config(run, tokenizer, labels=None))
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
@@ -163,9 +163,10 @@ def _has_weights(path: Path) -> bool:
     return any(any(path.glob(pattern)) for pattern in WEIGHTS)
 
 
-def _load_config(
-    run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, labels: list[str] | None
+def load_config(
+    run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None
 ) -> PreTrainedConfig:
+    """The configuration of the run's model, with `labels` as its classes."""
     name = run["model_name_or_path"]
     try:
         config = demo_config(tokenizer) if name is None else AutoConfig.from_pretrained(_expanded(name), **_origin(run))

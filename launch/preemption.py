@@ -48,13 +48,22 @@ class StopRequest:
             raise Preempted(f"told to stop by {self.signal}")
 
 
+def launchers_words() -> list[str]:
+    """The command line of the launcher that started this process; empty where none did, or it cannot be read."""
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+    return parent if _LAUNCHERS & {Path(word).name for word in parent} else []
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Get a signal when the process that started this one dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _hear_of_the_launchers_death() -> None:
     """Get SIGTERM when the launcher dies: `accelerate launch` forwards nothing to a single process, and just dies."""
-    if sys.platform != "linux":
-        return
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return
-    if _LAUNCHERS & {Path(word).name for word in parent}:  # a shell may die and leave a run behind
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if launchers_words():  # a shell may die and leave a run behind
+        end_with_parent(signal.SIGTERM)

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.memory import ran_out
 from launch.preemption import Preempted
 from launch.world import World
 from recipes import legal
 from recipes.run import HIDDEN, RunSpec, Setting, shown
 
 NAME = "run.json"
+OUT_OF_MEMORY = "out_of_memory.json"
 _END_BYTES = 1 << 16
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
@@ -74,7 +76,10 @@ class Record:
 
 @contextlib.contextmanager
 def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
-    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted` or `failed`; rank 0 does."""
+    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted`, `out_of_memory` or `failed`.
+
+    Rank 0 does; where another one ran out of memory it hears of it as a lost rank.
+    """
     record, content = Record(), started(run, world.size)
     status, error_text = "failed", None
     if world.speaks:
@@ -87,6 +92,8 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
         raise
     except BaseException as error:
         error_text = f"{type(error).__name__}: {error}"
+        if ran_out(error) or (Path(run["output_dir"]) / OUT_OF_MEMORY).exists():
+            status = "out_of_memory"
         raise
     finally:
         if world.speaks:

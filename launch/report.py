@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launch.out_of_memory import OutOfMemory
 from launch.preemption import EXIT_CODE, Preempted
 from launch.world import World
 from recipes.errors import Problem
-from recipes.run import RunSpec, shown
+from recipes.run import FIT, RunSpec, shown
 
 _WIDTH = 110
 
@@ -59,7 +60,7 @@ def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
         "data": data.description,
         "engine": f"{run.engine.title}, {run.world_size} process{'es' * (run.world_size > 1)} on {run.hardware}",
         "batch": f"micro {run.batch.micro} x accumulation {run.batch.accumulation} x world {run.batch.world}"
-        f" = global {run.batch.total}",
+        f" = global {run.batch.total}" + (f", {run.batch.reason}" if run.batch_source == FIT else ""),
         "precision": precision(run),
         "output": run["output_dir"],
     }
@@ -136,6 +137,8 @@ def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 def explain_failure(error: BaseException, run: RunSpec | None) -> str | None:
     """A failure of the machine in words, with how to go on; None for anything else, which is a bug of ours."""
+    if isinstance(error, OutOfMemory):
+        return error.explained()
     if run is None:  # it had hardly begun
         return _told_to_end(error)
     words = _told_to_end(error) or _failure(error, run)
@@ -157,11 +160,8 @@ def _failure(error: BaseException, run: RunSpec) -> str | None:
     name = type(error).__name__
     if name == "NotANumber":
         return f"{error}; a lower learning rate or fp32 usually helps"
-    if name == "OutOfMemoryError":
-        smaller = "a smaller --per_device_train_batch_size keeps the global batch"
-        return f"out of GPU memory; {smaller}" + (
-            "" if run.recipe.name.startswith("memory") else ", or --recipe memory"
-        )
+    if name == "ProbeFailed":
+        return f"{error}\nNothing was fitted"
     if _disk_is_full(error, run):
         return "the disk is full"
     if name in ("DistBackendError", "DistNetworkError") or "Connection closed by peer" in str(error):

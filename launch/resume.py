@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch import record, submission
+from launch import out_of_memory, record, submission
 from launch.checkpoints import Checkpoint, judged, newest_valid, numbered, set_aside
 from launch.world import World
 from recipes.errors import UserError, mistake
@@ -68,6 +68,7 @@ def _made_and_locked(run: RunSpec) -> int:
         raise mistake("output_dir", what, "another --output_dir, or wait", run.setting("output_dir").source) from None
     except OSError:  # a file system without locks, NFS say, locks nothing
         pass
+    out_of_memory.forget(Path(run["output_dir"]))
     return handle
 
 

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch import record
+from recipes import fitted
 
 NAME = "submission.json"
 TARGETS = ("local", "slurm", "azureml")
 LOCAL_LOG = "train.log"
-KEPT_HERE = (NAME, LOCAL_LOG)  # they belong to the submission, not to the run that --fresh moves aside
+KEPT_HERE = (NAME, LOCAL_LOG, fitted.NAME)  # they belong to no one run, and --fresh moves none of them aside
 
 
 @dataclass(frozen=True)

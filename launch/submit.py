@@ -6,17 +6,20 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from shlex import join as quote_words
 from shlex import quote
 from typing import Any
 
 import yaml
 
-from launch import azure_job, azure_workspace, local_job, slurm_job
+from launch import azure_job, azure_workspace, local_job, out_of_memory, slurm_job
 from launch.azure_check import training_in
 from launch.azure_job import Azure
 from launch.azure_workspace import Workspace
 from launch.job import SCRIPT, Job, job_of, without_secrets
+from launch.preemption import EXIT_CODE
 from launch.slurm_job import Slurm
 from launch.submission import LOCAL_LOG, Submission, note, noted
 from recipes.check import check, require_legal
@@ -24,9 +27,10 @@ from recipes.engine import shipped
 from recipes.errors import Problem, UserError, mistake
 from recipes.hardware import Gpu, Hardware
 from recipes.hardware import read as read_hardware
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec, resolve, with_flags
 
 AZUREML = SCRIPT.parents[1] / "azureml"
+FIT_SCRIPT = SCRIPT.with_name("fit.py")
 _IN_THE_IMAGE = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
 # A node that cannot be looked at from here. train.py checks again on the node itself.
 _ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
@@ -61,6 +65,23 @@ def add_parser(commands: Any, count: Any) -> None:
         target.set_defaults(run=submit, send=send)
         for flags in _TARGET_FLAGS[name]:
             _add_target_flags(target, flags, count)
+        if name == "local":
+            target.add_argument(
+                "--on_oom",
+                "--on-oom",
+                choices=("next", "stop"),
+                default="stop",
+                help="out of memory: go on with the next smaller micro-batch, or only say which that is [stop]",
+            )
+    fitting = commands.add_parser(
+        "fit",
+        help="find the largest micro-batch that really runs here",
+        allow_abbrev=False,
+        usage="recipes fit [--recipe NAME] [--num_processes N] [any train.py flags]",
+    )
+    fitting.add_argument("--recipe", help="[--config's, or standard]")
+    fitting.add_argument("--num_processes", "--num-processes", type=count, help="processes here [one a GPU]")
+    fitting.set_defaults(run=fit_local)
 
 
 def _add_target_flags(parser: argparse.ArgumentParser, target: type, count: Any) -> None:
@@ -114,7 +135,38 @@ def submit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
     _refuse_while_in_use(job.folder)
     if not hardware.cuda:
         print(f"no GPU here: {job.processes} process{'es' * (job.processes > 1)} on {hardware}", flush=True)
-    return local_job.submit(text, job)
+    code = _run_here(job)
+    tried: list[dict[str, Any]] = []
+    while options.on_oom == "next" and code not in (0, EXIT_CODE):
+        rung = out_of_memory.next_flags(job.folder)
+        if rung is None or rung in tried:
+            break
+        tried.append(rung)
+        argv = with_flags(argv, rung)
+        job = _job(options, argv, hardware, job.processes_per_node)
+        print(f"\nout of memory: again, with batch {job.run.batch}: {quote_words(with_flags([], rung))}", flush=True)
+        code = _run_here(job)
+    return code
+
+
+def _run_here(job: Job) -> int:
+    out_of_memory.forget(job.folder)  # what an earlier run left says nothing about this one
+    return local_job.submit(without_secrets(local_job.render(job)), job)
+
+
+def fit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """The fitting alone, in the world that would train."""
+    hardware = read_hardware()
+    options.nodes = 1
+    processes = options.num_processes or max(1, len(hardware.gpus))
+    job = _job(options, with_flags(argv, {"fit": True}), hardware, processes)
+    _refuse_while_in_use(job.folder)
+    code = local_job.submit(without_secrets(local_job.render(replace(job, script=str(FIT_SCRIPT)))), job)
+    if code == 0:
+        recipe = ["--recipe", options.recipe] if options.recipe else []
+        words = [*recipe, "--processes_per_node", str(processes), "--", *with_flags(argv, {"fit": None})]
+        print(f"train with it: recipes submit local {quote_words(words)}")
+    return code
 
 
 def submit_slurm(options: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -14,6 +14,8 @@ if __package__ in (None, ""):  # run as a script: import the packages beside lau
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch import report
+from launch.fit import fit
+from launch.out_of_memory import Watch, noticed
 from launch.preemption import Preempted, StopRequest
 from launch.quiet import quiet_libraries, quiet_progress_bars
 from launch.record import kept_record
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 finished, 1 a failure, 2 a mistake to mend, 75 told to stop, 130 interrupted."""
+def main(argv: list[str] | None = None, fit_only: bool = False) -> int:
+    """Returns the exit code: 0 finished, 1 a failure, 2 a mistake to mend, 75 told to stop, 130 interrupted.
+
+    `fit_only`: look for the micro-batch, even where it was found before, and train nothing.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())
@@ -40,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         world = launched()
         run = on_launched_engine(resolve(argv, world_size=world.size, local_world_size=world.local_size))
         report.print_problems(require_legal(run), report.console(world.speaks))
-        train(run, world, stop)
+        if run["fit"] or fit_only:
+            run = fit(run, argv, world, again=fit_only)
+        if not fit_only:
+            train(run, world, stop, argv)
     except UserError as error:
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
         report.print_problems(problems, report.console(world.speaks_of_errors, stderr=True))
@@ -54,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(run: RunSpec, world: World, stop: StopRequest) -> None:
+def train(run: RunSpec, world: World, stop: StopRequest, argv: list[str]) -> None:
     """One run in the world that was launched."""
     quiet_libraries(run["verbose"])
     prepare_environment(run)
@@ -62,12 +70,13 @@ def train(run: RunSpec, world: World, stop: StopRequest) -> None:
     from launch.resume import output_folder
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
-    with joined(run, world, args), output_folder(run, world):
-        train_joined(run, world, args, stop)
+    with joined(run, world, args), output_folder(run, world), noticed(run, world, argv) as watch:
+        train_joined(run, world, args, stop, watch)
 
 
-def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: StopRequest) -> None:
+def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: StopRequest, watch: Watch) -> None:
     """Data, model, Trainer, train, record."""
+    from launch import memory
     from launch.build import build_trainer
     from launch.data import load_data
     from launch.measure import checkpoint_bytes, results
@@ -76,6 +85,8 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
     from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
+    if run["memory_limit"]:
+        memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     out = report.console(world.speaks)
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
@@ -89,7 +100,7 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
     model = load_model(run, tokenizer, data)
     decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
     decided_by_rank_0(world, lambda: move_older_run_aside(run))
-    trainer = build_trainer(run, args, model, tokenizer, data, out)
+    trainer = watch.trainer = build_trainer(run, args, model, tokenizer, data, out)
     trainer.add_callback(StopWhenTold(stop, world))
     report.banner(run, model, data, out)
 

@@ -13,6 +13,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from launch.collate import IGNORED
+from launch.memory import ran_out
 from launch.preemption import Preempted, StopRequest
 from launch.world import World
 from recipes.errors import mistake
@@ -35,7 +36,7 @@ class RecipeTrainer(Trainer):
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
-            if not loading or isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+            if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
                 raise
             raise mistake(
                 "output_dir",

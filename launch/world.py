@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from recipes.engine import from_deepspeed, from_environment, from_yaml, launch_environment, shipped
+from recipes.engine import Engine, from_deepspeed, from_environment, from_yaml, launch_environment, shipped
 from recipes.errors import mistake
-from recipes.run import RunSpec
+from recipes.run import RunSpec, with_fit
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -61,13 +61,17 @@ def on_launched_engine(run: RunSpec) -> RunSpec:
 
     A recipe with offload under plain DDP would train without it; so it starts DeepSpeed itself, with its own YAML.
     """
+    return with_fit(replace(run, engine=_launched_engine(run)))
+
+
+def _launched_engine(run: RunSpec) -> Engine:
     if run["deepspeed"]:
-        return replace(run, engine=from_deepspeed(run["deepspeed"]))
+        return from_deepspeed(run["deepspeed"])
     engine = from_environment(run.environment)
     own = from_yaml(shipped(run.recipe.engine))
     if own.kind == "deepspeed" and (engine is None or engine.kind in ("single", "ddp")):
-        return replace(run, engine=own)
-    return replace(run, engine=engine or from_yaml(shipped("single.yaml")))
+        return own
+    return engine or from_yaml(shipped("single.yaml"))
 
 
 def prepare_environment(run: RunSpec) -> None:

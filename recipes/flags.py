@@ -18,6 +18,10 @@ class RunFlags:
     task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "what the model is trained to do")
     fresh: bool = flag(False, "start over: what OUTPUT_DIR holds is moved aside, never deleted")
     verbose: bool = flag(False, "let the libraries speak")
+    fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
+    memory_limit: float | None = flag(
+        None, "GB (10^9 bytes) that a process may take: of its GPU, or of RAM where there is none"
+    )
     early_stopping_patience: int | None = flag(None, "stop after so many evaluations without improvement")
 
     model_name_or_path: str | None = flag(None, "Hub id or local folder; without one a small decoder from scratch")

@@ -146,3 +146,12 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
     known = gpus.find(gpu or "A100 80GB")
     return Gpu(known.name, known.capability, known.torch_bytes)
+
+
+# --- A run that is there ---------------------------------------------------------------------------------------------
+
+
+def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
+    """A run of this model at the largest micro-batch that fits into `usable_bytes`, or `as_it_is`."""
+    estimator = Estimator(config)
+    return _at(run, run.batch.micro, estimator, usable_bytes) if as_it_is else _planned(run, estimator, usable_bytes)

@@ -180,6 +180,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ddp_bucket_cap_mb": _COUNT,
     "ddp_timeout": _COUNT,
     "early_stopping_patience": _COUNT,
+    "memory_limit": _POSITIVE,
     "max_length": (lambda value: value >= 2, "is at least 2: a token and the one to predict"),
     "lora_r": _COUNT,
     "lora_alpha": _POSITIVE,
@@ -518,6 +519,21 @@ def accumulation_is_said_once(run):
     if steps is not None and (steps != 1 or run["gradient_accumulation_steps"] != 1):
         fix = f"--gradient_accumulation_steps {steps}, without num_steps"
         yield problem(run, "accelerator_config", "num_steps changes the global batch", fix)
+
+
+@rule
+def fit_chooses_the_micro_batch(run):
+    """A micro-batch or an accumulation that is written down leaves nothing to find."""
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if run["fit"] and run.explicit(name):
+            yield problem(run, name, "is what --fit finds", "leave it out, or leave --fit out")
+
+
+@rule
+def memory_can_be_limited(run):
+    """RLIMIT_DATA counts what a process allocates on Linux alone; elsewhere the limit would limit nothing."""
+    if run["memory_limit"] is not None and not run.hardware.cuda and run.hardware.platform != "linux":
+        yield problem(run, "memory_limit", "limits RAM on Linux only", "leave it out")
 
 
 @rule

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from recipes import catalog, legal, moved
+from recipes import catalog, fitted, legal, moved
 from recipes.batch import Batch, split
 from recipes.catalog import Recipe
 from recipes.engine import Engine, from_deepspeed, from_yaml, read_yaml, shipped
@@ -37,6 +37,7 @@ class Setting:
 LIBRARY = "library default"
 COMMAND_LINE = "command line"
 BATCH = "batch arithmetic"
+FIT = fitted.NAME
 _BATCH_FIELDS = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 
 
@@ -53,6 +54,7 @@ class RunSpec(Mapping):
     """One resolved run. `run[name]` is the value of any legal setting, `run.setting(name)` says where it is from.
 
     `elsewhere`: packages that are known where it is to run; None where it runs with those installed here.
+    `batch_source`: what chose the micro-batch where nobody wrote it, arithmetic or `--fit`.
     """
 
     recipe: Recipe
@@ -66,6 +68,7 @@ class RunSpec(Mapping):
     environment: Mapping[str, str] = field(default_factory=dict)
     demonstrate: bool = True
     elsewhere: frozenset[str] | None = None
+    batch_source: str = BATCH
     _resolved: dict[str, Setting] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, name: str) -> Any:
@@ -125,7 +128,7 @@ class RunSpec(Mapping):
         return Setting(legal.settings()[name].default, LIBRARY)
 
     def _layers(self, name: str) -> Iterator[tuple[str, Any]]:
-        yield BATCH, self._from_batch(name)
+        yield BATCH if name == "global_batch_size" else self.batch_source, self._from_batch(name)
         if name == "use_cpu":
             yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
@@ -174,7 +177,7 @@ def resolve(
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # GPUs that are not to be used decide nothing
-    return RunSpec(
+    run = RunSpec(
         recipe,
         hardware,
         engine,
@@ -187,6 +190,23 @@ def resolve(
         demonstrate,
         elsewhere,
     )
+    return with_fit(run)
+
+
+def with_fit(run: RunSpec) -> RunSpec:
+    """The run at the micro-batch that `--fit` found for it on its engine, if its output folder holds one."""
+    run = at_batch(run, _split(run.recipe, run.world_size, run.given, []), BATCH)  # an earlier engine's fit is gone
+    if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
+        return run
+    if not run["output_dir"]:
+        return run
+    found = fitted.batch(run, fitted.read(run["output_dir"]))
+    return at_batch(run, found, FIT) if found else run
+
+
+def at_batch(run: RunSpec, batch: Batch, source: str) -> RunSpec:
+    """The run with its global batch split like this. What depends on the micro-batch is decided again."""
+    return replace(run, batch=batch, batch_source=source, _resolved={})
 
 
 def _find_recipe(given: dict[str, Setting], problems: list[Problem]) -> Recipe:
@@ -240,6 +260,28 @@ def _parse_command_line(argv: Sequence[str], problems: list[Problem]) -> dict[st
             problems.append(Problem(f"--{name}", "is given twice", "write it once", COMMAND_LINE))
         raw[name] = _join(name, values, problems)
     return _accept(raw, COMMAND_LINE, problems)
+
+
+def with_flags(argv: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
+    """A command line with these flags instead of what it said about them; a flag of None is left out."""
+    words, leaving_out = [], False
+    for word in argv:
+        if word.startswith("--"):
+            leaving_out = _name_of(word) in flags
+        if not leaving_out:
+            words.append(word)
+    for name, value in flags.items():
+        if value is not None:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def _name_of(word: str) -> str:
+    """The setting that a flag such as `--no_fit` or `--global-batch-size=8` is about."""
+    name = word[2:].partition("=")[0].replace("-", "_")
+    if name not in legal.settings() and name.startswith("no_"):
+        name = name[3:]
+    return legal.ALIASES.get(name, name)
 
 
 def _is_bool(name: str) -> bool:

@@ -1,0 +1,52 @@
+"""fit.json: the micro-batch that `--fit` found in a real run, and the training, world and devices it was found for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.batch import Batch
+
+if TYPE_CHECKING:
+    from recipes.run import RunSpec
+
+NAME = "fit.json"
+
+# What a micro-batch's memory depends on, and what its split does.
+_SETTINGS = (
+    "recipe task model_name_or_path model_revision dtype bf16 fp16 tf32 use_peft lora_r lora_target_modules "
+    "load_in_4bit attn_implementation dataset_name dataset_config dataset_train_split max_length packing padding_free "
+    "optim optim_args gradient_checkpointing gradient_checkpointing_kwargs gradient_as_bucket_view torch_compile "
+    "use_liger_kernel deepspeed fsdp fsdp_config global_batch_size memory_limit"
+).split()
+
+
+def identity(run: RunSpec) -> dict[str, Any]:
+    """What a fit holds for, as JSON gives it back."""
+    settings = {name: run[name] for name in _SETTINGS if name in run}
+    devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
+    world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
+    found = {**settings, **world, "engine": run.engine.title, "devices": devices}
+    return json.loads(json.dumps(found, default=str))
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """The fit in a folder; empty where it is missing or damaged."""
+    file = Path(folder) / NAME
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {**content, "file": str(file)} if isinstance(content, dict) else {}
+
+
+def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:
+    """The batch of a fit that holds for just this run; None for any other."""
+    sizes: list[Any] = [found.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
+    if not all(type(size) is int and size > 0 for size in sizes) or found.get("holds_for") != identity(run):
+        return None
+    micro, accumulation, world, peak = sizes
+    reason = f"the largest that ran here: peak {peak / 2**30:.2f} GiB ({found['file']})"
+    split = Batch(micro, accumulation, world, reason)
+    return split if split.total == run.batch.total and world == run.world_size else None

@@ -10,6 +10,7 @@ import torch
 
 from launch.trainer import RecipeTrainer
 from recipes.run import RunSpec
+from recipes.speed import flops_are_known, model_flops
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> dict[str, Any]:
@@ -73,16 +74,11 @@ def checkpoint_bytes(model: torch.nn.Module, with_optimizer: bool = True) -> int
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
-    """Training FLOPs per token: 6N + 6*layers*heads*head_dim*length (causal attention counted half).
-
-    N leaves out an input embedding that is not tied, which is a lookup. Source: PaLM (Chowdhery et al. 2022), app. B.
-    """
-    config = model.config
-    n = parameter_count(model)
-    if not getattr(config, "tie_word_embeddings", False):
-        n -= _size(model.get_input_embeddings().weight)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 6 * n + 6 * config.num_hidden_layers * config.num_attention_heads * width * length
+    """Training FLOPs per token, by `recipes.speed.model_flops`."""
+    parameters = parameter_count(model)
+    if not getattr(model.config, "tie_word_embeddings", False):
+        parameters -= _size(model.get_input_embeddings().weight)
+    return model_flops(parameters, model.config, length)
 
 
 def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) -> float | None:
@@ -90,8 +86,6 @@ def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) 
     peak = run.hardware.peak_flops
     if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
         return None
-    config = model.config
-    known = all(hasattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not known or any("expert" in name for name in config.to_dict()):  # not every expert sees every token
+    if not flops_are_known(model.config):
         return None
     return tokens_per_second * flops_per_token(model, run["max_length"]) / (peak * run.world_size)

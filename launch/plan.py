@@ -9,9 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from recipes.errors import mistake
-from recipes.plan import CLOSED_FORM_MARGIN, MARGIN, Plan, Planned, plan_memory
+from recipes.plan import CLOSED_FORM_MARGIN, MARGIN, Choice, Plan, Planned, plan_memory
+from recipes.speed import ASSUMED_MFU
 
 _GIB = 2**30
+# Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
+_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#999999")
 _HEADS = {
     "parameters": "params",
     "gradients": "grads",
@@ -28,15 +31,25 @@ def add_parser(commands: Any, count: Any) -> None:
         "plan",
         help="say which recipe fits a GPU, before anything runs",
         allow_abbrev=False,
-        usage="recipes plan --model ID|FOLDER|config.json|SIZE [--gpu NAME | --gpu_memory GB] [--num_processes N] "
-        "[--nodes N] [--recipe NAME] [--json] [any train.py flags]",
+        usage="recipes plan --model ID|FOLDER|config.json|SIZE [--gpu NAME | --gpu_memory GB] [--host_memory GB] "
+        "[--num_processes N] [--nodes N] [--recipe NAME] [--accelerate_config FILE] [--mfu SHARE] [--bandwidth GB/s] "
+        "[--plot FILE] [--json] [any train.py flags]",
     )
     parser.add_argument("--model", required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
     parser.add_argument("--gpu", metavar="NAME", help="a card: A100 80GB, H100, L4, ...")
     parser.add_argument("--gpu_memory", "--gpu-memory", metavar="GB", type=_size, help="usable GB of another card")
+    ram = "RAM of a node [any is enough]"
+    parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
     parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="GPUs in all [1]")
     parser.add_argument("--nodes", type=count, default=1, help="[1]")
     parser.add_argument("--recipe", metavar="NAME", help="only this one")
+    parser.add_argument(
+        "--accelerate_config", "--accelerate-config", metavar="FILE", help="instead of the recipe's own"
+    )
+    share = f"share of the GPU's peak that a step reaches [{ASSUMED_MFU}]"
+    parser.add_argument("--mfu", metavar="SHARE", type=_share, default=ASSUMED_MFU, help=share)
+    parser.add_argument("--bandwidth", metavar="GB/s", type=_size, help="between GPUs, the busbw of nccl-tests")
+    parser.add_argument("--plot", metavar="FILE", help="draw the recipes' memory as .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="bytes and whole numbers")
     parser.set_defaults(run=show_plan)
 
@@ -47,7 +60,14 @@ def _size(text: str) -> float:
     except ValueError:
         size = 0
     if not 0 < size < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return size
+
+
+def _share(text: str) -> float:
+    size = _size(text)
+    if size > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of at most 1")
     return size
 
 
@@ -62,31 +82,48 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         nodes=options.nodes,
         recipe=options.recipe,
         argv=rest,
+        accelerate_config=options.accelerate_config,
+        mfu=options.mfu,
+        bandwidth=options.bandwidth,
+        host_memory=options.host_memory,
     )
+    if options.plot:
+        plot(plan, options.plot)
     print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, options.num_processes)
     return 0
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Bytes and whole numbers only."""
+    """Bytes and whole numbers only; times are in milliseconds."""
     return {
         "model": {"name": plan.model, "parameters": plan.parameters},
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
         "recommended": plan.recommended,
-        "recipes": [
-            {**{name: value for name, value in asdict(entry).items()}, "total_bytes": entry.total_bytes}
-            for entry in plan.recipes
+        "recipes": [{**asdict(entry), "total_bytes": entry.total_bytes} for entry in plan.recipes],
+        "choices": [
+            {
+                **{name: value for name, value in vars(choice).items() if name != "time"},
+                "sent_bytes": choice.time.sent_bytes,
+                "compute_ms": _milliseconds(choice.time.compute),
+                "communication_ms": _milliseconds(choice.time.communication),
+            }
+            for choice in plan.choices
         ],
+        "next_steps": [asdict(step) for step in plan.next_steps],
     }
 
 
-def _print(plan: Plan, processes: int) -> None:
-    from launch.report import print_table
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1000)
 
+
+def _print(plan: Plan, processes: int) -> None:
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     print(f"{plan.model}, {plan.parameters:,} parameters, sequences of {plan.length:,} tokens")
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
+    from launch.report import print_table
+
     print_table(["recipe", "batch", *_HEADS.values(), "total", "fits", "host"], [_row(entry) for entry in plan.recipes])
     print()
     if not all(entry.traced for entry in plan.recipes):
@@ -95,11 +132,88 @@ def _print(plan: Plan, processes: int) -> None:
         )
     best = next((entry for entry in plan.recipes if entry.name == plan.recommended), None)
     if best is None:
-        print("nothing fits: --gradient_checkpointing true, --optim adamw_bnb_8bit, a shorter --max_length, more GPUs")
-        print("with --recipe memory_zero3, or a larger --gpu")
+        _print_next_steps(plan)
         return
+    _print_choices(plan, best.name, processes)
     micro = f"--per_device_train_batch_size {best.micro_batch}"
     print(f"take {best.name}, the fastest that fits: --recipe {best.name} {micro}")
+
+
+def _print_choices(plan: Plan, name: str, processes: int) -> None:
+    """Ways to split one global batch: what each keeps, and what a step takes."""
+    told = plan.choices[0].time
+    if len(plan.choices) == 1 or (told.compute is None and processes == 1):
+        return
+    print(f"{name} at the same global batch, micro-batch x accumulation x GPUs, a step:")
+    heads = ["batch", "GiB", "fits"] + ["compute"] * (told.compute is not None)
+    heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (told.communication is not None)
+    from launch.report import print_table
+
+    print_table(heads, [_choice_row(choice, processes, len(heads)) for choice in plan.choices])
+    if told.compute is not None:
+        print(f"at {plan.mfu:.0%} of the peak, an assumption (--mfu); a small micro-batch reaches less")
+    if processes > 1:
+        speed = "--bandwidth GB/s tells how long" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
+        print(f"sent gradients: {speed}; part of it overlaps with the backward")
+    print()
+
+
+def _choice_row(choice: Choice, processes: int, columns: int) -> list[str]:
+    time = choice.time
+    row = [f"{choice.micro_batch} x {choice.accumulation} x {processes}", _gib(choice.total_bytes)]
+    row.append("yes" if choice.fits else "no")
+    if time.compute is not None:
+        row.append(_seconds(time.compute))
+    if processes > 1:
+        row.append(f"{time.sent_bytes / 1e9:,.2f} GB")
+    if time.communication is not None:
+        row.append(_seconds(time.communication))
+        row.append(f"{time.communication / time.compute:.0%}" if time.compute else "")
+    return row[:columns]
+
+
+def _print_next_steps(plan: Plan) -> None:
+    print("nothing fits. What is left, in the order to try it, at micro-batch 1:")
+    rows = [
+        [step.words, _gib(step.total_bytes), _gib(step.saves_bytes), "yes" if step.fits else "no", step.slowdown]
+        for step in plan.next_steps
+    ]
+    from launch.report import print_table
+
+    print_table(["instead", "GiB", "saves", "fits", "slowdown"], rows)
+    if not any(step.fits for step in plan.next_steps):
+        print("none is enough: more GPUs with memory_zero3, or a smaller model")
+
+
+def plot(plan: Plan, file: str) -> None:
+    """The recipes as stacked bars of their components, against the line of what the GPU has."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise mistake("plot", "draws with matplotlib, which is not installed", "pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.6 * len(plan.recipes)), layout="constrained")
+    names = [f"{entry.name}\n{entry.micro_batch} x {entry.accumulation}" for entry in plan.recipes]
+    left = [0.0] * len(names)
+    for part, colour in zip(_HEADS, _COLOURS, strict=True):
+        sizes = [getattr(entry.components, part) / _GIB for entry in plan.recipes]
+        axes.barh(names, sizes, left=left, label=part, color=colour)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.axvline(plan.usable_bytes / _GIB, color="black", linestyle="--", label="usable")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB on each GPU")
+    axes.set_title(f"{plan.model}, sequences of {plan.length:,} tokens, {plan.gpu}", loc="left")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise mistake(
+            "plot", f"{file} cannot be written: {error}", "a .png, .svg or .pdf in a folder that is there"
+        ) from None
+    finally:
+        pyplot.close(figure)
 
 
 def _row(entry: Planned) -> list[str]:
@@ -111,3 +225,7 @@ def _row(entry: Planned) -> list[str]:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:,.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"

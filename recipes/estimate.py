@@ -59,8 +59,6 @@ class Estimator:
         if self._untraceable:
             return self._closed_form(run, micro), False
         try:
-            if micro == 1:  # one sequence runs other operations than two
-                return self._trace(run, 1), True
             two, three = self._trace(run, 2), self._trace(run, 3)
         except Exception:  # a model's own code may fail in any way on tensors without data
             self._untraceable = True

@@ -41,7 +41,7 @@ class Weights:
     """Counts of a model's parameters, and the bytes of its buffers.
 
     All; those that are trained, and of these the ones in embeddings; those in 4 bits; those of the largest layer; those
-    in no layer: embeddings and the head.
+    in no layer: embeddings and the head; those of an input embedding that is only looked up, not also the head.
     """
 
     total: int
@@ -50,6 +50,7 @@ class Weights:
     trained_embedding: int = 0
     largest_layer: int = 0
     outside_layers: int = 0
+    looked_up: int = 0
     buffer_bytes: int = 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipes import gpus
 from recipes.catalog import RECIPES
@@ -15,7 +15,8 @@ from recipes.errors import UserError, mistake
 from recipes.estimate import Estimator, read_config
 from recipes.footprint import Components
 from recipes.hardware import Gpu, Hardware
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec, resolve, with_flags
+from recipes.speed import ASSUMED_MFU, StepTime, step_time
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -48,8 +49,43 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A split of the recommended recipe's global batch, with what it takes in memory and in time."""
+
+    micro_batch: int
+    accumulation: int
+    total_bytes: int
+    fits: bool
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """What to change where nothing fits, at micro-batch 1: `saves_bytes` of the GPU's memory compared to `standard`."""
+
+    words: str
+    total_bytes: int
+    saves_bytes: int
+    fits: bool
+    host_bytes_per_node: int
+    slowdown: str
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Bytes of a GPU, and of a node's RAM; None where nobody says how much that is."""
+
+    gpu: int
+    host: int | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Every recipe on one GPU, and the one to take: the first in order of speed that fits, or None."""
+    """Every recipe on one GPU, and the one to take: the first in order of speed that fits, or None.
+
+    `choices` are the ways to split the global batch for that one, or for the first where none fits; then there are
+    `next_steps` too, in the order to try them. `mfu` and `bandwidth` (bytes per second) are what times were told with.
+    """
 
     model: str
     parameters: int
@@ -58,6 +94,10 @@ class Plan:
     length: int
     recipes: tuple[Planned, ...]
     recommended: str | None
+    choices: tuple[Choice, ...]
+    next_steps: tuple[NextStep, ...]
+    mfu: float
+    bandwidth: float | None
 
 
 _FASTEST_FIRST = ("fast", "standard", "memory", "memory_zero3")
@@ -72,48 +112,153 @@ def plan_memory(
     nodes: int = 1,
     recipe: str | None = None,
     argv: Sequence[str] = (),
+    accelerate_config: str | None = None,
+    mfu: float = ASSUMED_MFU,
+    bandwidth: float | None = None,
+    host_memory: float | None = None,
 ) -> Plan:
     """Plan a training of `model`: a Hub id, a folder, a config.json, or a size such as 7B.
 
     `gpu` is a card's name, or `gpu_memory` its usable GB (10^9 bytes); `num_processes` counts all GPUs; `argv` are
-    train.py's flags. Without `recipe` all but baseline are planned. Nothing is downloaded but a config, and no GPU is
-    needed. Raises `UserError` for what would not be legal to run.
+    train.py's flags; `accelerate_config` is an Accelerate YAML instead of each recipe's own. Without `recipe` all but
+    baseline are planned. `host_memory` is the RAM of a node in GB; without it any is enough. Times suppose `mfu` of the
+    GPU's peak, and `bandwidth` in GB/s between GPUs. Nothing is downloaded but a config, and no GPU is needed.
+    Raises `UserError` for what would not be legal to run.
     """
-    config = model if not isinstance(model, (str, Path)) else read_config(str(model))
-    card = _card(gpu, gpu_memory)
     if num_processes % nodes:
         raise mistake("num_processes", f"{num_processes} are not the same number on {nodes} nodes", "a multiple of it")
-    hardware = Hardware((card,) * (num_processes // nodes), cores=8 * num_processes // nodes)
-    names = [recipe] if recipe else list(_FASTEST_FIRST)
+    config = model if not isinstance(model, (str, Path)) else read_config(str(model))
+    card = _card(gpu, gpu_memory)
+    world = _World(str(model), card, num_processes, nodes, tuple(argv), accelerate_config)
+    usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
     estimator = Estimator(config)
-    planned, refused = [], []
-    for name in names:
+    runs = _legal_runs(world, [recipe] if recipe else list(_FASTEST_FIRST))
+    planned = [_planned(run, estimator, usable) for run in runs]
+    recommended = next((entry.name for entry in planned if entry.fits), None)
+    chosen = next((run for run in runs if run.recipe.name == recommended), runs[0])
+    speed = bandwidth * 1e9 if bandwidth else None
+    return Plan(
+        str(model),
+        estimator.weights(chosen).total,
+        card.name,
+        card.memory_bytes,
+        estimator.length(chosen),
+        tuple(planned),
+        recommended,
+        tuple(_choices(chosen, estimator, usable, mfu, speed)),
+        () if recommended else tuple(_next_steps(world, estimator, usable)),
+        mfu,
+        speed,
+    )
+
+
+@dataclass(frozen=True)
+class _World:
+    """What a plan is asked about: the model's name, the card, how many of it, and train.py's own words."""
+
+    model: str
+    card: Gpu
+    num_processes: int
+    nodes: int
+    argv: tuple[str, ...]
+    accelerate_config: str | None
+
+    def run(self, recipe: str, **flags: Any) -> RunSpec:
+        """The recipe's run with these flags changed. Raises `UserError` where it is not legal."""
+        local = self.num_processes // self.nodes
+        own = str(shipped(RECIPES[recipe]().engine)) if recipe in RECIPES else None
         run = resolve(
-            ["--recipe", name, "--model_name_or_path", str(model), *argv],
-            world_size=num_processes,
-            local_world_size=num_processes // nodes,
-            hardware=hardware,
-            accelerate_config=str(shipped(RECIPES[name]().engine)) if name in RECIPES else None,
+            ["--recipe", recipe, "--model_name_or_path", self.model, *with_flags(self.argv, flags)],
+            world_size=self.num_processes,
+            local_world_size=local,
+            hardware=Hardware((self.card,) * local, cores=8 * local),
+            accelerate_config=self.accelerate_config or own,
             environment={},
             demonstrate=False,
             elsewhere=frozenset(),
         )
+        require_legal(run)
+        return run
+
+
+def _legal_runs(world: _World, names: list[str]) -> list[RunSpec]:
+    """The runs that are legal. Raises the first one's `UserError` where none is."""
+    runs, refused = [], []
+    for name in names:
         try:
-            require_legal(run)
+            runs.append(world.run(name))
         except UserError as error:
             refused.append(error)
-            continue
-        planned.append(_planned(run, estimator, card.memory_bytes))
-    if not planned:
+    if not runs:
         raise refused[0]
-    recommended = next((entry.name for entry in planned if entry.fits), None)
-    length = estimator.length(run)
-    return Plan(
-        str(model), estimator.weights(run).total, card.name, card.memory_bytes, length, tuple(planned), recommended
-    )
+    return runs
 
 
-def _planned(run: RunSpec, estimator: Estimator, usable: int) -> Planned:
+def _choices(
+    run: RunSpec, estimator: Estimator, usable: Usable, mfu: float, bandwidth: float | None
+) -> Iterator[Choice]:
+    weights, length = estimator.weights(run), estimator.length(run)
+    for micro in _divisors(run.batch.micro * run.batch.accumulation):
+        entry = _at(run, micro, estimator, usable)
+        time = step_time(run, weights, estimator.config, length, micro, mfu, bandwidth)
+        yield Choice(micro, entry.accumulation, entry.total_bytes, entry.fits, time)
+
+
+# --- Where nothing fits ----------------------------------------------------------------------------------------------
+
+_CHECKPOINTED = {"gradient_checkpointing": True}
+_LORA = {**_CHECKPOINTED, "use_peft": True}
+_QLORA = {**_LORA, "load_in_4bit": True}
+_HALF_LENGTH = "half of --max_length"
+_RECOMPUTED = "a third more compute: the forward runs twice"
+
+# In the order to try them: the recipe, what is changed of it, and what it costs.
+_STEPS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("standard", _CHECKPOINTED, _RECOMPUTED),
+    # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09 without, on a V100.
+    ("standard", {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"}, "that; 8-bit Adam itself was no slower where published"),
+    ("memory", {}, "that, and Adam on the host: {pcie}"),
+    ("memory_zero3", {}, "that, and the parameters over PCIe twice a micro-batch"),
+    ("standard", _LORA, "none: the second forward takes what the missing weight gradients save"),
+    ("standard", _QLORA, "weights are unpacked at each use; not measured"),
+    ("standard", {**_QLORA, "max_length": _HALF_LENGTH}, "none, and half the context"),
+)
+_PCIE = 32e9  # bytes per second, PCI-SIG: 4.0, 16 lanes, one way
+
+
+def _next_steps(world: _World, estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
+    """What is left to do, each step at micro-batch 1; one that is not legal for this run is left out."""
+    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None}
+    before = _at(world.run("standard", **one), 1, estimator, usable).total_bytes
+    for recipe, changes, slowdown in _STEPS:
+        changes = dict(changes)
+        try:
+            if changes.get("max_length") == _HALF_LENGTH:
+                changes["max_length"] = max(2, estimator.length(world.run("standard")) // 2)
+            run = world.run(recipe, **one, **changes)
+            entry = _at(run, 1, estimator, usable)
+        except UserError:
+            continue
+        words = " ".join(with_flags(["--recipe", recipe], changes))
+        crossing = 2 * 2 * estimator.weights(run).trained / world.num_processes / _PCIE  # gradients, then weights
+        cost = slowdown.format(pcie=f"at least {crossing:.1g} s a step, over PCIe 4.0 x16")
+        saved = before - entry.total_bytes
+        yield NextStep(words, entry.total_bytes, saved, entry.fits, entry.host_bytes_per_node, cost)
+    yield from _larger_card(world, estimator, before)
+
+
+def _larger_card(world: _World, estimator: Estimator, before: int) -> Iterator[NextStep]:
+    cards = sorted(gpus.CATALOGUE, key=lambda card: card.torch_bytes)
+    for card in cards:
+        if card.torch_bytes > world.card.memory_bytes and before * (1 + MARGIN) <= card.torch_bytes:
+            yield NextStep(f"--recipe standard on {card.name}", before, 0, True, 0, "none")
+            return
+
+
+# --- One recipe ------------------------------------------------------------------------------------------------------
+
+
+def _planned(run: RunSpec, estimator: Estimator, usable: Usable) -> Planned:
     """The recipe at the largest micro-batch that fits, which is one that a run may have at its global batch."""
     entries = (_at(run, micro, estimator, usable) for micro in _micro_batches(run))
     entry = next(entries)
@@ -129,15 +274,19 @@ def _micro_batches(run: RunSpec) -> list[int]:
     """Micro-batches that keep the global batch, the largest first; the one that was asked for, if one was."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return [run.batch.micro]
-    share = run.batch.micro * run.batch.accumulation
+    return _divisors(run.batch.micro * run.batch.accumulation)
+
+
+def _divisors(share: int) -> list[int]:
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 
-def _at(run: RunSpec, micro: int, estimator: Estimator, usable: int) -> Planned:
+def _at(run: RunSpec, micro: int, estimator: Estimator, usable: Usable) -> Planned:
     needed, was_traced = estimator.need(run, micro)
     accumulation = run.batch.micro * run.batch.accumulation // micro
-    free = usable - needed.gpu.total
-    fits = needed.gpu.total * (1 + (MARGIN if was_traced else CLOSED_FORM_MARGIN)) <= usable
+    free = usable.gpu - needed.gpu.total
+    fits = needed.gpu.total * (1 + (MARGIN if was_traced else CLOSED_FORM_MARGIN)) <= usable.gpu
+    fits &= usable.host is None or needed.host_bytes_per_node * (1 + MARGIN) <= usable.host
     return Planned(run.recipe.name, fits, micro, accumulation, needed.gpu, free, needed.host_bytes_per_node, was_traced)
 
 
@@ -153,5 +302,5 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
     """A run of this model at the largest micro-batch that fits into `usable_bytes`, or `as_it_is`."""
-    estimator = Estimator(config)
-    return _at(run, run.batch.micro, estimator, usable_bytes) if as_it_is else _planned(run, estimator, usable_bytes)
+    estimator, usable = Estimator(config), Usable(usable_bytes)
+    return _at(run, run.batch.micro, estimator, usable) if as_it_is else _planned(run, estimator, usable)

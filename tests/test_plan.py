@@ -102,7 +102,8 @@ def test_the_arithmetic_is_what_two_whole_steps_keep_alive(name, accumulation, c
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_two_micro_batches_tell_every_other(name, autocast):
-    two, three, nine = (trace(SMALL[name], Case(batch, 64, autocast=autocast)) for batch in (2, 3, 9))
+    one, two, three, nine = (trace(SMALL[name], Case(batch, 64, autocast=autocast)) for batch in (1, 2, 3, 9))
+    assert most(at_batch(two, three, 1)) == pytest.approx(most(one), rel=0.002)
     assert most(at_batch(two, three, 9)) == pytest.approx(most(nine), rel=0.01)
 
 
@@ -294,6 +295,99 @@ def test_components_sum_to_the_total():
     assert Components(1, 2, 3, 4, 5, 6, 7).total == 28
 
 
+# --- Where nothing fits ----------------------------------------------------------------------------------------------
+
+LARGE = LlamaConfig(hidden_size=1024, num_hidden_layers=8, num_attention_heads=8, vocab_size=32_000)
+
+
+@pytest.fixture(scope="module")
+def too_large():
+    """131M parameters on 2 GB."""
+    return planned("--max_length", "256", config=LARGE, gpu_memory=2.0)
+
+
+def test_where_nothing_fits_there_are_steps_in_the_order_to_try_them(too_large):
+    assert too_large.recommended is None
+    order = [
+        "gradient_checkpointing",
+        "adamw_bnb_8bit",
+        "memory",
+        "zero3",
+        "use_peft",
+        "load_in_4bit",
+        "length",
+        " on ",
+    ]
+    places = [next(i for i, step in enumerate(too_large.next_steps) if word in step.words) for word in order]
+    assert places == sorted(places)
+
+
+def test_each_step_says_what_it_saves_and_costs(too_large):
+    before = planned("--max_length", "256", config=LARGE, recipe="standard", gpu_memory=2.0).recipes[0]
+    for step in too_large.next_steps:
+        assert step.saves_bytes == before.total_bytes - step.total_bytes and step.slowdown
+
+
+def test_a_step_that_fits_is_a_run_that_fits(too_large, capsys):
+    step = next(step for step in too_large.next_steps if step.fits and "peft" in step.words)
+    recipe, *flags = step.words.removeprefix("--recipe ").split()
+    again = planned("--max_length", "256", *flags, config=LARGE, recipe=recipe, gpu_memory=2.0)
+    assert again.recommended == recipe
+    assert main(["check", *step.words.split(), "--per_device_train_batch_size", "1", "--model_name_or_path", "m"]) == 0
+
+
+def test_a_recipe_that_needs_more_ram_than_a_node_has_does_not_fit():
+    enough, too_little = (planned(recipe="memory", host_memory=ram).recipes[0] for ram in (8, 0.01))
+    assert enough.fits and not too_little.fits
+
+
+# --- Time ------------------------------------------------------------------------------------------------------------
+
+
+def choices(recipe="standard", processes=2, **named):
+    flags = ["--global_batch_size", "96", "--max_length", "64"]
+    return planned(*flags, recipe=recipe, gpu="A100 80GB", gpu_memory=None, num_processes=processes, **named).choices
+
+
+@pytest.mark.parametrize("recipe", ["standard", "memory", "memory_zero3"])
+def test_every_choice_keeps_the_global_batch_and_its_compute(recipe):
+    found = choices(recipe)
+    assert {choice.micro_batch * choice.accumulation * 2 for choice in found} == {96}
+    assert len({choice.time.compute for choice in found}) == 1
+
+
+def test_accumulation_costs_ddp_nothing_and_zero_an_exchange_a_micro_batch():
+    by_accumulation = {choice.accumulation: choice.time.sent_bytes for choice in choices("standard")}
+    assert by_accumulation[4] == by_accumulation[12]
+    sharded = {choice.accumulation: choice.time.sent_bytes for choice in choices("memory_zero3")}
+    assert sharded[12] == 3 * sharded[4]
+
+
+def test_an_all_reduce_sends_twice_the_share_of_the_others():
+    parameters = weigh(SMALL["llama"], "causal_lm").total
+    for processes in (2, 4):
+        sent = choices(processes=processes)[0].time.sent_bytes
+        assert sent == pytest.approx(2 * (processes - 1) / processes * 4 * parameters)
+
+
+def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
+    text = SMALL["llama"]
+    used = weigh(text, "causal_lm").total - 1000 * 128  # an input embedding that is not tied is a lookup
+    flops = (6 * used + 6 * 4 * 128 * 64) * 48 * 64
+    assert choices(mfu=0.5)[0].time.compute == pytest.approx(flops / (0.5 * 312e12))
+
+
+def test_bytes_take_their_time_at_the_stated_bandwidth():
+    slow, fast = (choices(bandwidth=speed)[0].time for speed in (1, 10))
+    assert slow.communication == pytest.approx(slow.sent_bytes / 1e9)
+    assert fast.communication == pytest.approx(slow.communication / 10)
+
+
+def test_no_time_is_told_for_experts_or_an_unknown_card():
+    assert planned(config=SMALL["qwen3_moe"], gpu="H100", gpu_memory=None).choices[0].time.compute is None
+    assert planned().choices[0].time.compute is None
+
+
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +411,21 @@ def test_json_holds_bytes_and_whole_numbers_only(folder, capsys):
     for entry in plan["recipes"]:
         assert sum(entry["components"].values()) == entry["total_bytes"]
         assert all(type(size) is int for size in entry["components"].values())
+
+
+def test_the_plot_is_a_picture(folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.png"
+    assert main(["plan", "--model", str(folder), "--gpu", "H100", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "--model", str(folder), "--gpu", "H100", "--plot", str(tmp_path / "no" / "plan.png")]) == 2
+    assert "a folder that is there" in capsys.readouterr().err
+
+
+def test_what_is_left_is_printed_where_nothing_fits(capsys):
+    assert main("plan --model 70B --gpu L4 --recipe memory".split()) == 0
+    printed = capsys.readouterr().out
+    assert "nothing fits" in printed and "--use_peft true --load_in_4bit true" in printed
 
 
 @pytest.mark.parametrize(

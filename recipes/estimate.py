@@ -59,6 +59,8 @@ class Estimator:
         if self._untraceable:
             return self._closed_form(run, micro), False
         try:
+            if micro == 1 and self._case(run, 2) not in self._traced:
+                return self._trace(run, 1), True
             two, three = self._trace(run, 2), self._trace(run, 3)
         except Exception:  # a model's own code may fail in any way on tensors without data
             self._untraceable = True
@@ -68,12 +70,12 @@ class Estimator:
         except ValueError:
             return self._trace(run, micro), True
 
-    def _trace(self, run: RunSpec, micro: int) -> Traced:
-        from recipes.trace import ATTENTION, Case, trace
+    def _case(self, run: RunSpec, micro: int) -> Case:
+        from recipes.trace import ATTENTION, Case
 
         half = weight_bytes(run) == 2
         mixed = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
-        case = Case(
+        return Case(
             batch=micro,
             length=self.length(run),
             task=run["task"],
@@ -85,6 +87,11 @@ class Estimator:
             on_cuda=run.hardware.cuda,
             attention=ATTENTION if run.hardware.cuda else "sdpa",
         )
+
+    def _trace(self, run: RunSpec, micro: int) -> Traced:
+        from recipes.trace import trace
+
+        case = self._case(run, micro)
         if case not in self._traced:
             self._traced[case] = self._of_equal_layers(run, case) or trace(self.config, case)
         return self._traced[case]

@@ -322,7 +322,11 @@ def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.M
         target_modules=_target_modules(run, model),
         task_type=TaskType.SEQ_CLS if classifies else TaskType.CAUSAL_LM,
     )
-    return get_peft_model(model, lora)
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:  # experts, for one, take no dropout
+        what = f"peft refuses this model: {_short(' '.join(str(error).split()))}"
+        raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
 
 
 def _target_modules(run: Mapping[str, Any], model: PreTrainedModel) -> list[str] | str:

@@ -45,7 +45,8 @@ class Estimator:
             except (ImportError, ValueError) as error:  # peft's refusals
                 if key[1] is None:
                     raise
-                raise mistake("use_peft", str(error).partition("\n")[0], "other adapters, or none") from None
+                what = f"peft refuses this model: {' '.join(str(error).split())[:200]}"
+                raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
         return self._weights[key]
 
     def length(self, run: RunSpec) -> int:

@@ -22,6 +22,8 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     RobertaConfig,
 )
 
@@ -345,6 +347,13 @@ def test_only_adapters_are_trained(kind, request):
 def test_adapters_where_asked(llama):
     model = load(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "v_proj"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} == {"q_proj", "v_proj"}
+
+
+def test_adapters_that_peft_refuses_are_one_line(tmp_path):
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
+    name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
+    found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
+    assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
 
 
 def test_adapters_have_the_size_of_the_run(llama):

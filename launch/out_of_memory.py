@@ -20,7 +20,7 @@ from launch import memory, record
 from launch.memory import Shortage, in_words
 from launch.preemption import launchers_words
 from launch.record import OUT_OF_MEMORY
-from launch.world import World, on_launched_engine
+from launch.world import World
 from recipes.check import check
 from recipes.errors import UserError
 from recipes.run import COMMAND_LINE, RunSpec, resolve, with_flags
@@ -153,9 +153,10 @@ def _is_legal(run: RunSpec, argv: list[str], flags: dict[str, Any]) -> bool:
         world_size=run.world_size,
         local_world_size=run.local_world_size,
         hardware=run.hardware,
+        engine=run.engine,
         environment=run.environment,
     )
-    return not any(problem.severity == "error" for problem in check(on_launched_engine(other)))
+    return not any(problem.severity == "error" for problem in check(other))
 
 
 def other_ways(run: RunSpec) -> str:

@@ -117,7 +117,7 @@ def test_an_accumulation_that_was_written_down_follows():
     assert resolve(argv, world_size=2).batch.total == 24
     for rung in rungs:
         assert resolve(with_flags(argv, rung), world_size=2).batch.total == 24
-    assert [rung["gradient_accumulation_steps"] for rung in rungs] == [6, 12, 12]
+    assert [rung["gradient_accumulation_steps"] for rung in rungs] == [4, 6, 12, 12]
 
 
 def test_a_rung_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):

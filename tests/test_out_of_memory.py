@@ -15,7 +15,7 @@ from launch.out_of_memory import next_rung, other_ways
 from recipes.hardware import Gpu, Hardware
 from recipes.run import resolve, with_flags
 from tests.running import ROOT, launch_quickly, losses, run
-from tests.wide import LENGTH, texts, wide_model
+from tests.wide import LENGTH, texts_of, wide_model
 
 LONG = LENGTH // 2
 AMONG_8 = 1.75  # GB that a micro-batch of 8 with one long text exceeds, and one of 4 does not
@@ -27,7 +27,7 @@ STEPS = "--max_steps 8 --save_steps 1 --logging_steps 1 --learning_rate 1e-3 --g
 def data(tmp_path_factory):
     """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last of two ranks."""
     folder = tmp_path_factory.mktemp("wide")
-    return wide_model(folder / "model"), texts(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
+    return wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,6 @@ def noticed(run: RunSpec, world: World, argv: list[str]) -> Iterator[Watch]:
             "peak_bytes": memory.peak(run.hardware.cuda),
         }
         traceback.clear_frames(error.__traceback__)
-        memory.lift_limit()
         first = _is_first(run)
         if first:
             facts |= {"checkpoint": _newest_checkpoint(run), "next": next_rung(run, argv)}

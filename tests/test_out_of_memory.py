@@ -79,6 +79,14 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_speaks(flags, tmp_path):
     assert said["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < said["peak_bytes"] < AMONG_4 * 1.1e9
 
 
+def test_less_memory_than_the_libraries_take_is_told_as_well(flags, tmp_path):
+    limited = ["--recipe", "standard", *flags, "1", "--memory_limit", "0.2"]
+    outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
+    assert outcome.code == 1 and "Traceback" not in outcome.output, outcome.output
+    assert "out of memory before the first step was done" in outcome.output and "no checkpoint yet" in outcome.output
+    assert "--gradient_checkpointing true" in outcome.output
+
+
 # --- How it goes on --------------------------------------------------------------------------------------------------
 
 

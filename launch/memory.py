@@ -12,7 +12,7 @@ from pathlib import Path
 # What libraries say when an allocation fails, where they have no exception of their own for it.
 _RAN_OUT = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|Cuda failure (?:2 )?'out of memory'|std::bad_alloc"
+    r"|Cuda failure (?:2 )?'out of memory'|std::bad_alloc|Cannot allocate memory|failed to map segment"
 )
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -53,10 +53,8 @@ def limit(limit_bytes: int, cuda: bool) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def lift_limit() -> None:
-    """What explains a failure in RAM needs some of it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+def _is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
 def resident() -> int:
@@ -101,6 +99,8 @@ def ran_out(error: BaseException | None) -> bool:
         return False
     if isinstance(error, MemoryError) or _of_gpu(error) or _RAN_OUT.search(str(error)):
         return True
+    if "can't start new thread" in str(error) and _is_limited():  # for want of a stack
+        return True
     return (isinstance(error, OSError) and error.errno == errno.ENOMEM) or ran_out(error.__cause__)
 
 
@@ -109,12 +109,17 @@ def _of_gpu(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException) -> Shortage:
-    """What was asked for and what was free, from the error's words or, in RAM, as it is at this moment."""
+    """What was asked for and what was free, from the error's words or, in RAM, as it is at this moment.
+
+    Lifts the limit of RAM: to explain what happened takes some.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     text = f"{error} {error.__cause__ or ''}"
     if _of_gpu(error):
         return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))
     found = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
-    asked, free = int(found[1] or found[2]) if found else None, _free_in_ram()
+    asked, free = int(found[1] or found[2]) if found else None, _free_in_ram(soft)
     if asked is not None and free is not None and free >= asked:  # what failed has let go of its own since
         free = None
     return Shortage(asked, free)
@@ -136,9 +141,8 @@ def _size(words: str, text: str, before: bool = True) -> int | None:
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
-def _free_in_ram() -> int | None:
+def _free_in_ram(soft: int) -> int | None:
     if sys.platform != "linux":
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     free = free_ram()
     return free if soft == resource.RLIM_INFINITY else min(free, max(0, soft - _status("VmData")))

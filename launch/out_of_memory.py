@@ -20,7 +20,7 @@ from launch import memory, record
 from launch.memory import Shortage, in_words
 from launch.preemption import launchers_words
 from launch.record import OUT_OF_MEMORY
-from launch.world import World, on_launched_engine
+from launch.world import World
 from recipes.check import check
 from recipes.errors import UserError
 from recipes.run import COMMAND_LINE, RunSpec, resolve, with_flags
@@ -72,9 +72,11 @@ def noticed(run: RunSpec, world: World, argv: list[str]) -> Iterator[Watch]:
             "peak_bytes": memory.peak(run.hardware.cuda),
         }
         traceback.clear_frames(error.__traceback__)
-        memory.lift_limit()
-        facts |= {"checkpoint": _newest_checkpoint(run), "next": next_rung(run, argv)}
-        raise OutOfMemory(run, argv, facts, _is_first(run, facts)) from None
+        first = _is_first(run)
+        if first:
+            facts |= {"checkpoint": _newest_checkpoint(run), "next": next_rung(run, argv)}
+            _note(run, facts)
+        raise OutOfMemory(run, argv, facts, first) from None
 
 
 def next_flags(folder: Path) -> dict[str, Any] | None:
@@ -100,20 +102,25 @@ def _newest_checkpoint(run: RunSpec) -> str | None:
     return str(newest.path) if newest else None
 
 
-def _is_first(run: RunSpec, facts: dict[str, Any]) -> bool:
-    """Whether this rank is the first to say it. It marks the record too: rank 0 may hang until it is killed."""
-    folder = Path(run["output_dir"])
+def _is_first(run: RunSpec) -> bool:
+    """Whether no other rank was here before. From now on a rank that this one is lost to knows why."""
     try:
-        with (folder / OUT_OF_MEMORY).open("x", encoding="utf-8") as stream:
-            json.dump(facts, stream, indent=2)
+        (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # a disk that is full too: better said twice than never
-        return True
-    content = record.read(folder)
-    if content.get("status") == "running":
-        record.write(folder, {**content, "status": "out_of_memory"})
+        pass
     return True
+
+
+def _note(run: RunSpec, facts: dict[str, Any]) -> None:
+    """For `--on_oom next`, and in the record, should rank 0 only hang until it is killed."""
+    folder = Path(run["output_dir"])
+    with contextlib.suppress(OSError):
+        record.write(folder, facts, OUT_OF_MEMORY)
+        content = record.read(folder)
+        if content.get("status") == "running":
+            record.write(folder, {**content, "status": "out_of_memory"})
 
 
 # --- The next rung ---------------------------------------------------------------------------------------------------
@@ -153,9 +160,10 @@ def _is_legal(run: RunSpec, argv: list[str], flags: dict[str, Any]) -> bool:
         world_size=run.world_size,
         local_world_size=run.local_world_size,
         hardware=run.hardware,
+        engine=run.engine,
         environment=run.environment,
     )
-    return not any(problem.severity == "error" for problem in check(on_launched_engine(other)))
+    return not any(problem.severity == "error" for problem in check(other))
 
 
 def other_ways(run: RunSpec) -> str:

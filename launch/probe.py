@@ -67,20 +67,19 @@ def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[st
     cuda = run.hardware.cuda
     args = build_arguments(run)
     with joined(run, world, args):
-        memory.limit(limit_bytes, cuda)
         try:
-            _train(run, args)
+            _train(run, args, limit_bytes)
         except Exception as error:
             if not memory.ran_out(error):
                 raise
             words = str(memory.shortage(error))
-            memory.lift_limit()
             record.write(folder, {"kind": "out_of_memory", "peak_bytes": memory.peak(cuda), "words": words}, VERDICT)
             os._exit(1)
     return {"kind": "fits", "peak_bytes": memory.peak(cuda), "words": ""}
 
 
-def _train(run: RunSpec, args: Any) -> None:
+def _train(run: RunSpec, args: Any, limit_bytes: int) -> None:
+    from launch import memory
     from launch.build import build_trainer
     from launch.data import load_data, repeated_longest
     from launch.model import known_classes, load_model, load_tokenizer, longest_sequence
@@ -92,6 +91,7 @@ def _train(run: RunSpec, args: Any) -> None:
     longest = longest_sequence(run, tokenizer)
     run.lower("max_length", longest, "the longest sequence of this model")
     data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))
+    memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, STEPS * run.batch.total)
     trainer = build_trainer(run, args, model, tokenizer, data, console(speaks=False))

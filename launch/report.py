@@ -139,6 +139,8 @@ def explain_failure(error: BaseException, run: RunSpec | None) -> str | None:
     """A failure of the machine in words, with how to go on; None for anything else, which is a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
+    if type(error).__name__ == "ProbeFailed":
+        return str(error)
     if run is None:  # it had hardly begun
         return _told_to_end(error)
     words = _told_to_end(error) or _failure(error, run)
@@ -160,8 +162,6 @@ def _failure(error: BaseException, run: RunSpec) -> str | None:
     name = type(error).__name__
     if name == "NotANumber":
         return f"{error}; a lower learning rate or fp32 usually helps"
-    if name == "ProbeFailed":
-        return f"{error}\nNothing was fitted"
     if _disk_is_full(error, run):
         return "the disk is full"
     if name in ("DistBackendError", "DistNetworkError") or "Connection closed by peer" in str(error):
@@ -179,8 +179,9 @@ def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
 
 
 def print_failure(words: str, error: BaseException, world: World) -> None:
-    """On the rank that failed, whichever it is; all are interrupted together, so there one line is enough."""
-    speaks = world.speaks or not isinstance(error, (KeyboardInterrupt, Preempted))
+    """On the rank that failed, whichever it is; what all know together is said once."""
+    together = isinstance(error, (KeyboardInterrupt, Preempted)) or type(error).__name__ == "ProbeFailed"
+    speaks = world.speaks or not together
     rank = f"rank {world.rank}: " if world.size > 1 and not world.speaks else ""
     console(speaks, stderr=True).print(escape(f"{rank}{words}"), style="red", highlight=False)
 

@@ -85,8 +85,6 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
     from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
-    if run["memory_limit"]:
-        memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     out = report.console(world.speaks)
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
@@ -97,6 +95,8 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
         return
 
     data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))
+    if run["memory_limit"]:  # what a library that reads data makes of a lack of memory is anybody's guess
+        memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
     decided_by_rank_0(world, lambda: move_older_run_aside(run))

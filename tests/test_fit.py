@@ -17,7 +17,7 @@ from launch.world import World
 from recipes.errors import UserError
 from recipes.run import resolve
 from tests.running import ROOT, launch, launch_quickly, losses, run
-from tests.wide import LENGTH, texts, wide_model
+from tests.wide import LENGTH, texts_of, wide_model
 
 LIMIT = 1.64  # GB: a process runs a micro-batch of 2, and one that has already taken `BALLAST` runs 1
 BALLAST = 0.36
@@ -27,7 +27,7 @@ SMALLER = LIMIT - BALLAST
 @pytest.fixture(scope="module")
 def training(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("wide")
-    model, data = wide_model(folder / "model"), texts(folder / "texts.jsonl", [LENGTH, 40] * 16)
+    model, data = wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [LENGTH, 40] * 16)
     flags = f"--recipe standard --model_name_or_path {model} --dataset_name {data} --max_length {LENGTH}"
     return [*flags.split(), *"--global_batch_size 4 --max_steps 3 --save_steps 2 --logging_steps 1".split()]
 

@@ -15,7 +15,7 @@ from launch.out_of_memory import next_rung, other_ways
 from recipes.hardware import Gpu, Hardware
 from recipes.run import resolve, with_flags
 from tests.running import ROOT, launch_quickly, losses, run
-from tests.wide import LENGTH, texts, wide_model
+from tests.wide import LENGTH, texts_of, wide_model
 
 LONG = LENGTH // 2
 AMONG_8 = 1.75  # GB that a micro-batch of 8 with one long text exceeds, and one of 4 does not
@@ -27,7 +27,7 @@ STEPS = "--max_steps 8 --save_steps 1 --logging_steps 1 --learning_rate 1e-3 --g
 def data(tmp_path_factory):
     """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last of two ranks."""
     folder = tmp_path_factory.mktemp("wide")
-    return wide_model(folder / "model"), texts(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
+    return wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,14 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_speaks(flags, tmp_path):
     assert said["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < said["peak_bytes"] < AMONG_4 * 1.1e9
 
 
+def test_less_memory_than_the_libraries_take_is_told_as_well(flags, tmp_path):
+    limited = ["--recipe", "standard", *flags, "1", "--memory_limit", "0.2"]
+    outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
+    assert outcome.code == 1 and "Traceback" not in outcome.output, outcome.output
+    assert "out of memory before the first step was done" in outcome.output and "no checkpoint yet" in outcome.output
+    assert "--gradient_checkpointing true" in outcome.output
+
+
 # --- How it goes on --------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +125,7 @@ def test_an_accumulation_that_was_written_down_follows():
     assert resolve(argv, world_size=2).batch.total == 24
     for rung in rungs:
         assert resolve(with_flags(argv, rung), world_size=2).batch.total == 24
-    assert [rung["gradient_accumulation_steps"] for rung in rungs] == [6, 12, 12]
+    assert [rung["gradient_accumulation_steps"] for rung in rungs] == [4, 6, 12, 12]
 
 
 def test_a_rung_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):

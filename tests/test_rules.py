@@ -207,6 +207,14 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run('--accelerator_config {"split_batches":true}', world=2),
         Run('--accelerator_config {"split_batches":true}', world=1),
     ),
+    "fit_chooses_the_micro_batch": (
+        Run("--fit --per_device_train_batch_size 2"),
+        Run("--fit --global_batch_size 8"),
+    ),
+    "memory_can_be_limited": (
+        Run("--memory_limit 2", hardware=Hardware(platform="darwin")),
+        Run("--memory_limit 2"),
+    ),
     "packing_frees_the_padding": (Run("--packing --padding_free"), Run("--packing false --padding_free")),
     "classification_takes_rows_as_they_are": (Run(f"{CLASSIFY} --packing"), Run(CLASSIFY)),
     "classification_needs_data": (Run("--task sequence_classification"), Run(CLASSIFY)),

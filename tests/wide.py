@@ -34,7 +34,7 @@ def wide_model(folder: Path) -> Path:
     return folder
 
 
-def texts(file: Path, lengths: list[int]) -> Path:
+def texts_of(file: Path, lengths: list[int]) -> Path:
     """Texts of just so many tokens, the last of which ends them."""
     lines = [{"text": (f"{n} " + "words " * length)[: length - 1]} for n, length in enumerate(lengths)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

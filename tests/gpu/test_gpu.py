@@ -3,12 +3,15 @@
 `python -m tests.gpu.measure` prints the table of speeds, `python -m tests.gpu.memory` that of memory.
 """
 
+import json
+
 import pytest
 import torch
 
 from recipes import hardware
 from tests.gpu import memory
-from tests.running import losses, train_here
+from tests.running import launch, losses, train_here
+from tests.wide import LENGTH, texts_of, wide_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,3 +42,16 @@ def test_eight_bit_adam_trains_on_the_gpu(tiny_model, texts, tmp_path):
 @pytest.mark.parametrize("case", memory.cases(["0.1B"]), ids=str)
 def test_what_torch_allocates_was_predicted(case):
     assert abs(memory.error_of(memory.row_of(case))) < 0.1
+
+
+def test_the_largest_micro_batch_under_a_limit_is_found_and_trains(tmp_path):
+    model, data = wide_model(tmp_path / "model"), texts_of(tmp_path / "texts.jsonl", [LENGTH] * 64)
+    flags = f"--recipe standard --model_name_or_path {model} --dataset_name {data} --max_length {LENGTH} --max_steps 3"
+    limited = [*flags.split(), "--global_batch_size", "64", "--memory_limit", "5"]
+    fitted = launch(*limited, "--fit", output=tmp_path / "fitted", config="single.yaml")
+    assert fitted.record["status"] == "finished", fitted.output
+    found = json.loads((tmp_path / "fitted" / "fit.json").read_text())
+    assert 1 <= found["micro_batch"] < 64 and found["peak_bytes"] <= 5e9
+    larger = ["--per_device_train_batch_size", "64"]
+    ran_out = launch(*limited, *larger, output=tmp_path / "larger", config="single.yaml")
+    assert ran_out.record["status"] == "out_of_memory" and "was free" in ran_out.output, ran_out.output

@@ -51,8 +51,7 @@ def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> Run
         found = _search(run, argv, world, board)
         board.of_rank_0("written", lambda: record.write(run["output_dir"], found, fitted.NAME))
         found["file"] = str(Path(run["output_dir"]) / fitted.NAME)
-    batch = fitted.batch(run, found)
-    assert batch is not None
+    batch = fitted.as_batch(found)  # rank 0's word: another node may have other devices
     report.console(world.speaks).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return at_batch(run, batch, FIT)
 

@@ -46,6 +46,19 @@ def decided_by_rank_0(world: World, decide: Callable[[], Any]) -> Any:
     return answer[0]
 
 
+def require_one_batch(run: RunSpec, world: World) -> None:
+    """Ranks with other micro-batches would wait for each other: a fit holds for the devices of its own node."""
+    if world.size == 1:
+        return
+    import torch.distributed as dist
+
+    sizes: list[Any] = [None] * world.size
+    dist.all_gather_object(sizes, run.batch.micro)
+    if len(set(sizes)) > 1:
+        what = f"the ranks have micro-batches of {', '.join(str(size) for size in sorted(set(sizes)))}"
+        raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {min(sizes)}")
+
+
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
     """The output folder, made and found good, and locked against a second run."""

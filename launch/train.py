@@ -81,11 +81,18 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
     from launch.data import load_data
     from launch.measure import checkpoint_bytes, results
     from launch.model import known_classes, load_model, load_tokenizer, longest_sequence, saved_sample
-    from launch.resume import decided_by_rank_0, find_earlier_run, move_older_run_aside, require_disk_space
+    from launch.resume import (
+        decided_by_rank_0,
+        find_earlier_run,
+        move_older_run_aside,
+        require_disk_space,
+        require_one_batch,
+    )
     from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
     out = report.console(world.speaks)
+    require_one_batch(run, world)
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
     run.lower("max_length", longest, "the longest sequence of this model")

@@ -46,7 +46,11 @@ def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:
     sizes: list[Any] = [found.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
     if not all(type(size) is int and size > 0 for size in sizes) or found.get("holds_for") != identity(run):
         return None
-    micro, accumulation, world, peak = sizes
-    reason = f"the largest that ran here: peak {peak / 2**30:.2f} GiB ({found['file']})"
-    split = Batch(micro, accumulation, world, reason)
-    return split if split.total == run.batch.total and world == run.world_size else None
+    split = as_batch(found)
+    return split if split.total == run.batch.total and split.world == run.world_size else None
+
+
+def as_batch(found: dict[str, Any]) -> Batch:
+    """The batch that was found, with what was measured as its reason."""
+    reason = f"the largest that ran here: peak {found['peak_bytes'] / 2**30:.2f} GiB ({found['file']})"
+    return Batch(found["micro_batch"], found["accumulation"], found["world_size"], reason)

@@ -136,7 +136,7 @@ def _print(plan: Plan, processes: int) -> None:
         return
     _print_choices(plan, best.name, processes)
     micro = f"--per_device_train_batch_size {best.micro_batch}"
-    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {micro}")
+    print(f"take {best.name}, the fastest that fits, with your flags and --recipe {best.name} {micro}")
 
 
 def _print_choices(plan: Plan, name: str, processes: int) -> None:
@@ -154,7 +154,7 @@ def _print_choices(plan: Plan, name: str, processes: int) -> None:
         print(f"at {plan.mfu:.0%} of the peak, an assumption (--mfu); a small micro-batch reaches less")
     if processes > 1:
         speed = "--bandwidth GB/s tells how long" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
-        print(f"sent gradients: {speed}; part of it overlaps with the backward")
+        print(f"sending: {speed}; part of it overlaps with computing")
     print()
 
 

@@ -5,6 +5,7 @@ Pure arithmetic on what `recipes.trace` found, in bytes. Where a constant or a f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -130,33 +131,33 @@ def _trained_bytes(run: RunSpec) -> int:
     return weight_bytes(run)
 
 
-def _shards(run: RunSpec, from_stage: int) -> int:
-    """Over how many GPUs ZeRO of this stage, or FSDP2, spreads a state."""
+def _shard(size: float, run: RunSpec, from_stage: int) -> int:
+    """One GPU's share of a state that ZeRO spreads from this stage on, and FSDP2 in any case. The last is padded."""
     sharded = run.engine.kind == "fsdp" or (run.engine.kind == "deepspeed" and run.engine.zero_stage >= from_stage)
-    return run.world_size if sharded else 1
+    return math.ceil(size / run.world_size) if sharded else math.ceil(size)
 
 
 def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
-    stored = _stored_bytes(run, weights) / _shards(run, 3)
+    stored = _shard(_stored_bytes(run, weights), run, 3)
     if run.engine.kind == "fsdp":  # beside the shards: what is in no layer, the running layer and the one fetched ahead
         gathered = min(weights.total, weights.outside_layers + 2 * weights.largest_layer)
-        return round(stored + gathered * weight_bytes(run))
+        return stored + gathered * weight_bytes(run)
     if run.engine.zero_stage < 3:
-        return round(stored)
+        return stored
     gathered = min(weights.total, MAX_LIVE_PARAMETERS)  # what ZeRO-3 has fetched and not yet let go
     own = 0 if run.engine.offload_param != "none" else stored
-    return round(gathered * weight_bytes(run) + own)
+    return gathered * weight_bytes(run) + own
 
 
 def _gradient_bytes(run: RunSpec, weights: Weights) -> int:
     """Gradients that stay from one micro-batch to the next."""
     if run.engine.kind == "fsdp":  # shards, and the whole ones of what is in no layer until they are scattered
-        return weights.trained * FP32 // _shards(run, 2) + weights.outside_layers * weight_bytes(run)
+        return _shard(weights.trained * FP32, run, 2) + weights.outside_layers * weight_bytes(run)
     if run.engine.kind != "deepspeed":
         return weights.trained * _trained_bytes(run)
     if run.engine.offload_optimizer != "none":  # they go to the host
         return 0
-    return weights.trained * FP32 // _shards(run, 2)
+    return _shard(weights.trained * FP32, run, 2)
 
 
 def _optimizer_bytes(run: RunSpec, weights: Weights) -> int:
@@ -165,18 +166,18 @@ def _optimizer_bytes(run: RunSpec, weights: Weights) -> int:
     names = sorted((name for name in _OPTIMIZER_BYTES if run["optim"].startswith(name)), key=len)
     moments = _OPTIMIZER_BYTES[names[-1]] if names else 2 * FP32
     if run.engine.kind == "deepspeed":  # and the fp32 parameters that the 16-bit ones are copied from
-        return round(weights.trained * (FP32 + moments) / _shards(run, 1))
+        return _shard(weights.trained * (FP32 + moments), run, 1)
     if moments in (2 * FP32, FP32):
         of_its_width = moments * _trained_bytes(run) / FP32  # moments have their parameter's dtype
-        return round(weights.trained * of_its_width / _shards(run, 1))
+        return _shard(weights.trained * of_its_width, run, 1)
     in_fp32 = weights.trained_embedding  # Trainer keeps embeddings' moments in 32 bits
-    return round(((weights.trained - in_fp32) * moments + in_fp32 * 2 * FP32) / _shards(run, 1))
+    return _shard((weights.trained - in_fp32) * moments + in_fp32 * 2 * FP32, run, 1)
 
 
 def _step_bytes(run: RunSpec, weights: Weights) -> int:
     """What the update itself takes for a moment: torch's foreach AdamW makes one temporary for each parameter."""
     foreach = run["optim"] == "adamw_torch" and run.engine.kind != "deepspeed"
-    return weights.trained * _trained_bytes(run) // _shards(run, 1) if foreach else 0
+    return _shard(weights.trained * _trained_bytes(run), run, 1) if foreach else 0
 
 
 def _communication_bytes(run: RunSpec, weights: Weights) -> int:

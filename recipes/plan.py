@@ -133,7 +133,7 @@ def plan_memory(
     usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
     estimator = Estimator(config)
     runs = _legal_runs(world, [recipe] if recipe else list(_FASTEST_FIRST))
-    planned = [_planned(run, estimator, usable) for run in runs]
+    planned = [largest_that_fits(run, estimator, usable) for run in runs]
     recommended = next((entry.name for entry in planned if entry.fits), None)
     chosen = next((run for run in runs if run.recipe.name == recommended), runs[0])
     speed = bandwidth * 1e9 if bandwidth else None
@@ -258,7 +258,7 @@ def _larger_card(world: _World, estimator: Estimator, before: int) -> Iterator[N
 # --- One recipe ------------------------------------------------------------------------------------------------------
 
 
-def _planned(run: RunSpec, estimator: Estimator, usable: Usable) -> Planned:
+def largest_that_fits(run: RunSpec, estimator: Estimator, usable: Usable) -> Planned:
     """The recipe at the largest micro-batch that fits, which is one that a run may have at its global batch."""
     entries = (_at(run, micro, estimator, usable) for micro in _micro_batches(run))
     entry = next(entries)
@@ -303,4 +303,4 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
     """A run of this model at the largest micro-batch that fits into `usable_bytes`, or `as_it_is`."""
     estimator, usable = Estimator(config), Usable(usable_bytes)
-    return _at(run, run.batch.micro, estimator, usable) if as_it_is else _planned(run, estimator, usable)
+    return _at(run, run.batch.micro, estimator, usable) if as_it_is else largest_that_fits(run, estimator, usable)

@@ -25,16 +25,17 @@ from transformers import (
 from launch.cli import main
 from recipes import plan_memory
 from recipes.catalog import RECIPES
-from recipes.engine import shipped
+from recipes.engine import Engine, shipped
 from recipes.estimate import Estimator, read_config
-from recipes.footprint import Components, need
-from recipes.plan import plan_run
+from recipes.footprint import Components, Weights, need
+from recipes.plan import Usable, largest_that_fits, plan_run
 from recipes.run import resolve
 from recipes.trace import (
     SHALLOW,
     Adapters,
     Case,
     LiveBytes,
+    Traced,
     at_batch,
     layers_are_equal,
     of_depth,
@@ -207,43 +208,55 @@ def test_two_real_steps_have_resident_what_was_planned(case, resident):
 # --- The plan --------------------------------------------------------------------------------------------------------
 
 
+TINY = Estimator(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=500))
+
+
 def planned(*argv, config=SMALL["llama"], **named):
     named = {"gpu_memory": 8, **named}
     return plan_memory(config, argv=argv, **named)
 
 
 @settings(max_examples=10, deadline=None)
-@given(micro=st.integers(1, 16), length=st.integers(8, 128), more=st.integers(1, 8))
-def test_memory_grows_with_the_batch_and_the_length(micro, length, more):
-    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=500)
-    weights, run = weigh(config, "causal_lm"), run_of("standard")
+@given(micro=st.integers(1, 16), length=st.integers(8, 128), layers=st.integers(1, 2), more=st.integers(1, 8))
+def test_memory_grows_with_the_batch_the_length_and_the_layers(micro, length, layers, more):
+    run = run_of("standard")
 
-    def total(micro, length):
-        return need(run, weights, trace(config, Case(micro, length)), accumulation=2).gpu.total
+    def total(micro, length, layers):
+        config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=layers, vocab_size=500)
+        return need(run, weigh(config, "causal_lm"), trace(config, Case(micro, length)), accumulation=2).gpu.total
 
-    assert total(micro, length) <= min(total(micro + more, length), total(micro, length + more))
-
-
-def test_memory_grows_with_the_layers():
-    deeper = LlamaConfig(**{**SMALL["llama"].to_dict(), "num_hidden_layers": 6})
-    flags = "--per_device_train_batch_size 4 --max_length 64".split()
-    shallow, deep = (planned(*flags, config=config).recipes for config in (SMALL["llama"], deeper))
-    assert all(one.total_bytes < two.total_bytes for one, two in zip(shallow, deep, strict=True))
+    larger = [(micro + more, length, layers), (micro, length + more, layers), (micro, length, layers + 1)]
+    assert total(micro, length, layers) <= min(total(*sizes) for sizes in larger)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4, 8])
-def test_the_global_batch_stays(processes):
-    for entry in planned("--global_batch_size", "16", num_processes=processes).recipes:
-        assert entry.micro_batch * entry.accumulation * processes == 16
+@settings(max_examples=50, deadline=None)
+@given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), world=st.integers(1, 16), usable=st.integers(1, 40))
+def test_the_global_batch_stays(micro, accumulation, world, usable):
+    run = run_of(
+        "standard", "--global_batch_size", str(micro * accumulation * world), "--max_length", "64", world=world
+    )
+    entry = largest_that_fits(run, TINY, Usable(usable << 28))
+    assert entry.micro_batch * entry.accumulation * world == run.batch.total
 
 
-@pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
-@pytest.mark.parametrize("processes", [2, 4])
-def test_shards_never_sum_below_the_whole(recipe, processes):
-    alone, shared = (planned(recipe=recipe, num_processes=n).recipes[0] for n in (1, processes))
-    assert shared.host_bytes_per_node >= alone.host_bytes_per_node
+@settings(max_examples=50, deadline=None)
+@given(
+    total=st.integers(10**6, 10**10),
+    frozen=st.floats(0, 1),
+    world=st.integers(2, 64),
+    stage=st.integers(1, 3),
+    optim=st.sampled_from(["adamw_torch", "adamw_bnb_8bit", "sgd"]),
+)
+def test_shards_never_sum_below_the_whole(total, frozen, world, stage, optim):
+    weights = Weights(total, trained=max(1, round(total * (1 - frozen))))
+    parts = []
+    for processes in (1, world):
+        engine = Engine("deepspeed", "", zero_stage=stage)
+        flags = ["--optim", optim, "--global_batch_size", str(world)]
+        run = resolve(flags, world_size=processes, engine=engine, hardware=V100, environment={}, demonstrate=False)
+        parts.append(need(run, weights, Traced([(0, 0, 0)], 1), accumulation=1).gpu)
     for part in ("parameters", "gradients", "optimizer"):
-        assert processes * getattr(shared.components, part) >= getattr(alone.components, part)
+        assert world * getattr(parts[1], part) >= getattr(parts[0], part)
 
 
 @pytest.mark.parametrize("memory", [0.5, 2, 80])

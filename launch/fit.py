@@ -150,6 +150,7 @@ def _probed(run: RunSpec, argv: list[str], world: World, board: Board, size: int
         "micro_batch": size,
         "accumulation": min(accumulation, 2),  # two are enough for gradients to stay from one to the next
         "limit_bytes": round(limit * (1 - RESERVE)),
+        "parent": os.getpid(),
     }
     port = board.of_rank_0(f"{size}/port", _free_port)
     verdicts = board.all_ranks(f"{size}/verdict", _own_verdict(request, port, board, size))

@@ -37,6 +37,8 @@ _ALONE = {
 def main(folder: Path) -> int:
     end_with_parent()
     request = json.loads((folder / REQUEST).read_text())
+    if os.getppid() != request["parent"]:  # it died before this process could ask to be told
+        return 1
     world = launched()
     try:
         run = _requested(request, world, folder)

@@ -205,6 +205,8 @@ def _left_in(folder: Path, code: int | None) -> dict[str, Any]:
     if code is None:
         return {"kind": "stopped", "peak_bytes": None, "words": ""}
     lines = (folder / "log").read_text(errors="replace").strip().splitlines()[-15:]
+    if lines and memory.says_it_ran_out(lines[-1]):  # a library that ends the process itself
+        return {"kind": "out_of_memory", "peak_bytes": None, "words": lines[-1]}
     return {"kind": "failed", "peak_bytes": None, "words": "\n".join([*lines, f"(exit code {code})"])}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 _RAN_OUT = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Cuda failure (?:2 )?'out of memory'|std::bad_alloc|Cannot allocate memory|failed to map segment"
+    r"|libgomp: Thread creation failed"
 )
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -91,6 +92,11 @@ def _number(file: str, name: str) -> int:
 
 
 # --- When it ran out -------------------------------------------------------------------------------------------------
+
+
+def says_it_ran_out(text: str) -> bool:
+    """Whether what a process left in its log is that memory ran out."""
+    return bool(_RAN_OUT.search(text))
 
 
 def ran_out(error: BaseException | None) -> bool:

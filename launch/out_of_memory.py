@@ -166,10 +166,11 @@ def _is_legal(run: RunSpec, argv: list[str], flags: dict[str, Any]) -> bool:
     return not any(problem.severity == "error" for problem in check(other))
 
 
-def other_ways(run: RunSpec) -> str:
-    """What takes less memory but is another training, or another engine, in words."""
+def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
+    """What takes less memory but is another training, or another engine, in words; `checkpointed` by the next rung."""
     shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
-    checkpointing = "" if run["gradient_checkpointing"] else "--gradient_checkpointing true, "
+    checkpointed |= bool(run["gradient_checkpointing"])
+    checkpointing = "" if checkpointed else "--gradient_checkpointing true, "
     if not run.hardware.cuda:  # what offloading takes to, is what is missing
         return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
     another = "with another --output_dir, as its checkpoints are of another kind"
@@ -227,7 +228,7 @@ def _next_lines(run: RunSpec, argv: list[str], facts: dict[str, Any]) -> list[st
     return [
         f"next      {batch}, the same global batch{checkpointing}, {start}:",
         f"          {_command(run, with_flags(argv, flags))}",
-        f"then      {other_ways(run)}",
+        f"then      {other_ways(run, 'gradient_checkpointing' in flags)}",
     ]
 
 

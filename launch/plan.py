@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from recipes.errors import mistake
 from recipes.plan import CLOSED_FORM_MARGIN, MARGIN, Choice, Plan, Planned, plan_memory
+from recipes.run import with_flags
 from recipes.speed import ASSUMED_MFU
 
 _GIB = 2**30
@@ -72,8 +75,8 @@ def _share(text: str) -> float:
 
 
 def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    if (options.gpu is None) == (options.gpu_memory is None):
-        raise mistake("gpu", "one card is planned for", "--gpu NAME, or --gpu_memory GB")
+    if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
+        raise mistake("plot", f"{options.plot!r} is no picture", "a name that ends in .png, .svg or .pdf")
     plan = plan_memory(
         options.model,
         gpu=options.gpu,
@@ -89,7 +92,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
     if options.plot:
         plot(plan, options.plot)
-    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, options.num_processes)
+    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, options.num_processes, rest)
     return 0
 
 
@@ -109,6 +112,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             }
             for choice in plan.choices
         ],
+        "refused": plan.refused,
         "next_steps": [asdict(step) for step in plan.next_steps],
     }
 
@@ -117,14 +121,19 @@ def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
 
 
-def _print(plan: Plan, processes: int) -> None:
+def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
-    print(f"{plan.model}, {plan.parameters:,} parameters, sequences of {plan.length:,} tokens")
-    print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable; a plan fits with {MARGIN:.0%} to spare\n")
+    trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
+    longest = "" if plan.length == plan.asked_length else f", the longest that it numbers ({plan.asked_length:,} asked)"
+    host = "" if plan.usable_host_bytes is None else f", {_gib(plan.usable_host_bytes)} GiB of RAM a node"
+    print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
+    print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
     from launch.report import print_table
 
     print_table(["recipe", "batch", *_HEADS.values(), "total", "fits", "host"], [_row(entry) for entry in plan.recipes])
+    for name, why in plan.refused.items():
+        print(f"{name}: not with these flags: {why}")
     print()
     if not all(entry.traced for entry in plan.recipes):
         print(
@@ -135,8 +144,9 @@ def _print(plan: Plan, processes: int) -> None:
         _print_next_steps(plan)
         return
     _print_choices(plan, best.name, processes)
-    micro = f"--per_device_train_batch_size {best.micro_batch}"
-    print(f"take {best.name}, the fastest that fits, with your flags and --recipe {best.name} {micro}")
+    flags = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
+    words = shlex.join(with_flags(argv, flags))
+    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {words}")
 
 
 def _print_choices(plan: Plan, name: str, processes: int) -> None:
@@ -219,7 +229,7 @@ def plot(plan: Plan, file: str) -> None:
 def _row(entry: Planned) -> list[str]:
     parts = [_gib(getattr(entry.components, name)) for name in _HEADS]
     batch = f"{entry.micro_batch} x {entry.accumulation}"
-    fits = "yes" if entry.fits else "no"
+    fits = "yes" if entry.fits else "no (host)" if entry.fits_gpu else "no"
     return [entry.name, batch, *parts, _gib(entry.total_bytes), fits, _gib(entry.host_bytes_per_node)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -16,11 +15,11 @@ from launch.memory import ran_out
 from launch.preemption import Preempted
 from launch.world import World
 from recipes import legal
+from recipes.fitted import fingerprint
 from recipes.run import HIDDEN, RunSpec, Setting, shown
 
 NAME = "run.json"
 OUT_OF_MEMORY = "out_of_memory.json"
-_END_BYTES = 1 << 16
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
 # A checkpoint trained with another value of these cannot be gone on from: other weights, or other data.
@@ -115,22 +114,6 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
         "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
         "hardware": run.hardware.as_dict(),
     }
-
-
-def fingerprint(dataset_name: str | None) -> str | None:
-    """What tells a local file or folder from itself with other contents: names, sizes, both ends. None elsewhere."""
-    path = Path(dataset_name).expanduser() if dataset_name else None
-    if path is None or not path.exists():
-        return None
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {size}\n".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_END_BYTES))
-            stream.seek(max(0, size - _END_BYTES))
-            digest.update(stream.read(_END_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def changes(old: dict[str, Any], run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:

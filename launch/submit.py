@@ -140,6 +140,8 @@ def submit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
     while options.on_oom == "next" and code not in (0, EXIT_CODE):
         rung = out_of_memory.next_flags(job.folder)
         if rung is None or rung in tried:
+            if tried:
+                print("\nno rung is left that goes on with the same training", file=sys.stderr)
             break
         tried.append(rung)
         argv = with_flags(argv, rung)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ class Estimator:
     """What micro-batches of one model keep. Each trace is made once: two micro-batches tell every other."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self.config = config
+        self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
         self._equal: dict[tuple[str, Adapters | None], bool] = {}
@@ -42,10 +43,16 @@ class Estimator:
         if key not in self._weights:
             try:
                 self._weights[key] = weigh(self.config, *key)
-            except (ImportError, ValueError) as error:  # peft's refusals
+            except Exception as error:  # what a model or peft refuses, each has exceptions of its own for
+                said = " ".join(str(error).split())[:200]
+                if "Unrecognized configuration class" in said:
+                    what = f"there is no {run['task']} model of type {self.config.model_type}"
+                    fix = "a decoder, or an encoder with --task sequence_classification"
+                    raise mistake("model", what, fix) from None
                 if key[1] is None:
-                    raise
-                what = f"peft refuses this model: {' '.join(str(error).split())[:200]}"
+                    what = f"cannot be built: {said}"
+                    raise mistake("model", what, "a config.json that transformers loads") from None
+                what = f"peft refuses this model: {said}"
                 raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
         return self._weights[key]
 
@@ -115,8 +122,8 @@ class Estimator:
     def _closed_form(self, run: RunSpec, micro: int) -> Traced:
         """82 bytes for each unit of width, token and layer, 12 for each logit, and autocast's copies of the weights.
 
-        The most that traces of Llama, GPT-2 and Qwen models come to in mixed precision. Checkpointed, a layer keeps its
-        input, and one layer at a time the rest.
+        About what traces of Llama and Qwen models come to in mixed precision; dropout takes more. Checkpointed, a layer
+        keeps its input, and one layer at a time the rest.
         """
         from recipes.trace import Traced
 
@@ -146,15 +153,18 @@ def _adapters(run: RunSpec) -> Adapters | None:
 
 def read_config(model: str) -> Any:
     """The configuration of a Hub id, a folder, a config.json or a size. Raises `UserError`."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)([MB])", model, flags=re.I)
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
     if size and not Path(model).exists():
-        return _config_of_size(float(size[1]) * (1e9 if size[2].upper() == "B" else 1e6))
+        parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0)
+        if not 2e7 <= parameters <= 2e12:
+            raise mistake("model", f"{model} is no size that a Llama has", "20M to 2000B, such as 7B")
+        return _config_of_size(parameters)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # each library on the way has exceptions of its own
+        first = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
         raise mistake("model", f"{model} cannot be read: {first}", "a Hub id, a folder, a config.json or 7B") from None
 
 
@@ -172,12 +182,24 @@ def _config_of_size(parameters: float) -> Any:
         if 12.5 * width**2 * (width // 128) + 2 * vocabulary * width >= parameters
     )
     layers = max(1, round((parameters - 2 * vocabulary * width) / (12.5 * width**2)))
+    heads = width // 128
+    attention = 2 * width**2 + 2 * width * 128 * max(1, heads // 4)
+    inner = ((parameters - 2 * vocabulary * width) / layers - attention) / (3 * width)  # what is left for the MLP
     return LlamaConfig(
         hidden_size=width,
-        intermediate_size=int(3.5 * width) // 256 * 256,
+        intermediate_size=max(64, round(inner / 64) * 64),
         num_hidden_layers=layers,
-        num_attention_heads=width // 128,
-        num_key_value_heads=max(1, width // 512),
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
         vocab_size=vocabulary,
         max_position_embeddings=131_072,
     )
+
+
+def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
+    """With a padding token, as the training gives it one: without, classifiers of decoders take one sequence only."""
+    if getattr(config.get_text_config(), "pad_token_id", None) is not None:
+        return config
+    config = copy.deepcopy(config)
+    config.get_text_config().pad_token_id = 0
+    return config

@@ -20,7 +20,7 @@ class RunFlags:
     verbose: bool = flag(False, "let the libraries speak")
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
     memory_limit: float | None = flag(
-        None, "GB (10^9 bytes) that a process may take: of its GPU, or of RAM where there is none"
+        None, "GB (10^9 bytes) that a process may take: of its GPU, else of RAM, there to within 5 %"
     )
     early_stopping_patience: int | None = flag(None, "stop after so many evaluations without improvement")
 

@@ -24,12 +24,11 @@ MAX_LIVE_PARAMETERS = int(1e9)
 # the kernels are loaded. Newer cards and drivers take less.
 CUDA_CONTEXT_BYTES = 1343 << 20
 
-# Bytes of optimizer state for each trained parameter in fp32, by how the name of `optim` starts: two moments, unless
-# said otherwise. The 8-bit ones keep a byte a moment and an fp32 scale a block of 256 (bitsandbytes, blockwise).
-_OPTIMIZER_BYTES = {
-    "adamw_bnb_8bit": 2 + 2 * 4 / 256, "adamw_8bit": 2 + 2 * 4 / 256, "paged_adamw_8bit": 2 + 2 * 4 / 256,
-    "lion_8bit": 1 + 4 / 256, "paged_lion_8bit": 1 + 4 / 256, "lion": 4, "paged_lion": 4, "sgd": 0, "adafactor": 0.01,
-}  # fmt: skip
+# Numbers that an optimizer keeps for each trained parameter, by how the name of `optim` starts, less "paged_"; two
+# where it is not here, as Adam does. Adafactor keeps a row and a column of each matrix, hardly anything.
+_MOMENTS = {"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0.01, "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3}
+_IN_8_BITS = 1 + FP32 / 256  # a byte, and an fp32 scale a block of 256: bitsandbytes, blockwise, and torchao
+_IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
 
 
 # Bytes of a parameter in 4 bits: half a byte, and an fp32 scale a block of 64, which nested quantisation keeps in 8
@@ -41,8 +40,9 @@ _NF4, _NF4_NESTED = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 class Weights:
     """Counts of a model's parameters, and the bytes of its buffers.
 
-    All; those that are trained, and of these the ones in embeddings; those in 4 bits; those of the largest layer; those
-    in no layer: embeddings and the head; those of an input embedding that is only looked up, not also the head.
+    All; those that are trained, and of these the ones in embeddings; those in 4 bits; those of the largest layer and
+    of the largest single one; those in no layer: embeddings and the head; those of an input embedding that is only
+    looked up, not also the head.
     """
 
     total: int
@@ -50,6 +50,7 @@ class Weights:
     in_4_bits: int = 0
     trained_embedding: int = 0
     largest_layer: int = 0
+    largest_parameter: int = 0
     outside_layers: int = 0
     looked_up: int = 0
     buffer_bytes: int = 0
@@ -144,7 +145,8 @@ def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
         return stored + gathered * weight_bytes(run)
     if run.engine.zero_stage < 3:
         return stored
-    gathered = min(weights.total, MAX_LIVE_PARAMETERS)  # what ZeRO-3 has fetched and not yet let go
+    # What ZeRO-3 has fetched and not yet let go: a layer of experts is fetched whole, however large.
+    gathered = min(weights.total, max(MAX_LIVE_PARAMETERS, weights.largest_layer))
     own = 0 if run.engine.offload_param != "none" else stored
     return gathered * weight_bytes(run) + own
 
@@ -163,15 +165,16 @@ def _gradient_bytes(run: RunSpec, weights: Weights) -> int:
 def _optimizer_bytes(run: RunSpec, weights: Weights) -> int:
     if run.engine.offload_optimizer != "none":
         return 0
-    names = sorted((name for name in _OPTIMIZER_BYTES if run["optim"].startswith(name)), key=len)
-    moments = _OPTIMIZER_BYTES[names[-1]] if names else 2 * FP32
+    optim = str(run["optim"])
+    moments = next((count for name, count in _MOMENTS.items() if optim.removeprefix("paged_").startswith(name)), 2)
+    if "8bit" in optim or "4bit" in optim:
+        width = _IN_8_BITS if "8bit" in optim else _IN_4_BITS
+        # With bitsandbytes Trainer keeps those of embeddings in fp32.
+        in_fp32 = 0 if optim.startswith("adamw_torch") else weights.trained_embedding
+        return _shard(moments * ((weights.trained - in_fp32) * width + in_fp32 * FP32), run, 1)
     if run.engine.kind == "deepspeed":  # and the fp32 parameters that the 16-bit ones are copied from
-        return _shard(weights.trained * (FP32 + moments), run, 1)
-    if moments in (2 * FP32, FP32):
-        of_its_width = moments * _trained_bytes(run) / FP32  # moments have their parameter's dtype
-        return _shard(weights.trained * of_its_width, run, 1)
-    in_fp32 = weights.trained_embedding  # Trainer keeps embeddings' moments in 32 bits
-    return _shard((weights.trained - in_fp32) * moments + in_fp32 * 2 * FP32, run, 1)
+        return _shard(weights.trained * (FP32 + moments * FP32), run, 1)
+    return _shard(weights.trained * moments * _trained_bytes(run), run, 1)  # moments have their parameter's dtype
 
 
 def _step_bytes(run: RunSpec, weights: Weights) -> int:
@@ -182,7 +185,7 @@ def _step_bytes(run: RunSpec, weights: Weights) -> int:
 
 def _communication_bytes(run: RunSpec, weights: Weights) -> int:
     if run.engine.kind == "deepspeed":
-        return REDUCE_BUCKET * weight_bytes(run)
+        return (REDUCE_BUCKET + weights.largest_parameter) * weight_bytes(run)  # a gradient on its way to the bucket
     if run.engine.kind == "fsdp":
         return 2 * weights.largest_layer * weight_bytes(run)  # a layer's whole gradient, and the buffer it is sent from
     if run.engine.kind == "single" or run.world_size == 1 or run["gradient_as_bucket_view"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ CLOSED_FORM_MARGIN = 0.25  # what is not traced is only estimated
 class Planned:
     """One recipe on the GPU that was asked about. `margin_bytes` is what stays free, negative where it does not fit.
 
+    It `fits` where it `fits_gpu`, and the RAM of a node if that is known.
+
     `micro_batch` and `accumulation` keep the global batch; where nothing fits they are those of one sequence.
     `traced` is false where the model could not be traced and a closed form, with its wider margin, stands in.
     """
@@ -42,6 +45,7 @@ class Planned:
     margin_bytes: int
     host_bytes_per_node: int
     traced: bool = True
+    fits_gpu: bool = True
 
     @property
     def total_bytes(self) -> int:
@@ -84,18 +88,24 @@ class Plan:
     """Every recipe on one GPU, and the one to take: the first in order of speed that fits, or None.
 
     `choices` are the ways to split the global batch for that one, or for the first where none fits; then there are
-    `next_steps` too, in the order to try them. `mfu` and `bandwidth` (bytes per second) are what times were told with.
+    `next_steps` too, in the order to try them. `refused` says why a recipe is not legal with these flags, by its name.
+    `asked_length` was lowered to `length` where the model numbers no more tokens. `mfu` and `bandwidth` (bytes per
+    second) are what times were told with.
     """
 
     model: str
     parameters: int
+    trained: int
     gpu: str
     usable_bytes: int
+    usable_host_bytes: int | None
     length: int
+    asked_length: int
     recipes: tuple[Planned, ...]
     recommended: str | None
     choices: tuple[Choice, ...]
     next_steps: tuple[NextStep, ...]
+    refused: dict[str, str]
     mfu: float
     bandwidth: float | None
 
@@ -125,14 +135,18 @@ def plan_memory(
     GPU's peak, and `bandwidth` in GB/s between GPUs. Nothing is downloaded but a config, and no GPU is needed.
     Raises `UserError` for what would not be legal to run.
     """
+    _require_sizes(num_processes=num_processes, nodes=nodes)
+    _require_sizes(gpu_memory=gpu_memory, mfu=mfu, bandwidth=bandwidth, host_memory=host_memory)
     if num_processes % nodes:
         raise mistake("num_processes", f"{num_processes} are not the same number on {nodes} nodes", "a multiple of it")
+    if isinstance(argv, str):
+        raise mistake("argv", "is one string", "a list of words, such as those of shlex.split")
     config = model if not isinstance(model, (str, Path)) else read_config(str(model))
     card = _card(gpu, gpu_memory)
     world = _World(str(model), card, num_processes, nodes, tuple(argv), accelerate_config)
     usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
     estimator = Estimator(config)
-    runs = _legal_runs(world, [recipe] if recipe else list(_FASTEST_FIRST))
+    runs, refused = _legal_runs(world, _names(recipe, argv, accelerate_config))
     planned = [largest_that_fits(run, estimator, usable) for run in runs]
     recommended = next((entry.name for entry in planned if entry.fits), None)
     chosen = next((run for run in runs if run.recipe.name == recommended), runs[0])
@@ -140,13 +154,17 @@ def plan_memory(
     return Plan(
         str(model),
         estimator.weights(chosen).total,
+        estimator.weights(chosen).trained,
         card.name,
-        card.memory_bytes,
+        usable.gpu,
+        usable.host,
         estimator.length(chosen),
+        chosen["max_length"],
         tuple(planned),
         recommended,
         tuple(_choices(chosen, estimator, usable, mfu, speed)),
         () if recommended else tuple(_next_steps(world, estimator, usable)),
+        refused,
         mfu,
         speed,
     )
@@ -181,17 +199,39 @@ class _World:
         return run
 
 
-def _legal_runs(world: _World, names: list[str]) -> list[RunSpec]:
-    """The runs that are legal. Raises the first one's `UserError` where none is."""
-    runs, refused = [], []
+def _require_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        whole = name in ("num_processes", "nodes")
+        right = isinstance(size, int) if whole else isinstance(size, (int, float)) and math.isfinite(size)
+        if size is not None and not (right and size > 0):
+            fix = "a whole number of at least 1" if whole else "a number above 0"
+            raise mistake(name, f"is {size!r}", fix)
+
+
+def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None) -> list[str]:
+    """The recipes to plan: the one that is named, here or in a --config, or all that bring no engine of their own."""
+    if recipe:
+        return [recipe]
+    if any(word.startswith("--config") for word in argv):
+        given = resolve(argv, demonstrate=False, environment={}).given
+        if "recipe" in given:
+            return [given["recipe"].value]
+    of_ddp = [name for name in _FASTEST_FIRST if not name.startswith("memory")]
+    return of_ddp if accelerate_config else list(_FASTEST_FIRST)
+
+
+def _legal_runs(world: _World, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
+    """The runs that are legal, and why the others are not. Raises the first one's `UserError` where none is legal."""
+    runs: list[RunSpec] = []
+    refused: dict[str, UserError] = {}
     for name in names:
         try:
             runs.append(world.run(name))
         except UserError as error:
-            refused.append(error)
+            refused[name] = error
     if not runs:
-        raise refused[0]
-    return runs
+        raise next(iter(refused.values()))
+    return runs, {name: str(error) for name, error in refused.items()}
 
 
 def _choices(
@@ -217,8 +257,8 @@ _STEPS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("standard", _CHECKPOINTED, _RECOMPUTED),
     # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09 without, on a V100.
     ("standard", {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"}, "that; 8-bit Adam itself was no slower where published"),
-    ("memory", {}, "that, and Adam on the host: {pcie}"),
-    ("memory_zero3", {}, "that, and the parameters over PCIe twice a micro-batch"),
+    ("memory", {"optim": None}, "that, and Adam on the host: {pcie}"),
+    ("memory_zero3", {"optim": None}, "that, and the parameters over PCIe twice a micro-batch"),
     ("standard", _LORA, "none: the second forward takes what the missing weight gradients save"),
     ("standard", _QLORA, "weights are unpacked at each use; not measured"),
     ("standard", {**_QLORA, "max_length": _HALF_LENGTH}, "none, and half the context"),
@@ -227,27 +267,33 @@ _PCIE = 32e9  # bytes per second, PCI-SIG: 4.0, 16 lanes, one way
 
 
 def _next_steps(world: _World, estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
-    """What is left to do, each step at micro-batch 1; one that is not legal for this run is left out."""
+    """What is left to do, each step at micro-batch 1; one that changes nothing, or is not legal here, is left out."""
     one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None}
-    before = _at(world.run("standard", **one), 1, estimator, usable).total_bytes
+    base = world.run("standard", **one)
+    last = before = _at(base, 1, estimator, usable).total_bytes
     for recipe, changes, slowdown in _STEPS:
         changes = dict(changes)
+        if "max_length" in changes:
+            changes["max_length"] = max(2, estimator.length(base) // 2)
         try:
-            if changes.get("max_length") == _HALF_LENGTH:
-                changes["max_length"] = max(2, estimator.length(world.run("standard")) // 2)
             run = world.run(recipe, **one, **changes)
             entry = _at(run, 1, estimator, usable)
         except UserError:
             continue
+        if entry.total_bytes == last:
+            continue
+        last = entry.total_bytes
         words = " ".join(with_flags(["--recipe", recipe], changes))
+        dropped = [name for name, value in changes.items() if value is None and base.explicit(name)]
+        words += "".join(f", without --{name}" for name in dropped)
         crossing = 2 * 2 * estimator.weights(run).trained / world.num_processes / _PCIE  # gradients, then weights
         cost = slowdown.format(pcie=f"at least {crossing:.1g} s a step, over PCIe 4.0 x16")
         saved = before - entry.total_bytes
         yield NextStep(words, entry.total_bytes, saved, entry.fits, entry.host_bytes_per_node, cost)
-    yield from _larger_card(world, estimator, before)
+    yield from _larger_card(world, before)
 
 
-def _larger_card(world: _World, estimator: Estimator, before: int) -> Iterator[NextStep]:
+def _larger_card(world: _World, before: int) -> Iterator[NextStep]:
     cards = sorted(gpus.CATALOGUE, key=lambda card: card.torch_bytes)
     for card in cards:
         if card.torch_bytes > world.card.memory_bytes and before * (1 + MARGIN) <= card.torch_bytes:
@@ -286,14 +332,19 @@ def _at(run: RunSpec, micro: int, estimator: Estimator, usable: Usable) -> Plann
     accumulation = run.batch.micro * run.batch.accumulation // micro
     free = usable.gpu - needed.gpu.total
     fits = needed.gpu.total * (1 + (MARGIN if was_traced else CLOSED_FORM_MARGIN)) <= usable.gpu
-    fits &= usable.host is None or needed.host_bytes_per_node * (1 + MARGIN) <= usable.host
-    return Planned(run.recipe.name, fits, micro, accumulation, needed.gpu, free, needed.host_bytes_per_node, was_traced)
+    host = needed.host_bytes_per_node
+    on_host = usable.host is None or host * (1 + MARGIN) <= usable.host
+    name = run.recipe.name
+    return Planned(name, fits and on_host, micro, accumulation, needed.gpu, free, host, was_traced, fits)
 
 
 def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
+    if bool(gpu) == (gpu_memory is not None):
+        raise mistake("gpu", "one card is planned for", "gpu (--gpu NAME), or gpu_memory (--gpu_memory GB)")
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
-    known = gpus.find(gpu or "A100 80GB")
+    assert gpu
+    known = gpus.find(gpu)
     return Gpu(known.name, known.capability, known.torch_bytes)
 
 

@@ -166,6 +166,7 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
         in_4_bits=_count(quantised),
         trained_embedding=_count(table for table in tables if table.requires_grad),
         largest_layer=max((_count(layer.parameters()) for layer in layers), default=0),
+        largest_parameter=max(parameter.numel() for parameter in model.parameters()),
         looked_up=0 if getattr(config, "tie_word_embeddings", False) else model.get_input_embeddings().weight.numel(),
         outside_layers=_count(model.parameters()) - sum(_count(layer.parameters()) for layer in _outermost(layers)),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),

@@ -20,8 +20,8 @@ from pathlib import Path
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 LENGTH, MICRO = 192, 4
 
-_WIDE = {"hidden_size": 384, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 4000}
-_GPT2 = {"n_embd": 384, "n_layer": 3, "n_head": 6, "vocab_size": 4000, "bos_token_id": 0, "eos_token_id": 0}
+_WIDE = {"hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 4000}
+_GPT2 = {"n_embd": 384, "n_layer": 2, "n_head": 6, "vocab_size": 4000, "bos_token_id": 0, "eos_token_id": 0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_key_value_heads": 6}
 _LORA = "--use_peft true --lora_dropout 0"
 # The model, and what is changed of the recipe `standard`.

@@ -18,7 +18,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen2Config,
     Qwen3MoeConfig,
 )
 
@@ -26,6 +25,7 @@ from launch.cli import main
 from recipes import plan_memory
 from recipes.catalog import RECIPES
 from recipes.engine import Engine, shipped
+from recipes.errors import UserError
 from recipes.estimate import Estimator, read_config
 from recipes.footprint import Components, Weights, need
 from recipes.plan import Usable, largest_that_fits, plan_run
@@ -65,7 +65,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SMALL = {
     "gpt2": GPT2Config(n_embd=128, n_layer=4, n_head=4, vocab_size=1000),
     "llama": LlamaConfig(**SHAPE),
-    "qwen2": Qwen2Config(**SHAPE),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS),
 }
 
@@ -171,6 +170,27 @@ def test_weights_in_4_bits_take_what_bitsandbytes_makes_of_them(name, tmp_path):
     assert found.parameters - adapters == pytest.approx(real + packed * (1 / 64 + 4 / (64 * 256)), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("optim", "numbers"),
+    [("sgd", 0), ("adagrad", 1), ("adamw_torch", 2), ("ademamix", 3), ("lion_8bit", 0.25), ("adamw_bnb_8bit", 0.5)],
+)
+def test_optimizers_keep_their_moments(optim, numbers):
+    weights = Weights(10**9, 10**9)
+    kept = need(run_of("standard", "--optim", optim), weights, Traced([(0, 0, 1)], 1), 1).gpu
+    update = 4 * 10**9 if optim == "adamw_torch" else 0
+    assert kept.optimizer == pytest.approx(4 * 10**9 * numbers + update, rel=0.02)
+
+
+def test_a_layer_of_experts_is_fetched_whole():
+    experts = Weights(10**10, 10**10, largest_layer=3 * 10**9)
+    run = resolve(["--recipe", "memory_zero3"], world_size=8, hardware=V100, environment={}, demonstrate=False)
+    assert need(run, experts, Traced([(0, 0, 0)], 1), 1).gpu.parameters == 2 * 3 * 10**9
+
+
+def test_a_decoder_classifies_though_it_has_no_padding_token():
+    assert need_of(SMALL["llama"], "--task sequence_classification").gpu.total > 0
+
+
 @pytest.mark.parametrize("smaller", ["--use_peft true", "--use_peft true --load_in_4bit true"])
 def test_adapters_take_less_than_training_everything(smaller):
     whole, less = (need_of(SMALL["llama"], flags).gpu for flags in ("", smaller))
@@ -259,12 +279,9 @@ def test_shards_never_sum_below_the_whole(total, frozen, world, stage, optim):
         assert world * getattr(parts[1], part) >= getattr(parts[0], part)
 
 
-@pytest.mark.parametrize("memory", [0.5, 2, 80])
+@pytest.mark.parametrize("memory", [3, 80])
 def test_what_is_recommended_fits_and_is_legal(memory, capsys):
-    plan = planned(gpu_memory=memory, config=LlamaConfig(hidden_size=512, num_hidden_layers=4, intermediate_size=1024))
-    if plan.recommended is None:
-        assert not any(entry.fits for entry in plan.recipes)
-        return
+    plan = planned(gpu_memory=memory, config=LlamaConfig(hidden_size=512, num_hidden_layers=2, intermediate_size=1024))
     best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
     assert best.fits and best.margin_bytes > 0
     assert main(["check", "--recipe", best.name, "--per_device_train_batch_size", str(best.micro_batch)]) == 0
@@ -332,10 +349,8 @@ def test_where_nothing_fits_there_are_steps_in_the_order_to_try_them(too_large):
         "gradient_checkpointing",
         "adamw_bnb_8bit",
         "memory",
-        "zero3",
         "use_peft",
         "load_in_4bit",
-        "length",
         " on ",
     ]
     places = [next(i for i, step in enumerate(too_large.next_steps) if word in step.words) for word in order]
@@ -357,8 +372,16 @@ def test_a_step_that_fits_is_a_run_that_fits(too_large, capsys):
 
 
 def test_a_recipe_that_needs_more_ram_than_a_node_has_does_not_fit():
-    enough, too_little = (planned(recipe="memory", host_memory=ram).recipes[0] for ram in (8, 0.01))
-    assert enough.fits and not too_little.fits
+    run = run_of("memory", "--max_length", "64")
+    enough, too_little = (largest_that_fits(run, TINY, Usable(8 << 30, host)) for host in (1 << 30, 1 << 10))
+    assert enough.fits and too_little.fits_gpu and not too_little.fits
+
+
+def test_a_recipe_that_is_not_legal_says_why_and_its_step_leaves_the_reason_out():
+    plan = planned("--optim", "adamw_bnb_8bit", "--max_length", "256", config=LARGE, gpu_memory=SMALL_CARD)
+    assert {entry.name for entry in plan.recipes} == {"fast", "standard"}
+    assert "replaced by DeepSpeedCPUAdam" in plan.refused["memory"]
+    assert any(step.words == "--recipe memory, without --optim" for step in plan.next_steps)
 
 
 # --- Time ------------------------------------------------------------------------------------------------------------
@@ -436,9 +459,10 @@ def test_json_holds_bytes_and_whole_numbers_only(folder, capsys):
 def test_the_plot_is_a_picture(folder, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.png"
-    assert main(["plan", "--model", str(folder), "--gpu", "H100", "--plot", str(file)]) == 0
+    one = ["--gpu", "H100", "--recipe", "standard"]
+    assert main(["plan", "--model", str(folder), *one, "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
-    assert main(["plan", "--model", str(folder), "--gpu", "H100", "--plot", str(tmp_path / "no" / "plan.png")]) == 2
+    assert main(["plan", "--model", str(folder), *one, "--plot", str(tmp_path / "no" / "plan.png")]) == 2
     assert "a folder that is there" in capsys.readouterr().err
 
 
@@ -451,10 +475,32 @@ def test_what_is_left_is_printed_where_nothing_fits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "sizes",
+    [{"gpu_memory": -5}, {"gpu_memory": 8, "num_processes": 0}, {"gpu_memory": 8, "mfu": float("nan")}, {}],
+    ids=str,
+)
+def test_sizes_that_are_none_are_refused_in_python_too(sizes):
+    with pytest.raises(UserError):
+        plan_memory(SMALL["llama"], **sizes)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model_type": "t5"}', '{"model_type": "llama", "hidden_size": "256"}', "{}", "["]
+)
+def test_what_is_no_model_of_the_task_is_one_line(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    assert main(["plan", "--model", str(tmp_path), "--gpu", "L4", "--recipe", "standard"]) == 2
+    assert capsys.readouterr().err.startswith("error  model")
+
+
+@pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("--model 7B", "--gpu NAME, or --gpu_memory GB"),
-        ("--model 7B --gpu H100 --gpu_memory 80", "--gpu NAME, or --gpu_memory GB"),
+        ("--model 7B", "--gpu_memory GB"),
+        ("--model 7B --gpu H100 --gpu_memory 80", "--gpu_memory GB"),
+        ("--model 0B --gpu H100", "such as 7B"),
+        ("--model 7X --gpu H100", "such as 7B"),
+        ("--model 7B --gpu H100 --plot x", ".png"),
         ("--model 7B --gpu H1000", "--gpu_memory GB"),
         ("--model nowhere/at/all --gpu H100", "a Hub id, a folder, a config.json or 7B"),
         ("--model 7B --gpu H100 --recipe fats", "fast"),

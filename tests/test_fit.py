@@ -21,7 +21,6 @@ from tests.wide import LENGTH, texts_of, wide_model
 
 LIMIT = 1.64  # GB: a process runs a micro-batch of 2, and one that has already taken `BALLAST` runs 1
 BALLAST = 0.36
-SMALLER = LIMIT - BALLAST
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +68,6 @@ def test_the_run_that_follows_trains_with_it_at_the_same_global_batch(second_ran
     assert "the largest that ran here: peak" in settings["per_device_train_batch_size"]["reason"]
     assert found["micro_batch"] * found["accumulation"] * found["world_size"] == 4
     assert settings["global_batch_size"]["value"] == found["global_batch_size"] == 4
-
-
-def test_the_fitted_size_trains_in_what_the_smaller_rank_had_and_the_next_larger_does_not(training, tmp_path, found):
-    had = ["--memory_limit", str(SMALLER), "--per_device_train_batch_size"]
-    fitted = launch_quickly(*training, *had, str(found["micro_batch"]), output=tmp_path / "fitted")
-    assert (fitted.code, fitted.record["status"]) == (0, "finished"), fitted.output
-    larger = launch_quickly(*training, *had, str(found["micro_batch"] * 2), output=tmp_path / "larger")
-    assert (larger.code, larger.record["status"]) == (1, "out_of_memory"), larger.output
 
 
 def test_the_next_run_takes_it_without_another_probe(second_rank_has_less, training):

@@ -119,7 +119,6 @@ TELL = {
     [
         ("python", "SIGUSR1"),
         ("one process", "the launcher"),
-        ("two ranks", "the launcher"),
         ("two ranks", "the launcher twice"),
         ("two ranks", "everybody"),
     ],

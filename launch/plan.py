@@ -121,6 +121,12 @@ def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
 
 
+def print_table(headings: list[str], rows: list[list[str]]) -> None:
+    from launch import report  # rich, only once there is something to print
+
+    report.print_table(headings, rows)
+
+
 def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
@@ -129,8 +135,6 @@ def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
     print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
-    from launch.report import print_table
-
     print_table(["recipe", "batch", *_HEADS.values(), "total", "fits", "host"], [_row(entry) for entry in plan.recipes])
     for name, why in plan.refused.items():
         print(f"{name}: not with these flags: {why}")
@@ -157,8 +161,6 @@ def _print_choices(plan: Plan, name: str, processes: int) -> None:
     print(f"{name} at the same global batch, micro-batch x accumulation x GPUs, a step:")
     heads = ["batch", "GiB", "fits"] + ["compute"] * (told.compute is not None)
     heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (told.communication is not None)
-    from launch.report import print_table
-
     print_table(heads, [_choice_row(choice, processes, len(heads)) for choice in plan.choices])
     if told.compute is not None:
         print(f"at {plan.mfu:.0%} of the peak, an assumption (--mfu); a small micro-batch reaches less")
@@ -188,8 +190,6 @@ def _print_next_steps(plan: Plan) -> None:
         [step.words, _gib(step.total_bytes), _gib(step.saves_bytes), "yes" if step.fits else "no", step.slowdown]
         for step in plan.next_steps
     ]
-    from launch.report import print_table
-
     print_table(["instead", "GiB", "saves", "fits", "slowdown"], rows)
     if not any(step.fits for step in plan.next_steps):
         print("none is enough: more GPUs with memory_zero3, or a smaller model")

@@ -1,0 +1,319 @@
+"""What timings say: speedup and efficiency at each world size, and where the time of a step is lost, in numbers.
+
+Lost time is counted against a reference that is measured, never assumed: one process with all the work, shared out
+without loss. What each cause adds to a step is a difference of two measured times, so the causes can be told apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any
+
+from recipes.timings import PARTS, Timing
+
+# Efficiency from which a band begins. Below a speedup of 1 it is negative, whatever the efficiency.
+EXCELLENT, GOOD = 0.85, 0.70
+# A cause is named from this share of a step on: below it, mending it gains less than runs on one machine differ by.
+WORTH_NAMING = 0.10
+# Collectives wait for latency rather than for volume where the link alone would take less than this share of the time.
+_VOLUME_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of repeats with its quartiles; all three are the same for a single one."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """One world size of a series. Times are in seconds; `typical` holds the median of every column.
+
+    `speedup` is throughput over that of the series' smallest world, `efficiency` that over the ratio of the sizes.
+    """
+
+    num_processes: int
+    repeats: int
+    epoch_time: Spread
+    samples_per_second: Spread | None
+    tokens_per_second: float | None
+    speedup: Spread
+    efficiency: Spread
+    accuracy: float | None
+    typical: Timing
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a step loses. `seconds` of an optimizer step; `key` is one of `CAUSES`."""
+
+    key: str
+    seconds: float
+    share: float
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of one world size: the band of its efficiency, and what costs it time, the largest first.
+
+    `cause` is None where nothing is worth naming or nothing can be told; `words` say it all in a line or two.
+    """
+
+    num_processes: int
+    band: str
+    words: str
+    cause: str | None
+    causes: tuple[Cause, ...]
+    lost: float | None  # seconds of a step beyond the reference
+    unexplained: float | None  # of them
+
+
+@dataclass(frozen=True)
+class Series:
+    """One training at several world sizes. `serial_fraction` is Amdahl's, from three sizes on."""
+
+    name: str
+    recipe: str
+    scaling: str
+    sizes: tuple[Size, ...]
+    verdicts: tuple[Verdict, ...]
+    serial_fraction: float | None
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, [self.name, self.recipe, f"{self.scaling} scaling"]))
+
+
+CAUSES = {
+    "communication": "communication",
+    "contention": "contention",
+    "data": "data loading",
+    "work": "too little work per step",
+    "straggler": "stragglers",
+    "logging": "logging",
+    "saving": "checkpoints and evaluations",
+}
+
+
+def analyse(rows: Sequence[Timing]) -> list[Series]:
+    """The series in the rows, in the order in which they begin. Rows that try a recommendation are not among them."""
+    rows = [row for row in rows if not row.applied]
+    groups: dict[tuple[str, str, str], list[Timing]] = {}
+    for row in rows:
+        groups.setdefault((row.name, row.recipe, row.scaling), []).append(row)
+    return [_series(key, own, rows) for key, own in groups.items()]
+
+
+def _series(key: tuple[str, str, str], own: list[Timing], rows: list[Timing]) -> Series:
+    worlds = sorted({row.num_processes for row in own})
+    by_world = {world: [row for row in own if row.num_processes == world] for world in worlds}
+    sizes = tuple(_size(world, by_world[world], by_world[worlds[0]]) for world in worlds)
+    same = [row for row in rows if (row.name, row.recipe) == key[:2]]
+    verdicts = tuple(judge(size, sizes[0], same) for size in sizes)
+    return Series(*key, sizes, verdicts, serial_fraction(sizes))
+
+
+def _size(world: int, rows: list[Timing], base: list[Timing]) -> Size:
+    first = typical(base)
+    ratios = [_speedup(row, first) for row in rows]
+    speeds = [row.samples / row.epoch_time for row in rows if row.samples]
+    tokens = [row.tokens / row.epoch_time for row in rows if row.tokens]
+    efficiency = [ratio * first.num_processes / world for ratio in ratios]
+    measured = [row.accuracy for row in rows if row.accuracy is not None]
+    return Size(
+        world,
+        len(rows),
+        spread([row.epoch_time for row in rows]),
+        spread(speeds) if speeds else None,
+        median(tokens) if tokens else None,
+        spread(ratios),
+        spread(efficiency),
+        max(measured, default=None),
+        typical(rows),
+    )
+
+
+def _speedup(row: Timing, first: Timing) -> float:
+    """Ratio of throughputs; of epoch times where the samples of either are not known."""
+    if row.samples and first.samples:
+        return (row.samples / row.epoch_time) / (first.samples / first.epoch_time)
+    return first.epoch_time / row.epoch_time
+
+
+def spread(values: Sequence[float]) -> Spread:
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return Spread(median(values), low, high)
+
+
+def typical(rows: Sequence[Timing]) -> Timing:
+    """The median of every numeric column over repeats; text as in the first row."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(Timing):
+        values = [value for value in (getattr(row, field.name) for row in rows) if value not in (None, "")]
+        numbers = [value for value in values if not isinstance(value, str)]
+        found[field.name] = median(numbers) if numbers else (values[0] if values else field.default)
+    return Timing(**found)
+
+
+def serial_fraction(sizes: Sequence[Size]) -> float | None:
+    """Amdahl's serial fraction s of 1/S = s + (1 - s)/p, by least squares; None from fewer than three sizes.
+
+    Source: Amdahl 1967, "Validity of the single processor approach". Less than 0, a superlinear speedup, counts as 0.
+    """
+    if len(sizes) < 3:
+        return None
+    smallest = sizes[0].num_processes
+    shares = [1 - smallest / size.num_processes for size in sizes]
+    excess = [1 / size.speedup.median - smallest / size.num_processes for size in sizes]
+    found = sum(x * y for x, y in zip(shares, excess, strict=True)) / sum(x * x for x in shares)
+    return min(max(found, 0.0), 1.0)
+
+
+# --- Verdicts --------------------------------------------------------------------------------------------------------
+
+
+def band(speedup: float, efficiency: float) -> str:
+    if speedup < 1:
+        return "negative scaling"
+    return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
+
+
+def judge(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
+    """The verdict on one size; `same` are all rows of that training and recipe, where the references are found."""
+    alone = size.num_processes == base.num_processes
+    name = "" if alone else band(size.speedup.median, size.efficiency.median)
+    causes, lost, unexplained = causes_of(size.typical, same)
+    named = causes[0] if causes and causes[0].share >= WORTH_NAMING else None
+    return Verdict(
+        size.num_processes,
+        name,
+        _words(size, base, name, named, unexplained),
+        named.key if named else None,
+        tuple(causes),
+        lost,
+        unexplained,
+    )
+
+
+def _words(size: Size, base: Size, name: str, cause: Cause | None, unexplained: float | None) -> str:
+    at = _processes(size.num_processes)
+    if name:
+        told = f"{at}: {size.speedup.median:.2f} times as fast as {base.num_processes}, "
+        told += f"{size.efficiency.median:.1%} efficiency: {name}."
+    else:
+        told = f"{at}: the reference."
+    if cause:
+        return f"{told} Most is lost to {CAUSES[cause.key]}: {cause.evidence}."
+    if size.typical.step_time is None and name not in ("", "excellent"):
+        return f"{told} Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
+    if unexplained and unexplained > WORTH_NAMING * (size.typical.step_time or 0):
+        return f"{told} {milliseconds(unexplained)} of a step are lost to nothing that was measured."
+    return told
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count > 1)}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float | None, float | None]:
+    """What a step of `row` loses, the largest first; the time lost in all; and what of it nothing explains.
+
+    `row` holds medians over repeats. Times without a reference are not guessed: their cause is left out.
+    """
+    step = row.step_time
+    if not step:
+        return [], None, None
+    seconds: dict[str, float] = {
+        "data": row.data_wait_max if row.data_wait_max is not None else row.data_wait or 0.0,
+        "communication": row.communication or 0.0,
+        "logging": row.logging or 0.0,
+        "saving": row.saving or 0.0,
+    }
+    if row.no_sync_step and row.no_sync_step_max:
+        seconds["straggler"] = row.no_sync_step_max - row.no_sync_step
+    whole, share = _alone(same, row.global_batch), _alone(same, _share(row))
+    if row.num_processes > 1 and row.no_sync_step and share:
+        seconds["contention"] = max(0.0, row.no_sync_step - share)
+        if whole:
+            seconds["work"] = max(0.0, share - whole / row.num_processes)
+    causes = [
+        Cause(key, lost, lost / step, _evidence(key, lost, row, share, whole))
+        for key, lost in seconds.items()
+        if lost > 0
+    ]
+    causes.sort(key=lambda cause: -cause.seconds)
+    ideal = whole / row.num_processes if whole else share
+    if not ideal:
+        return causes, None, None
+    lost = max(0.0, step - ideal)
+    return causes, lost, max(0.0, lost - sum(seconds.values()))
+
+
+def _share(row: Timing) -> float | None:
+    """Examples of an optimizer step that each process computes."""
+    return row.global_batch / row.num_processes if row.global_batch else None
+
+
+def _alone(same: Iterable[Timing], samples: float | None) -> float | None:
+    """Seconds in which one process computes a step of that many samples, without waiting for anything."""
+    found = [row.no_sync_step for row in same if row.num_processes == 1 and row.global_batch == samples]
+    times = [time for time in found if time]
+    return median(times) if times and samples else None
+
+
+def volume_bound(row: Timing) -> bool | None:
+    """Whether communication takes as long as the link needs for its bytes, and not for its number of messages."""
+    if not row.sync_bytes or not row.link_bandwidth or not row.communication:
+        return None
+    return _over_the_link(row) >= _VOLUME_SHARE * row.communication
+
+
+def _over_the_link(row: Timing) -> float:
+    """Seconds that the bytes of a step take at the bus bandwidth: 2(p-1)/p of them are sent, as in nccl-tests."""
+    share = 2 * (row.num_processes - 1) / row.num_processes
+    return share * (row.sync_bytes or 0) / (row.link_bandwidth or 1)
+
+
+def _evidence(key: str, lost: float, row: Timing, share: float | None, whole: float | None) -> str:
+    step, part = row.step_time or 0.0, lost / (row.step_time or 1.0)
+    of_step = f"{milliseconds(lost)} of a step's {milliseconds(step)} ({part:.0%})"
+    if key == "communication":
+        told = f"{of_step} wait for gradients"
+        if row.sync_bytes and row.link_bandwidth:
+            told += f"; {row.sync_bytes / 1e6:.1f} MB a step over a link of {row.link_bandwidth / 1e9:.3g} GB/s "
+            told += f"take {milliseconds(_over_the_link(row))}"
+        if row.syncs and row.syncs > 1:
+            told += f"; {row.syncs:.0f} exchanges a step where one is enough"
+        return told
+    if key == "contention":
+        alone = milliseconds(share or 0.0)
+        return f"the same work takes {milliseconds(row.no_sync_step or 0.0)} beside the others and {alone} alone"
+    if key == "work":
+        told = f"a process's share of the batch takes {milliseconds(share or 0.0)}, "
+        return (
+            told
+            + f"where 1/{row.num_processes} of the whole would be {milliseconds((whole or 0.0) / row.num_processes)}"
+        )
+    if key == "straggler":
+        slowest, middle = milliseconds(row.no_sync_step_max or 0.0), milliseconds(row.no_sync_step or 0.0)
+        return f"the slowest process computes {slowest}, the median one {middle}"
+    waits = {"data": "wait for data", "logging": "go to logging", "saving": "go to checkpoints and evaluations"}
+    return f"{of_step} {waits[key]}"
+
+
+def parts(row: Timing) -> dict[str, float]:
+    """The parts of a step that were measured, in seconds and in the order in which they happen."""
+    return {name: value for name in PARTS if (value := getattr(row, name)) is not None}

@@ -1,0 +1,177 @@
+"""Timings of trainings at several world sizes: rows of a CSV or JSONL that anyone can write, and `scale run` does."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import Problem, UserError, mistake
+
+SUFFIXES = (".csv", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One epoch, or one measured stretch, of one training. Times are in seconds, sizes in bytes, the rest counts.
+
+    Only `num_processes` and `epoch_time` are needed; `samples` are the examples of all processes in `epoch_time`.
+    `scaling`: "strong", the same global batch at every size, or "weak", the same batch a process.
+
+    From `step_time` on: what `train.py --measure` finds, per optimizer step. The parts from `data_wait` to `other` add
+    up to `step_time`, are means over the processes, and `backward` is without the communication that it waits for.
+    `no_sync_step` is a step without exchange of gradients, of the median process; `*_max` is that of the slowest one.
+    """
+
+    num_processes: int
+    epoch_time: float
+    name: str = "training"
+    epoch: float | None = None
+    samples: int | None = None
+    accuracy: float | None = None
+    recipe: str = ""
+    scaling: str = "strong"
+
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    tokens: int | None = None  # in epoch_time
+    loss: float | None = None  # of the evaluation
+
+    step_time: float | None = None
+    data_wait: float | None = None
+    forward: float | None = None
+    backward: float | None = None
+    communication: float | None = None  # exposed: what a step waits for
+    optimizer: float | None = None
+    logging: float | None = None
+    saving: float | None = None  # checkpoints and evaluations
+    other: float | None = None
+
+    data_wait_max: float | None = None
+    no_sync_step: float | None = None
+    no_sync_step_max: float | None = None
+    overlap: float | None = None  # share of the communication that is hidden behind the backward pass, 0 to 1
+    syncs: float | None = None  # backward passes of an optimizer step that exchanged gradients, counted
+    collectives: float | None = None  # of an optimizer step, counted
+    sync_bytes: int | None = None  # handed to collectives by a process in an optimizer step, counted
+    link_bandwidth: float | None = None  # bytes/s, bus bandwidth of an all-reduce of a bucket's size, alone
+    link_latency: float | None = None  # of an all-reduce of a few bytes, alone
+    peak_memory: int | None = None  # of the process that needs most
+
+    hardware: str = ""
+    engine: str = ""  # "ddp", "deepspeed", ...
+    workers: int | None = None  # dataloader_num_workers
+    cores: int | None = None  # of each process
+    command: str = ""  # train.py's flags
+    applied: str = ""  # the recommendation that this run tries, "before" for the run beside it
+    predicted: float | None = None  # throughput over the one before that the recommendation promised
+
+
+PARTS = "data_wait forward backward communication optimizer logging saving other".split()
+_FIELDS = {field.name: field for field in dataclasses.fields(Timing)}
+
+
+def read(files: Iterable[str | Path]) -> list[Timing]:
+    """The rows of all files; where they name no training, the file's name does. Raises `UserError` with every error."""
+    rows: list[Timing] = []
+    problems: list[Problem] = []
+    for file in map(Path, files):
+        for number, row in _rows(file):
+            try:
+                rows.append(timing({"name": file.stem, **row}, f"{file}, line {number}"))
+            except UserError as error:
+                problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    if not rows:
+        raise mistake("FILE", "holds no timings", "a CSV with num_processes and epoch_time, or recipes scale run")
+    return rows
+
+
+def timing(row: Mapping[str, Any], source: str) -> Timing:
+    """A row as a Timing; columns that are not ours are left out. Raises `UserError` for a value that cannot be."""
+    values = {name: value for name, value in row.items() if name in _FIELDS and value not in (None, "")}
+    for name in ("num_processes", "epoch_time"):
+        if name not in values:
+            raise mistake(name, "is missing", f"a column {name}, filled in each row", source)
+    return Timing(**{name: _value(name, value, source) for name, value in values.items()})
+
+
+def _value(name: str, value: Any, source: str) -> Any:
+    kind = str(_FIELDS[name].type)
+    if kind == "str":
+        if name == "scaling" and value not in ("strong", "weak"):
+            raise mistake(name, f"{value!r} is neither strong nor weak", "one of them", source)
+        return str(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise mistake(name, f"{value!r} is no number", "a number, such as 12.5", source) from None
+    positive = name in ("num_processes", "epoch_time", "samples", "step_time", "global_batch")
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise mistake(name, f"{value!r} cannot be", f"a number {'above' if positive else 'of at least'} 0", source)
+    if kind.startswith("int"):
+        if number != int(number):
+            raise mistake(name, f"{value!r} is no whole number", "a count", source)
+        return int(number)
+    return number
+
+
+def _rows(file: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    if file.suffix not in SUFFIXES:
+        raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a file of either kind")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise mistake("FILE", f"{file} cannot be read: {error}", "a .csv or .jsonl of timings") from None
+    if file.suffix == ".csv":
+        lines = csv.DictReader(text.splitlines(), skipinitialspace=True)
+        return [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
+    return [(number, _json_row(line, f"{file}, line {number}")) for number, line in _filled(text)]
+
+
+def _filled(text: str) -> Iterable[tuple[int, str]]:
+    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _json_row(line: str, source: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise mistake("FILE", f"is no JSON: {error}", "one object a line", source) from None
+    if not isinstance(row, dict):
+        raise mistake("FILE", f"{line[:40]!r} is no object", "one object a line", source)
+    return row
+
+
+def append(file: str | Path, rows: Iterable[Timing]) -> None:
+    """Add rows to a .csv or .jsonl, which is begun where it is not there. Raises `UserError` for other columns."""
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    filled = [{name: value for name, value in vars(row).items() if value not in (None, "")} for row in rows]
+    if file.suffix == ".jsonl":
+        text = "".join(json.dumps(row) + "\n" for row in filled)
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+        return
+    begun = file.exists() and file.stat().st_size > 0
+    columns = _header(file) if begun else list(_FIELDS)
+    lacking = sorted({name for row in filled for name in row} - set(columns))
+    if lacking:
+        raise mistake("FILE", f"{file} has no column {lacking[0]}", "another file, or a .jsonl")
+    with file.open("a", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        if not begun:
+            writer.writeheader()
+        writer.writerows(filled)
+
+
+def _header(file: Path) -> list[str]:
+    with file.open(encoding="utf-8", newline="") as stream:
+        return next(csv.reader(stream))

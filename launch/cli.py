@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import plan, status, submit
+from launch import plan, scale, status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     own, passed_on = _at_dashes(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(own)
-    if rest and options.command not in ("check", "plan", "fit"):
+    if rest and options.command not in ("check", "plan", "fit", "scale"):
         hint = " (train.py's flags come after --)" if options.command == "submit" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     plan.add_parser(commands, _count)
     submit.add_parser(commands, _count)
+    scale.add_parser(commands, _count)
     status.add_parsers(commands)
     return parser
 

@@ -171,6 +171,27 @@ def test_nothing_loses_less_than_no_time(row, others):
     assert (unexplained or 0) >= 0
 
 
+WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
+
+
+@pytest.mark.parametrize(
+    ("row", "first"),
+    [
+        (replace(WAITING, workers=0), "communication"),
+        (replace(WAITING, workers=None), "communication"),
+        (replace(WAITING, workers=2), "data"),  # without communication it would wait 0.6 s for them
+        (replace(WAITING, workers=2, data_wait=0.05), "communication"),
+        (replace(WAITING, workers=2, communication=0.0, saving=0.4), "saving"),
+    ],
+)
+def test_loading_comes_before_what_it_runs_beside(row, first):
+    assert at_largest([row]).cause == first
+
+
+def test_loading_that_sets_the_pace_is_said_to_come_first():
+    assert "Nothing is gained before data loading: 200 ms" in at_largest([replace(WAITING, workers=2)]).words
+
+
 def test_time_lost_to_nothing_that_was_measured_is_said_to_be_so(judged):
     healthy = next(of.rows for of, verdict in judged if of.cause == "healthy" and not verdict.cause)
     largest = max(row.num_processes for row in healthy)

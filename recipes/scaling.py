@@ -18,8 +18,6 @@ from recipes.timings import PARTS, Timing
 EXCELLENT, GOOD = 0.85, 0.70
 # A cause is named from this share of a step on: below it, mending it gains less than runs on one machine differ by.
 WORTH_NAMING = 0.10
-# Collectives wait for latency rather than for volume where the link alone would take less than this share of the time.
-_VOLUME_SHARE = 0.5
 # What every step has. Logs and checkpoints come every so many steps, and last longer than what is loaded ahead.
 _OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
@@ -290,10 +288,13 @@ def _alone(same: Iterable[Timing], samples: float | None) -> float | None:
 
 
 def volume_bound(row: Timing) -> bool | None:
-    """Whether communication takes as long as the link needs for its bytes, and not for its number of messages."""
-    if not row.sync_bytes or not row.link_bandwidth or not row.communication:
+    """Whether most of the time of a step's collectives is for their bytes, and not for their number.
+
+    A bandwidth that was measured with small messages holds their latency, so it alone cannot tell.
+    """
+    if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return None
-    return _over_the_link(row) >= _VOLUME_SHARE * row.communication
+    return 2 * row.collectives * row.link_latency < _over_the_link(row)
 
 
 def _over_the_link(row: Timing) -> float:

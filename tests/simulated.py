@@ -96,15 +96,15 @@ def train(
             taken = [loader.take(time) for loader, time in zip(loaders, now, strict=True)]
             waits = [wait + after - before for wait, after, before in zip(waits, taken, now, strict=True)]
             now = taken
-        speed = [slow * max(0.5, random.gauss(1, training.jitter)) for slow in pace]
-        now = [time + slow * once * (micro_batches - syncing) for time, slow in zip(now, speed, strict=True)]
+        slowness = [slow * max(0.5, random.gauss(1, training.jitter)) for slow in pace]
+        now = [time + slow * once * (micro_batches - syncing) for time, slow in zip(now, slowness, strict=True)]
         for _ in range(syncing):
-            now = [time + slow * once for time, slow in zip(now, speed, strict=True)]
+            now = [time + slow * once for time, slow in zip(now, slowness, strict=True)]
             if exchange and world > 1:
-                backwards = [slow * once * (1 - part) for slow in speed]
+                backwards = [slow * once * (1 - part) for slow in slowness]
                 now = [_exchanged(training, world, now, backwards)] * world
-        now = [time + slow * optimizer for time, slow in zip(now, speed, strict=True)]
-        own = [sum_ + slow * (once * micro_batches + optimizer) for sum_, slow in zip(own, speed, strict=True)]
+        now = [time + slow * optimizer for time, slow in zip(now, slowness, strict=True)]
+        own = [total + slow * (once * micro_batches + optimizer) for total, slow in zip(own, slowness, strict=True)]
         if fed:
             continue
         if step % training.log_every == 0:

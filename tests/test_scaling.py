@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.errors import UserError
-from recipes.scaling import CAUSES, Verdict, analyse, causes_of, parts
+from recipes.scaling import CAUSES, Verdict, analyse, causes_of, parts, volume_bound
 from recipes.timings import PARTS, Timing, append, read
 from tests import simulated
 from tests.simulated import IDEAL, Training
@@ -203,6 +203,22 @@ def test_time_lost_to_nothing_that_was_measured_is_said_to_be_so(judged):
     ]
     assert "lost to nothing that was measured" in at_largest(rows).words
     assert at_largest(rows).cause is None
+
+
+@pytest.mark.parametrize(
+    ("link", "bound"),
+    [
+        ({"bandwidth": 1e8}, True),
+        ({"bandwidth": 1e8, "latency": 0.0001, "buckets": 5}, True),  # 15 ms for bytes, 3 ms for messages
+        ({"latency": 0.001, "buckets": 5}, False),
+        ({"bandwidth": 1e9, "latency": 0.001}, False),
+    ],
+    ids=str,
+)
+def test_a_link_is_slow_by_its_bandwidth_or_by_its_latency(link, bound):
+    rows = simulated.measured(replace(PLAIN, gradients=1e6, overlapped=False, **link), 4, 1, Random(0))
+    (largest,) = [row for row in rows if row.scaling == "strong" and row.num_processes == 4]
+    assert volume_bound(largest) is bound
 
 
 def test_a_run_that_tries_a_recommendation_is_no_part_of_the_series():

@@ -27,6 +27,7 @@ class Timing:
 
     From `step_time` on: what `train.py --measure` finds, per optimizer step. The parts from `data_wait` to `other` add
     up to `step_time`, are means over the processes, and `backward` is without the communication that it waits for.
+    But `logging` and `saving` are what the process that writes takes: the others wait for it, and that is no `other`.
     `no_sync_step` is a step without exchange of gradients, of the median process, which of two is the quicker one: a
     mean of the two would blame half of a slow one on both. `*_max` is that of the slowest process.
     """

@@ -109,18 +109,20 @@ def _enter(namespace: str) -> None:
 
 def _load_slowly(seconds: float) -> None:
     """Every micro-batch takes so long to be put together."""
-    from launch.collate import Collator
+    from launch.collate import Pad
 
-    collate = Collator.__call__
+    collate = Pad.__call__
 
-    def slow(self, examples):
+    def slow(self, rows):
         time.sleep(seconds)
-        return collate(self, examples)
+        return collate(self, rows)
 
-    Collator.__call__ = slow
+    Pad.__call__ = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # as many threads in every world: one
     if os.environ["NETWORK_NAMESPACE"]:
         _enter(os.environ["NETWORK_NAMESPACE"])
     if "SLOW_DATA" in os.environ:

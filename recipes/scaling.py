@@ -281,10 +281,25 @@ def _share(row: Timing) -> float | None:
 
 
 def _alone(same: Iterable[Timing], samples: float | None) -> float | None:
-    """Seconds in which one process computes a step of that many samples, without waiting for anything."""
-    found = [row.no_sync_step for row in same if row.num_processes == 1 and row.global_batch == samples]
-    times = [time for time in found if time]
-    return median(times) if times and samples else None
+    """Seconds in which one process computes a step of that many samples, without waiting for anything.
+
+    Between two batches that were measured it is on the line through them: at one micro-batch a step is so many passes.
+    """
+    if not samples:
+        return None
+    found = [(row.global_batch, row.micro_batch, row.no_sync_step) for row in same if row.num_processes == 1]
+    by_batch: dict[float, list[float]] = {}
+    for batch, _, time in found:
+        if batch and time:
+            by_batch.setdefault(batch, []).append(time)
+    times = {batch: median(all_times) for batch, all_times in by_batch.items()}
+    if samples in times:
+        return times[samples]
+    below, above = [n for n in times if n < samples], [n for n in times if n > samples]
+    if not below or not above or len({micro for _, micro, _ in found}) != 1:
+        return None
+    low, high = max(below), min(above)
+    return times[low] + (times[high] - times[low]) * (samples - low) / (high - low)
 
 
 def volume_bound(row: Timing) -> bool | None:
@@ -318,11 +333,9 @@ def _evidence(key: str, lost: float, row: Timing, share: float | None, whole: fl
         alone = milliseconds(share or 0.0)
         return f"the same work takes {milliseconds(row.no_sync_step or 0.0)} beside the others and {alone} alone"
     if key == "work":
+        ideal = milliseconds((whole or 0.0) / row.num_processes)
         told = f"a process's share of the batch takes {milliseconds(share or 0.0)}, "
-        return (
-            told
-            + f"where 1/{row.num_processes} of the whole would be {milliseconds((whole or 0.0) / row.num_processes)}"
-        )
+        return f"{told}where 1/{row.num_processes} of the whole would be {ideal}"
     if key == "straggler":
         slowest, middle = milliseconds(row.no_sync_step_max or 0.0), milliseconds(row.no_sync_step or 0.0)
         return f"the slowest process computes {slowest}, the median one {middle}"

@@ -84,16 +84,16 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
-        name, points = options.name or _model_name(argv), _points(options, argv)
+        name, found = options.name or _model_name(argv), points(options, argv)
         _refuse_another_training(file, name, argv)
     else:
-        name, argv, points = _tried(options, read([file]), argv)
-    for point in points:  # all are checked before one starts
+        name, argv, found = _tried(options, read([file]), argv)
+    for point in found:  # all are checked before one starts
         _job(point, argv, options.steps, folder)
     _fill(folder)
-    print(f"{len(points) * options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
+    print(f"{len(found) * options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
     try:
-        failed = _measure_in_turns(options, points, argv, name)
+        failed = _measure_in_turns(options, found, argv, name)
     except KeyboardInterrupt:
         print(f"\ninterrupted; what was measured is in {file}", file=sys.stderr)
         return 130
@@ -101,7 +101,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def _points(options: argparse.Namespace, argv: Sequence[str]) -> list[Point]:
+def points(options: argparse.Namespace, argv: Sequence[str]) -> list[Point]:
     sizes = sorted(set(options.num_processes or _all_sizes()))
     found = []
     for recipe in options.recipe or ["standard"]:

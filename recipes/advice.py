@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.run import with_flags
-from recipes.scaling import WORTH_NAMING, Cause, Series, Size, Spread, milliseconds, spread, volume_bound
+from recipes.scaling import WORTH_NAMING, Cause, Series, Size, Spread, megabytes, milliseconds, spread, volume_bound
 from recipes.timings import Timing
 
 # Communication that accumulation is to bring below this share of a step.
@@ -93,7 +93,7 @@ def _communication(row: Timing, cause: Cause) -> Iterator[Advice]:
         whole = waits / (1 - min(row.overlap or 0.0, 0.9))
         left = max(0.0, whole / 2 - (whole - waits))
         hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
-        why = f"{hook} halves the {(row.sync_bytes or 0) / 1e6:.1f} MB a step, which are what takes the time"
+        why = f"{hook} halves the {megabytes(row.sync_bytes or 0)} a step, which are what takes the time"
         title = f"compress gradients to {hook} on the wire"
         yield Advice("compression", title, why, _gain(row, waits - left), here, {"ddp_comm_hook": hook})
     if row.engine == "ddp":
@@ -159,8 +159,8 @@ def _data(row: Timing, cause: Cause) -> Iterator[Advice]:
     # Workers that do not keep up are busy all the time: their work is as many steps long as there are of them.
     loads = cause.seconds if workers == 0 else workers * step
     left = max(0.0, loads / more - works)
-    why = f"loading takes {milliseconds(loads)} a step; {more} workers do it while the step computes"
-    title = f"{more} workers load the data"
+    why = f"loading takes {milliseconds(loads)} a step, and can be done while the step computes"
+    title = f"{more} worker{'s' * (more > 1)} to load the data"
     flags = {"dataloader_num_workers": more}
     yield Advice("workers", title, why, _gain(row, cause.seconds - left), row.num_processes, flags)
 

@@ -231,6 +231,10 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.3g} GB"
+
+
 def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float | None, float | None]:
     """What a step of `row` loses, in the order of `Verdict`; the time lost in all; and what of it nothing explains.
 
@@ -324,7 +328,7 @@ def _evidence(key: str, lost: float, row: Timing, share: float | None, whole: fl
     if key == "communication":
         told = f"{of_step} wait for gradients"
         if row.sync_bytes and row.link_bandwidth:
-            told += f"; {row.sync_bytes / 1e6:.1f} MB a step over a link of {row.link_bandwidth / 1e9:.3g} GB/s "
+            told += f"; {megabytes(row.sync_bytes)} a step over a link of {megabytes(row.link_bandwidth)}/s "
             told += f"take {milliseconds(_over_the_link(row))}"
         if row.syncs and row.syncs > 1:
             told += f"; {row.syncs:.0f} exchanges a step where one is enough"

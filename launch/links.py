@@ -131,9 +131,7 @@ def device(patient: Patient, reports: list[Report]) -> Check | None:
     closed = [report.rank for report in reports if report.found["device"]["no_peers"]]
     if closed and any(word.startswith("NV") for word in pairs.values()):
         what = f"{found}, but GPUs cannot reach each other's memory on ranks {', '.join(map(str, closed))}"
-        return Check(
-            "warning", "topology", what, "NVLink is off: see `nvidia-smi nvlink -s`, and a VM's or MIG's settings"
-        )
+        return Check("warning", "topology", what, "NVLink is off: see `nvidia-smi nvlink -s`")
     return Check("ok", "topology", found + (", through the node's memory" if closed else ", GPU to GPU"))
 
 
@@ -186,15 +184,14 @@ def matmul(patient: Patient, reports: list[Report]) -> Check:
     seconds = found["seconds"]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / statistics.median_low(seconds)
-    words = (
-        f"{found['flops'] / seconds[slowest] / 1e9:,.0f} GFLOP/s ({found['dtype']}) on the slowest of {len(seconds)}"
-    )
+    speed = f"{found['flops'] / seconds[slowest] / 1e9:,.0f} GFLOP/s in {found['dtype']}"
+    words = f"{speed} on the slowest of {len(seconds)}, {times:.2f} times the median's time"
     if times > _SLOW[patient.backend]:
         node, local_rank = divmod(slowest, patient.processes_per_node)
         where = f"rank {slowest}, {'GPU' if patient.hardware.cuda else 'process'} {local_rank} of node {node}"
         fix = "every step waits for it: see `nvidia-smi -q -d PERFORMANCE`, its temperature, and what else runs there"
-        return Check("warning", title("matmul"), f"{where}, takes {times:.2f} times the median's time: {words}", fix)
-    return Check("ok", title("matmul"), f"{words}, {times:.2f} times the median's time")
+        return Check("warning", title("matmul"), f"{where}: {words}", fix)
+    return Check("ok", title("matmul"), words)
 
 
 def _pairs() -> dict[tuple[int, int], str]:
@@ -207,8 +204,8 @@ def _link(patient: Patient) -> Link:
         if patient.backend == "nccl":
             return slowest_link(_pairs().values(), patient.hardware.capability, machine.pcie())
         return Link("loopback, which has no rated speed")
-    rates = [_number(file) for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
-    if patient.backend == "nccl" and sum(rates):
+    rates: list[float] = [_number(file) for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
+    if patient.backend == "nccl" and any(rates):
         return Link("InfiniBand or RoCE", sum(rates) * 1e9 / 8)  # "200 Gb/sec (4X HDR)", for each port
     own = _own_address(patient)
     name = next((name for name, address in interfaces().items() if address == own), "an unknown network")

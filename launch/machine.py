@@ -104,9 +104,8 @@ def versions(patient: Patient) -> Check:
         status = "warning" if all(how in ("", "newer") for how in wrong.values()) else "error"
         install = " ".join(f"'{one.name}{one.specifier}'" for one in wanted if wrong[one])
         return Check(status, "versions", ", ".join(words), f"pip install {install}")
-    return Check(
-        "ok", "versions", ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "accelerate"))
-    )
+    words = [f"{name} {found[name]}" for name in ("torch", "transformers", "accelerate")]
+    return Check("ok", "versions", ", ".join(words))
 
 
 @cache
@@ -146,20 +145,19 @@ def gpus(patient: Patient) -> Check:
     found, asked = patient.hardware.gpus, patient.processes_per_node
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = _nvidia_smi("--query-gpu=uuid")
-    if visible and listed.rows:
+    hidden = visible in ("", "-1")  # on purpose
+    if visible and listed.rows and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed.rows])
         if invalid is not None:
-            what = (
-                f"{invalid!r} in CUDA_VISIBLE_DEVICES={visible} is no GPU here, or named twice: CUDA sees {len(found)}"
-            )
+            what = f"CUDA sees {len(found)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is none, or there twice"
             return Check("error", "GPUs", what, f"some of 0 to {len(listed.rows) - 1}, each once")
-    if not found and listed.rows and visible != "":
+    if not found and listed.rows and not hidden:
         what = f"nvidia-smi lists {len(listed.rows)}, CUDA finds none"
         fix = "in a container: --gpus all; else `modprobe nvidia_uvm`, and on NVSwitch machines nvidia-fabricmanager"
         return Check("error", "GPUs", what, fix)
     if not found:
-        hidden = " (CUDA_VISIBLE_DEVICES hides all)" if visible == "" and listed.rows else ""
-        return Check("ok", "GPUs", f"none{hidden}: ranks train on the CPU and talk over gloo, and so do these checks")
+        why = " (CUDA_VISIBLE_DEVICES hides all)" if listed.rows else ""
+        return Check("ok", "GPUs", f"none{why}: ranks train on the CPU and talk over gloo, and so do these checks")
     names = " and ".join(sorted({gpu.name for gpu in found}))
     words = f"{len(found)} x {names} visible, {asked} asked for"
     if asked > len(found):
@@ -175,23 +173,20 @@ def driver(patient: Patient) -> Check | None:
     if said.problem:
         fix = "see `dmesg | grep -i nvrm`; a driver that was updated works after a reboot"
         return Check("error", "driver", said.problem, fix)
-    if not said.rows:
-        return (
-            Check("warning", "driver", "there is no nvidia-smi", "install it: more is seen")
-            if patient.hardware.cuda
-            else None
-        )
-    return Check("ok", "driver", said.rows[0][0])
+    if said.rows:
+        return Check("ok", "driver", said.rows[0][0])
+    if patient.hardware.cuda:
+        return Check("warning", "driver", "there is no nvidia-smi, which would tell more", "install it")
+    return None
 
 
 @check
 def gpu_memory(patient: Patient) -> Check | None:
     rows = _nvidia_smi("--query-gpu=index,memory.free,memory.total").numbers()
-    taken = [
-        f"GPU {index}: {total - free:,.0f} of {total:,.0f} MiB" for index, free, total in rows if free < 0.9 * total
-    ]
+    taken = [(index, total - free, total) for index, free, total in rows if free < 0.9 * total]
     if taken:
-        return Check("warning", "GPU memory", f"taken: {', '.join(taken)}", "end what holds it, or use other GPUs")
+        words = ", ".join(f"{used:,.0f} of {total:,.0f} MiB of GPU {index:.0f}" for index, used, total in taken)
+        return Check("warning", "GPU memory", f"taken: {words}", "end what holds it, or use other GPUs")
     return Check("ok", "GPU memory", f"{min(free for _, free, _ in rows):,.0f} MiB free on each") if rows else None
 
 
@@ -213,9 +208,7 @@ def precision(patient: Patient) -> Check | None:
     major, minor = patient.hardware.capability
     words = f"compute capability {major}.{minor}"
     if (major, minor) < (8, 0):  # CUDA programming guide: bf16 on tensor cores from 8.0 on
-        return Check(
-            "warning", "bf16", f"{words} has no bf16", "nothing: the recipes take fp16 here, with loss scaling"
-        )
+        return Check("warning", "bf16", f"{words} has no bf16", "none is needed: the recipes take fp16 here")
     return Check("ok", "bf16", f"{words} has it")
 
 
@@ -299,9 +292,7 @@ def disk(patient: Patient) -> Check:
     words = ", ".join(f"{in_words(size)} free in {name}" for name, size in free.items())
     closed = [name for name, place in places.items() if not os.access(place, os.W_OK)]
     if closed:
-        return Check(
-            "error", "disk", f"{closed[0]} cannot be written", "a folder that can, with --output_dir or TMPDIR"
-        )
+        return Check("error", "disk", f"{closed[0]} cannot be written", "--output_dir or TMPDIR with one that can")
     if min(free.values()) < _GIB:
         return Check("error", "disk", words, "make room, or --output_dir on another disk")
     if min(free.values()) < 10 * _GIB:
@@ -321,9 +312,7 @@ def shared_memory(patient: Patient) -> Check | None:
     return Check("ok", "/dev/shm", words)
 
 
-ENLARGE = (
-    "docker --shm-size=16g, Azure ML shm_size: 16g, else: mount -o remount,size=16g /dev/shm; or remove files in it"
-)
+ENLARGE = "docker --shm-size=16g; Azure ML shm_size: 16g; else mount -o remount,size=16g /dev/shm, or empty it"
 
 
 @check

@@ -1,7 +1,7 @@
 """One rank of the meeting that `recipes doctor` holds: real collectives, in stages, each noted as it begins and ends.
 
-`launch/convene.py` starts one for each process that would train, and reads what each has noted. A rank that fails, hangs
-or dies takes nobody along but its meeting.
+`launch/convene.py` starts one for each process that would train, and reads the notes. A rank that fails, hangs or dies
+takes nothing along but its meeting.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def main(folder: Path) -> None:
 
 def _in_a_line(error: Exception) -> str:
     """What went wrong, without the traces that torch adds."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    last = [line for line in lines if line.startswith("Last error:")]  # NCCL's own words stand in the line after
-    told = lines[:1] + lines[lines.index(last[0]) + 1 :][:1] if last else lines[:1]
-    return f"{type(error).__name__}: {' '.join(told)}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    if lines[0].startswith("Caught"):  # in a worker, whose own words end its trace
+        return lines[-1]
+    if "Last error:" in lines[:-1]:  # NCCL's own words stand in the line after
+        return f"{type(error).__name__}: {lines[0]} {lines[lines.index('Last error:') + 1]}"
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def stage(function: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
@@ -115,7 +117,7 @@ class _Samples:
     def __getitem__(self, index: int) -> Any:
         import torch
 
-        return torch.full((8 * _MIB // 4,), float(index))
+        return torch.full((8 * _MIB // 4,), float(index)).share_memory_()  # else it fails where only a hang tells of it
 
 
 @stage
@@ -250,7 +252,8 @@ def matmul(rank: Rank) -> dict[str, Any]:
     if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
         kind = torch.bfloat16
     left, right = (torch.randn(size, size, device=rank.device).to(kind) for _ in range(2))
-    dist.barrier()
+    if rank.size > 1:
+        dist.barrier()
     best = float("inf")
     for _ in range(5):
         rank.wait()
@@ -260,8 +263,9 @@ def matmul(rank: Rank) -> dict[str, Any]:
         rank.wait()
         best = min(best, (time.perf_counter() - began) / rounds)
     own = torch.tensor([best], dtype=torch.float64, device=rank.device)
-    found = [torch.zeros_like(own) for _ in range(rank.size)]
-    dist.all_gather(found, own)
+    found = [own] if rank.size == 1 else [torch.zeros_like(own) for _ in range(rank.size)]
+    if rank.size > 1:
+        dist.all_gather(found, own)
     return {"flops": 2 * size**3, "seconds": [one.item() for one in found], "dtype": str(kind).removeprefix("torch.")}
 
 

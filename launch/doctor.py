@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -57,6 +58,7 @@ def _whole(text: str) -> int:
 def examine(options: argparse.Namespace, rest: list[str]) -> int:
     """The exit code is 1 where anything is wrong, else 0: warnings stop nobody."""
     patient = patient_of(options, hardware.read(), os.environ)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it, none of its ranks stays
     checks = []
     try:
         for check in _checks(patient):

@@ -6,6 +6,7 @@ the fix. Nothing here is ever set for a training.
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import sys
@@ -62,8 +63,12 @@ def _remedy(patient: Patient) -> str:
     found = smallest_set(candidates, works, MOST_TRIES)
     if found is None:
         return f"none of the {tried} sets of switches that were tried helps; {LOOK}"
+    now = " ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))
+    )
     lines = [f"export {switch.name}={switch.value}  # costs: {switch.cost}" for switch in found]
-    return "\n".join(["with this in the launcher's environment the ranks can talk:", *lines])
+    instead = f" (now: {now})" if now else ""
+    return "\n".join([f"with this in the launcher's environment{instead} the ranks can talk:", *lines])
 
 
 def _candidate_interfaces(patient: Patient) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -70,7 +71,8 @@ def main(folder: Path) -> None:
 
 def _in_a_line(error: Exception) -> str:
     """What went wrong, without the traces that torch adds."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error))  # places in torch's own source
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if lines[0].startswith("Caught"):  # in a worker, whose own words end its trace
         return lines[-1]
     if "Last error:" in lines[:-1]:  # NCCL's own words stand in the line after

@@ -25,7 +25,7 @@ LOOK = "with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL the same command 
 _GRACE = 2.0  # seconds for ranks to say what they have lost when another one is gone
 _OF_LINKS = ("connection", "all_reduce", "bandwidth", "latency", "ddp_step", "end")
 # What a cold disk, or a node that starts late, may take longer for than a collective: so many times.
-_LONGER = {"start": 6, "rendezvous": 6, "ddp_step": 6}
+_LONGER = {"start": 6, "workers": 6, "rendezvous": 6, "ddp_step": 6}
 _TITLES = {"start": "torch", "device": "GPU", "workers": "DataLoader", "ddp_step": "DDP step", "matmul": "matrices"}
 
 
@@ -64,7 +64,7 @@ def hold(
         # Another one each time: a node may still be in the last meeting.
         "port": patient.port + attempt if patient.nodes > 1 else _free_port(),
         "cores": patient.hardware.cores,
-        "timeout": patient.timeout,
+        "node": patient.machine_rank,
         "sick_node": patient.machine_rank if sick else None,
         "parent": os.getpid(),
     }

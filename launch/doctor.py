@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -59,12 +60,12 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
     """The exit code is 1 where anything is wrong, else 0: warnings stop nobody."""
     patient = patient_of(options, hardware.read(), os.environ)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it, none of its ranks stays
-    checks = []
+    checks, signs = [], signs_for(sys.stdout)
     try:
         for check in _checks(patient):
             checks.append(check)
             if not options.json:
-                print(line(len(checks), check, _signs(sys.stdout.encoding)), flush=True)
+                print(line(len(checks), check, signs), flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -113,10 +114,13 @@ def line(number: int, check: Check, signs: Mapping[str, str]) -> str:
     return f"{number:2} {signs[check.status]} {check.title}: {check.found}{fix}"
 
 
-def _signs(encoding: str | None) -> Mapping[str, str]:
+def signs_for(stream: Any) -> Mapping[str, str]:
+    """Ticks and crosses, or letters where the terminal has none; there no other word may fail to print either."""
     try:
-        "".join(_SIGNS.values()).encode(encoding or "ascii")
+        "".join(_SIGNS.values()).encode(stream.encoding or "ascii")
     except (LookupError, UnicodeEncodeError):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
         return _PLAIN_SIGNS
     return _SIGNS
 

@@ -142,7 +142,7 @@ def device(patient: Patient, reports: list[Report]) -> Check | None:
 
 @reading
 def workers(patient: Patient, reports: list[Report]) -> Check:
-    wrong = reports[0].found["workers"].get("wrong")
+    wrong = reports[0].found["workers"]["wrong"]
     if wrong:
         return Check("error", title("workers"), f"a worker cannot pass a tensor of 8 MiB: {wrong}", ENLARGE)
     return Check("ok", title("workers"), "a worker passes tensors through /dev/shm")

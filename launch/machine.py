@@ -83,7 +83,7 @@ def examine(patient: Patient) -> Iterator[Check]:
 def python(patient: Patient) -> Check:
     found = ".".join(map(str, sys.version_info[:3]))
     wanted = _supported()[0]
-    if _outside(found, wanted):
+    if outside(found, wanted):
         return Check("error", "Python", f"{found}, supported is {wanted}", f"an environment with Python {wanted}")
     return Check("ok", "Python", found)
 
@@ -98,7 +98,7 @@ def versions(patient: Patient) -> Check:
     if not wanted:
         return Check("warning", "versions", "what is supported is not known here", "pip install this package")
     found = {one.name: version(one.name) for one in wanted}
-    wrong = {one: _outside(found[one.name], str(one.specifier)) for one in wanted}
+    wrong = {one: outside(found[one.name], str(one.specifier)) for one in wanted}
     words = [f"{one.name} {found[one.name] or 'missing'} (supported: {one.specifier})" for one in wanted if wrong[one]]
     if words:
         status = "warning" if all(how in ("", "newer") for how in wrong.values()) else "error"
@@ -123,7 +123,7 @@ def _supported() -> tuple[str, list[str]]:
     return project.get("requires-python", ""), project.get("dependencies", [])
 
 
-def _outside(found: str | None, wanted: str) -> str:
+def outside(found: str | None, wanted: str) -> str:
     """How a version is outside a range: missing, newer, older; empty where it is not."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
@@ -144,7 +144,7 @@ def _outside(found: str | None, wanted: str) -> str:
 def gpus(patient: Patient) -> Check:
     found, asked = patient.hardware.gpus, patient.processes_per_node
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = _nvidia_smi("--query-gpu=uuid")
+    listed = smi_rows("--query-gpu=uuid")
     hidden = visible in ("", "-1")  # on purpose
     if visible and listed.rows and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed.rows])
@@ -169,7 +169,7 @@ def gpus(patient: Patient) -> Check:
 
 @check
 def driver(patient: Patient) -> Check | None:
-    said = _nvidia_smi("--query-gpu=driver_version")
+    said = smi_rows("--query-gpu=driver_version")
     if said.problem:
         fix = "see `dmesg | grep -i nvrm`; a driver that was updated works after a reboot"
         return Check("error", "driver", said.problem, fix)
@@ -182,7 +182,7 @@ def driver(patient: Patient) -> Check | None:
 
 @check
 def gpu_memory(patient: Patient) -> Check | None:
-    rows = _nvidia_smi("--query-gpu=index,memory.free,memory.total").numbers()
+    rows = smi_rows("--query-gpu=index,memory.free,memory.total").numbers()
     taken = [(index, total - free, total) for index, free, total in rows if free < 0.9 * total]
     if taken:
         words = ", ".join(f"{used:,.0f} of {total:,.0f} MiB of GPU {index:.0f}" for index, used, total in taken)
@@ -192,9 +192,9 @@ def gpu_memory(patient: Patient) -> Check | None:
 
 @check
 def gpu_processes(patient: Patient) -> Check | None:
-    if not _nvidia_smi("--query-gpu=uuid").rows:
+    if not smi_rows("--query-gpu=uuid").rows:
         return None
-    rows = _nvidia_smi("--query-compute-apps=pid,process_name").rows
+    rows = smi_rows("--query-compute-apps=pid,process_name").rows
     if not rows:
         return Check("ok", "GPU processes", "none but this")
     found = ", ".join(f"{row[-1]} (pid {row[0]})" for row in rows)
@@ -229,7 +229,7 @@ def _is_number(text: str) -> bool:
 
 
 @cache
-def _nvidia_smi(query: str) -> _Said:
+def smi_rows(query: str) -> _Said:
     """It lists all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
     text, problem = nvidia_smi(query, "--format=csv,noheader,nounits")
     return _Said(tuple(tuple(cell.strip() for cell in line.split(",")) for line in text.splitlines() if line), problem)
@@ -250,7 +250,7 @@ def nvidia_smi(*words: str) -> tuple[str, str]:
 
 def pcie() -> tuple[int, int] | None:
     """Generation and lanes of the slowest GPU's slot, as they are under load; None where nobody says."""
-    rows = _nvidia_smi("--query-gpu=pcie.link.gen.max,pcie.link.width.max").numbers()
+    rows = smi_rows("--query-gpu=pcie.link.gen.max,pcie.link.width.max").numbers()
     return min(((int(row[0]), int(row[1])) for row in rows), default=None)
 
 

@@ -172,12 +172,11 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a meeting did not end: where, who, what, and what to do; `of_link` where other links might do better."""
+    """Why a meeting did not end: the stage, what happened in it, and what to do; `of_link` where it may be the link."""
 
     stage: str
-    rank: int | None
     what: str
-    fix: str = ""
+    fix: str
     of_link: bool = False
 
 
@@ -195,53 +194,61 @@ def trouble_of(patient: Patient, reports: list[Report]) -> Trouble | None:
 
 def _killed(report: Report) -> Trouble:
     number = signal.Signals(-(report.code or 0))
-    what = f"was killed by {number.name} in the stage {title(report.stage)!r}"
+    what = f"rank {report.rank} was killed by {number.name}"
     if number == signal.SIGKILL:
-        return Trouble(report.stage, report.rank, what, "see `dmesg`: the system kills so when its memory runs out")
+        return Trouble(report.stage, what, "see `dmesg`: the system kills so when its memory runs out")
     if number == signal.SIGBUS:
-        return Trouble(report.stage, report.rank, what, f"a full /dev/shm ends so. {ENLARGE}")
-    return Trouble(report.stage, report.rank, f"{what}: {report.words}", LOOK, report.stage in _OF_LINKS)
+        return Trouble(report.stage, what, f"a full /dev/shm ends so. {ENLARGE}")
+    return Trouble(report.stage, f"{what}: {report.words}", LOOK, report.stage in _OF_LINKS)
 
 
 def _failed(patient: Patient, report: Report) -> Trouble:
-    lost = any(words in report.words for words in ("closed by peer", "reset by peer", "recvValue failed"))
+    what = f"rank {report.rank}: {report.words}"
+    lost = any(words in report.words for words in ("closed by peer", "reset by peer"))
     if lost and patient.nodes > 1:
-        return Trouble(report.stage, report.rank, report.words, "another node's doctor says which rank was lost")
+        return Trouble(report.stage, what, "another node's doctor says which rank was lost")
     fixes = {
         "start": "an environment in which `import torch` works",
         "device": "a torch that is built for CUDA and for this driver: see https://pytorch.org/get-started/locally",
-        "rendezvous": f"--main_process_port with a free one instead of {patient.port}, --main_process_ip of node 0",
+        "rendezvous": "--main_process_ip with an address of node 0, --main_process_port with one that is free there",
     }
-    return Trouble(report.stage, report.rank, report.words, fixes.get(report.stage, LOOK), report.stage in _OF_LINKS)
+    return Trouble(report.stage, what, fixes.get(report.stage, LOOK), report.stage in _OF_LINKS)
 
 
 def _hung(patient: Patient, reports: list[Report]) -> Trouble:
-    """Who got no further: a rank that is stopped, else the one that is behind, else all, and then it is the link."""
+    """Who got no further: a rank that the system holds, else the one that is behind, else all of them."""
     order = list(STAGES)
     slowest = min(reports, key=lambda report: order.index(report.stage))
-    behind = [report for report in reports if report.stage == slowest.stage]
+    held = next((report for report in reports if report.state in _HELD), None)
+    behind = any(report.stage != slowest.stage for report in reports)
     seconds = patient.timeout * _LONGER.get(slowest.stage, 1)
-    stuck = next((report for report in reports if report.state in ("T", "D")), None)
-    if stuck is None and len(behind) < len(reports):
-        stuck = behind[0]
-    if stuck:
-        why = {"T": ": a signal has stopped it", "D": ": it waits inside the kernel"}.get(stuck.state, "")
-        waiting = ", ".join(f"rank {report.rank}" for report in reports if report is not stuck)
-        waits = f"; {waiting} waited for it" if waiting else ""
-        what = f"did not finish the stage {title(stuck.stage)!r} within {seconds} s{why}{waits}"
-        return Trouble(stuck.stage, stuck.rank, what, "see `dmesg` for a driver, a disk or a debugger that holds it")
-    if slowest.stage == "rendezvous":
-        return _nobody_came(patient, slowest, seconds)
+    if held is None and not behind:
+        return _all_hung(patient, slowest, seconds)
+    one = held or slowest
+    waiting = ", ".join(f"rank {report.rank}" for report in reports if report is not one)
+    waits = f"; {waiting} waited for it" if waiting else ""
+    what = f"rank {one.rank} did not finish it within {seconds} s{_HELD.get(one.state, '')}{waits}"
+    if held:
+        return Trouble(one.stage, what, "see `dmesg` for a driver or a disk that holds it, or who has stopped it")
+    return Trouble(one.stage, what, LOOK, one.stage in _OF_LINKS)
+
+
+_HELD = {"T": ": a signal has stopped it", "D": ": it waits inside the kernel"}
+
+
+def _all_hung(patient: Patient, report: Report, seconds: int) -> Trouble:
+    if report.stage == "rendezvous" and patient.nodes > 1:
+        return _nobody_came(patient, report, seconds)
     what = f"no rank of this node got any further within {seconds} s"
-    return Trouble(slowest.stage, None, what, LOOK, slowest.stage in _OF_LINKS)
+    return Trouble(report.stage, what, LOOK, report.stage in _OF_LINKS)
 
 
 def _nobody_came(patient: Patient, report: Report, seconds: int) -> Trouble:
     where = f"{patient.address}:{patient.port}"
     fix = f"see that every node runs the doctor, and that {where} on node 0 can be reached from all of them"
     if not report.missing:
-        return Trouble("rendezvous", None, f"nobody answers at {where} within {seconds} s", fix)
+        return Trouble("rendezvous", f"nobody answers at {where} within {seconds} s", fix)
     nodes = sorted({rank // patient.processes_per_node for rank in report.missing})
     ranks = f"rank{'s' * (len(report.missing) > 1)} {', '.join(map(str, report.missing))}"
     what = f"{ranks} on node {', '.join(map(str, nodes))} did not come within {seconds} s"
-    return Trouble("rendezvous", None, what, fix)
+    return Trouble("rendezvous", what, fix)

@@ -80,12 +80,12 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 def patient_of(options: argparse.Namespace, found: hardware.Hardware, environment: Mapping[str, str]) -> Patient:
     """This machine in the world that is asked for. Raises `UserError` for one that cannot be."""
     # SLURM_NNODES is set in a shell of salloc's too, where nobody else would come.
-    nodes = options.nodes or int(environment.get("SLURM_STEP_NUM_NODES", 1))
+    nodes = options.nodes or _said(environment, "SLURM_STEP_NUM_NODES", default=1)
     rank = options.machine_rank
     if rank is None:
-        rank = int(environment.get("SLURM_NODEID") or environment.get("NODE_RANK") or 0) if nodes > 1 else 0
+        rank = _said(environment, "SLURM_NODEID", "NODE_RANK", default=0) if nodes > 1 else 0
     address = options.main_process_ip or environment.get("MASTER_ADDR", "")
-    port = options.main_process_port or int(environment.get("MASTER_PORT", 29400))
+    port = options.main_process_port or _said(environment, "MASTER_PORT", default=29400)
     if nodes > 1 and not address:
         raise mistake("main_process_ip", f"is not given, and {nodes} nodes must find each other", "that of node 0")
     if rank >= nodes:
@@ -95,6 +95,16 @@ def patient_of(options: argparse.Namespace, found: hardware.Hardware, environmen
         what = f"{processes} processes cannot be shared by {nodes} nodes"
         raise mistake("num_processes", what, f"{nodes} times the processes of one")
     return Patient(found, nodes, rank, processes // nodes, address, port, options.timeout)
+
+
+def _said(environment: Mapping[str, str], *names: str, default: int) -> int:
+    """The number in the first of these variables that is set."""
+    name = next((name for name in names if environment.get(name)), None)
+    if name is None:
+        return default
+    if not environment[name].isdigit():
+        raise mistake(name, f"{environment[name]!r} is not a whole number", "the flag in its stead", "environment")
+    return int(environment[name])
 
 
 def _checks(patient: Patient) -> Iterator[Check]:

@@ -38,8 +38,10 @@ def examine(patient: Patient, sick: bool) -> Iterator[Check]:
                 yield check
     trouble = trouble_of(patient, reports)
     if trouble:
-        what = f"rank {trouble.rank}: {trouble.what}" if trouble.rank is not None else trouble.what
-        yield Check("error", title(trouble.stage), what, _remedy(patient) if trouble.of_link else trouble.fix)
+        # A node that has a cross already may not come to another meeting; all know of it, and so none is held.
+        first = any(report.found.get("rendezvous", {}).get("sick_nodes") for report in reports)
+        fix = _remedy(patient) if trouble.of_link and not first else trouble.fix
+        yield Check("error", title(trouble.stage), trouble.what, fix)
 
 
 # --- Switches --------------------------------------------------------------------------------------------------------
@@ -63,12 +65,10 @@ def _remedy(patient: Patient) -> str:
     found = smallest_set(candidates, works, MOST_TRIES)
     if found is None:
         return f"none of the {tried} sets of switches that were tried helps; {LOOK}"
-    now = " ".join(
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))
-    )
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
+    now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
     lines = [f"export {switch.name}={switch.value}  # costs: {switch.cost}" for switch in found]
-    instead = f" (now: {now})" if now else ""
-    return "\n".join([f"with this in the launcher's environment{instead} the ranks can talk:", *lines])
+    return "\n".join([f"with this in the launcher's environment{now} the ranks can talk:", *lines])
 
 
 def _candidate_interfaces(patient: Patient) -> list[str]:
@@ -194,7 +194,8 @@ def matmul(patient: Patient, reports: list[Report]) -> Check:
     if times > _SLOW[patient.backend]:
         node, local_rank = divmod(slowest, patient.processes_per_node)
         where = f"rank {slowest}, {'GPU' if patient.hardware.cuda else 'process'} {local_rank} of node {node}"
-        fix = "every step waits for it: see `nvidia-smi -q -d PERFORMANCE`, its temperature, and what else runs there"
+        look = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`" if patient.hardware.cuda else "`top`"
+        fix = f"every step waits for it: see {look}, and what else runs there"
         return Check("warning", title("matmul"), f"{where}: {words}", fix)
     return Check("ok", title("matmul"), words)
 

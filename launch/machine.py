@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from launch import memory
@@ -111,6 +110,8 @@ def versions(patient: Patient) -> Check:
 @cache
 def _supported() -> tuple[str, list[str]]:
     """The range of Python and the requirements: of the installed package, or of the checkout that runs without."""
+    from importlib import metadata
+
     try:
         said = metadata.metadata("accelerate-recipes")
         return said["Requires-Python"], metadata.requires("accelerate-recipes") or []

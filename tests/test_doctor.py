@@ -137,7 +137,7 @@ def test_the_rank_that_hangs_or_dies_is_named(number, words, tmp_path):
     with told_in("connection", number, tmp_path, "--json", "--timeout", "4") as process:
         wrong = list(checks_in(process.communicate()[0]).values())[-1]
     assert (process.returncode, wrong.status) == (1, "error")
-    assert wrong.found.startswith("rank 1: ") and words in wrong.found
+    assert wrong.found.startswith("rank 1 ") and words in wrong.found
     assert not pids_of(tmp_path)
 
 

@@ -14,15 +14,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # run as a script, as train.py is
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import links, machine
-from launch.machine import Check, Patient
 from recipes import hardware
 from recipes.errors import mistake
+
+if TYPE_CHECKING:
+    from launch.machine import Check, Patient
 
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
@@ -79,6 +80,8 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
 
 def patient_of(options: argparse.Namespace, found: hardware.Hardware, environment: Mapping[str, str]) -> Patient:
     """This machine in the world that is asked for. Raises `UserError` for one that cannot be."""
+    from launch.machine import Patient
+
     # SLURM_NNODES is set in a shell of salloc's too, where nobody else would come.
     nodes = options.nodes or _said(environment, "SLURM_STEP_NUM_NODES", default=1)
     rank = options.machine_rank
@@ -108,6 +111,9 @@ def _said(environment: Mapping[str, str], *names: str, default: int) -> int:
 
 
 def _checks(patient: Patient) -> Iterator[Check]:
+    from launch import links, machine  # every other command starts without them
+    from launch.machine import Check
+
     sick = False
     for check in machine.examine(patient):
         sick = sick or check.status == "error"

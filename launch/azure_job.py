@@ -40,6 +40,13 @@ accelerate launch --config_file accelerate_configs/{config}
 launch/train.py"""
 
 
+_PREFLIGHT = """\
+python3 launch/doctor.py
+--nodes "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{inputs.processes_per_node}}))"
+--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$((MASTER_PORT + 1))"
+&& """
+
+
 def render(job: Job, azure: Azure) -> str:
     """The job as YAML. It is to lie in azureml/, beside environment/ and below the code it uploads."""
     return yaml.dump(body(job, azure), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
@@ -97,7 +104,7 @@ def _remote(name: str, uri: str) -> str:
 
 def _command(job: Job, azure: Azure) -> str:
     more = "--deepspeed_multinode_launcher standard" if job.run.engine.kind == "deepspeed" else ""
-    text = _LAUNCH.format(config=job.run.recipe.engine, more=more)
+    text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=job.run.recipe.engine, more=more)
     lines = [line.strip() for line in text.splitlines()]
     lines += flag_lines(job.words[1:], _quoted)
     lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []

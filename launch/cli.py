@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import plan, scale, status, submit
+from launch import doctor, plan, scale, status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_parser(commands, _count)
     scale.add_parser(commands, _count)
     status.add_parsers(commands)
+    doctor.add_parser(commands, _count)
     return parser
 
 

@@ -14,6 +14,7 @@ from recipes.errors import UserError, mistake
 from recipes.run import RunSpec
 
 SCRIPT = Path(__file__).resolve().with_name("train.py")
+DOCTOR = SCRIPT.with_name("doctor.py")
 THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # also where its environment is not activated
 
 # Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and passwords in addresses,
@@ -26,7 +27,10 @@ SECRET = re.compile(
 
 @dataclass(frozen=True)
 class Job:
-    """`argv` are train.py's own words; `config` the Accelerate YAML; `shutdown_seconds` how long a signal leaves."""
+    """`argv` are train.py's own words; `config` the Accelerate YAML; `shutdown_seconds` how long a signal leaves.
+
+    With `preflight` every node runs `recipes doctor` first, and where it finds a fault the launcher never starts.
+    """
 
     run: RunSpec
     nodes: int
@@ -35,6 +39,7 @@ class Job:
     config: str
     script: str = str(SCRIPT)
     shutdown_seconds: int = 110
+    preflight: bool = False
 
     @property
     def processes(self) -> int:
@@ -58,7 +63,7 @@ class Job:
         return f"{self.run.recipe.name} on {self.run.engine.title}, {world}, batch {self.run.batch}"
 
 
-def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str]) -> Job:
+def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str], preflight: bool = False) -> Job:
     """The job of a legal run. Raises `UserError` for a world the engine cannot start, or a secret in the words."""
     if run.engine.kind == "single" and run.world_size > 1:
         raise mistake(
@@ -68,7 +73,7 @@ def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str
         )
     words = ("--recipe", run.recipe.name, *argv)
     _refuse_secrets(run, words)
-    return Job(run, nodes, processes_per_node, words, str(shipped(run.recipe.engine)))
+    return Job(run, nodes, processes_per_node, words, str(shipped(run.recipe.engine)), preflight=preflight)
 
 
 def launch_words(job: Job, accelerate: Sequence[str], rank: str, address: str, port: str) -> list[str]:
@@ -83,6 +88,20 @@ def launch_words(job: Job, accelerate: Sequence[str], rank: str, address: str, p
     elif job.run.engine.kind != "single":
         words += ["--main_process_port", "0"]  # any free one: two runs may share a machine
     return words
+
+
+def preflight_words(job: Job, python: str, rank: str, address: str, port: str) -> list[str]:
+    """The doctor of the job's world and `&&`, for bash, before the launcher; nothing where it is not asked for.
+
+    `port` must not be the launcher's, which another job on the node may hold already.
+    """
+    if not job.preflight:
+        return []
+    # A script, as train.py is: the nodes need not have this package installed.
+    words = [*quoted([python, str(DOCTOR)]), "--nodes", str(job.nodes), "--num_processes", str(job.processes)]
+    if job.nodes > 1:
+        words += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
+    return [*words, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ from shlex import quote
 from typing import IO
 
 from launch import record
-from launch.job import THIS_ACCELERATE, Job, arguments, launch_words
+from launch.job import THIS_ACCELERATE, Job, arguments, launch_words, preflight_words
 from launch.preemption import EXIT_CODE
 from launch.submission import LOCAL_LOG, Submission, note
 from launch.tail import follow
@@ -43,7 +43,9 @@ exit "$code"
 def render(job: Job) -> str:
     """A bash script. Several nodes are all started here, as a rehearsal."""
     words = launch_words(job, THIS_ACCELERATE, '"$rank"', "127.0.0.1", '"$port"')
-    start = " ".join([*words, "--quiet", '"${command[@]}"', "&"])
+    start = " ".join([*words, "--quiet", '"${command[@]}"'])
+    preflight = preflight_words(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
+    start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
     lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
     lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown_seconds}", ""]
     lines += [*arguments(job), "launchers=()"]

@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.job import THIS_ACCELERATE, Job, arguments, launch_words, quoted
+from launch.job import THIS_ACCELERATE, Job, arguments, launch_words, preflight_words, quoted
 from recipes.errors import UserError, mistake
 
 
@@ -102,7 +103,9 @@ def _step(job: Job, slurm: Slurm) -> list[str]:
     """The srun command. It runs in the background, so that this script hears signals while it waits."""
     accelerate = ["accelerate", "launch"] if slurm.prepares else THIS_ACCELERATE
     launcher = launch_words(job, accelerate, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
-    inner = quoted([" ".join(["exec", *launcher])])[0]
+    python = "python3" if slurm.prepares else sys.executable
+    preflight = preflight_words(job, python, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$((MASTER_PORT - 10000))"')
+    inner = quoted([" ".join([*preflight, "exec", *launcher])])[0]
     options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
     if slurm.cpus_per_task:
         options.insert(2, f"--cpus-per-task={slurm.cpus_per_task}")  # srun has not inherited it since 22.05

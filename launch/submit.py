@@ -62,6 +62,9 @@ def add_parser(commands: Any, count: Any) -> None:
             "--dry_run", "--dry-run", action="store_true", help="print what would be sent, send nothing"
         )
         target.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file")
+        target.add_argument(
+            "--preflight", action="store_true", help="`recipes doctor` on every node first: a sick one ends the job"
+        )
         target.set_defaults(run=submit, send=send)
         for flags in _TARGET_FLAGS[name]:
             _add_target_flags(target, flags, count)
@@ -81,7 +84,7 @@ def add_parser(commands: Any, count: Any) -> None:
     )
     fitting.add_argument("--recipe", help="[--config's, or standard]")
     fitting.add_argument("--num_processes", "--num-processes", type=count, help="processes here [one a GPU]")
-    fitting.set_defaults(run=fit_local)
+    fitting.set_defaults(run=fit_local, preflight=False)
 
 
 def _add_target_flags(parser: argparse.ArgumentParser, target: type, count: Any) -> None:
@@ -323,7 +326,7 @@ def _job(
     words = ["--recipe", options.recipe, *argv] if options.recipe else list(argv)
     run = _resolved(options, words, hardware, processes_per_node, elsewhere)
     _print(require_legal(run))
-    return job_of(run, options.nodes, processes_per_node, argv)
+    return job_of(run, options.nodes, processes_per_node, argv, options.preflight)
 
 
 def _resolved(

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 
+from launch.cli import main
 from recipes import hardware
 from tests.gpu import memory
 from tests.running import launch, losses, train_here
@@ -20,6 +21,15 @@ def test_the_driver_and_torch_see_the_same_gpus():
     found = hardware.read().gpus
     assert [gpu.capability for gpu in found] == [torch.cuda.get_device_capability(i) for i in range(len(found))]
     assert len(found) == torch.cuda.device_count()
+
+
+def test_the_doctor_finds_the_gpus_well(capsys):
+    code = main(["doctor", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    found = {check["title"]: check["found"] for check in said["checks"]}
+    assert (code, said["healthy"]) == (0, True), said
+    assert "GFLOP/s in bfloat16" in found["matrices"] or "GFLOP/s in float16" in found["matrices"]
+    assert "NCCL" in found and ("bandwidth" in found) == (torch.cuda.device_count() > 1)
 
 
 @pytest.mark.parametrize("recipe", ["baseline", "standard", "fast"])

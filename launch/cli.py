@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import plan, status, submit
+from launch import plan, scale, status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     checking.set_defaults(run=check_run)
 
     plan.add_parser(commands, _count)
+    scale.add_parser(commands, _count)
     submit.add_parser(commands, _count)
     status.add_parsers(commands)
     return parser

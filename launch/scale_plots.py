@@ -40,10 +40,10 @@ _WIDE = 8  # from this ratio of world sizes on, powers of two share a linear axi
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `kind` is what its file's name ends in, `alt` says in words and numbers what it shows."""
+    """A PNG; `kind` is what its file's name ends in, `caption` says how to read it, `alt` what it shows, in numbers."""
 
     kind: str
-    title: str
+    caption: str
     alt: str
     png: bytes
 
@@ -69,13 +69,13 @@ def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> lis
     lines = _lines(series, rows)
     drawn = []
     with matplotlib.rc_context(_STYLE), silence():  # silence: of letters that the font lacks
-        for kind, (title, draw) in _KINDS.items():
+        for kind, (title, caption, draw) in _KINDS.items():
             if not has_numbers(kind, series):
                 continue
             figure = new_figure(_WIDTH, _height(kind, series))
             alt = draw(figure, lines)
             figure.suptitle(fill(shorten(f"{name}: {title}", 150, placeholder=" ..."), 75), fontsize=11)
-            drawn.append(Picture(kind, title, f"{name}, {title}. {alt}", _png(figure)))
+            drawn.append(Picture(kind, f"{name}, {title}. {caption}", f"{name}, {title}. {alt}", _png(figure)))
     return drawn
 
 
@@ -273,12 +273,29 @@ def _parts_told(size: Size) -> str:
     )
 
 
-_KINDS: dict[str, tuple[str, Callable[[Any, Sequence[_Line]], str]]] = {
-    "epoch_time_detailed": ("time of an epoch", _draw_epoch_times),
-    "speedup_efficiency": ("speedup and efficiency", _draw_speedup),
-    "throughput": ("throughput", _draw_throughput),
-    "accuracy": ("accuracy", _draw_accuracy),
-    "step_time": ("where the time of a step goes", _draw_step_times),
+_KINDS: dict[str, tuple[str, str, Callable[[Any, Sequence[_Line]], str]]] = {
+    "epoch_time_detailed": (
+        "time of an epoch",
+        "A dot is an epoch, a hollow marker the median of its size; right: how far each is from that median. Dashed: "
+        "each process as fast as in the smallest world.",
+        _draw_epoch_times,
+    ),
+    "speedup_efficiency": (
+        "speedup and efficiency",
+        "Medians with quartiles, over the smallest world of each series. Dashed: ideal. Shades: the bands.",
+        _draw_speedup,
+    ),
+    "throughput": (
+        "throughput",
+        "Medians with quartiles. Dashed: each process as fast as in the smallest world.",
+        _draw_throughput,
+    ),
+    "accuracy": ("accuracy", "A dot is an epoch, a hollow marker the best of its size.", _draw_accuracy),
+    "step_time": (
+        "where the time of a step goes",
+        "Medians of the parts of an optimizer step; communication is what the step waits for.",
+        _draw_step_times,
+    ),
 }
 
 

@@ -74,7 +74,7 @@ def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> lis
                 continue
             figure = new_figure(_WIDTH, _height(kind, series))
             alt = draw(figure, lines)
-            figure.suptitle(fill(shorten(f"{name}: {title}", 150, placeholder=" ..."), 75), fontsize=11)
+            figure.suptitle(fill(f"{shorten(name, 110, placeholder=' ...')}: {title}", 75), fontsize=11)
             drawn.append(Picture(kind, f"{name}, {title}. {caption}", f"{name}, {title}. {alt}", _png(figure)))
     return drawn
 
@@ -102,9 +102,11 @@ NEEDS = {
 
 
 def _height(kind: str, series: Sequence[Series]) -> float:
-    """Inches: a bar for each size needs its own room."""
-    bars = sum(bool(parts(size.typical)) for one in series for size in one.sizes)
-    return max(_HEIGHT, 1.8 + 0.3 * bars) if kind == "step_time" else _HEIGHT
+    """Inches: a bar for each size needs its own room, and so does a long legend."""
+    if kind == "step_time":
+        bars = sum(bool(parts(size.typical)) for one in series for size in one.sizes)
+        return max(_HEIGHT, 1.8 + 0.3 * bars)
+    return _HEIGHT + 0.1 * max(0, len(series) - 3)
 
 
 def _lines(series: Sequence[Series], rows: Sequence[Timing]) -> list[_Line]:
@@ -138,9 +140,9 @@ def _draw_epoch_times(figure: Any, lines: Sequence[_Line]) -> str:
     for line, offset in _beside(lines):
         places = [worlds.index(size.num_processes) + offset for size in line.series.sizes]
         times.plot(places, _ideal_times(line.series), "--", color=line.colour, linewidth=1, zorder=1)
-    _grey_dashes(times)
+    _ideal_in_legend(times, worlds)
     times.set_ylabel("seconds: each epoch (dots) and the median")
-    times.set_ylim(bottom=0)
+    _value_axis(times, worlds)
     for axes in deviations:
         _deviations(axes, lines)
     _legend(figure, times)
@@ -181,16 +183,12 @@ def _draw_speedup(figure: Any, lines: Sequence[_Line]) -> str:
         largest = max(line.series.sizes[-1].num_processes for line in lines)
         ends = _between(first, largest)
         speedups.plot(ends, [end / first for end in ends], "--", color=GREY, linewidth=1, zorder=1)
-    _grey_dashes(speedups)
+    _ideal_in_legend(speedups, _worlds(lines))
     speedups.set_ylabel("speedup over the smallest world (times)")
     efficiencies.set_ylabel("efficiency (% of ideal)")
     for axes in (speedups, efficiencies):
         _process_axis(axes, lines)
-    if _is_wide(_worlds(lines)):
-        speedups.set_yscale("log", base=2)
-        speedups.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    else:
-        speedups.set_ylim(bottom=0)
+    _value_axis(speedups, _worlds(lines))
     _bands(efficiencies, max(size.efficiency.high for line in lines for size in line.series.sizes))
     _legend(figure, speedups)
     return _told(lines, lambda size: f"{size.speedup.median:.2f} times, {size.efficiency.median:.1%}")
@@ -221,10 +219,10 @@ def _draw_throughput(figure: Any, lines: Sequence[_Line]) -> str:
         first, ends = known[0], _between(known[0].num_processes, known[-1].num_processes)
         rate = first.samples_per_second.median / first.num_processes  # type: ignore[union-attr]
         axes.plot(ends, [rate * end for end in ends], "--", color=line.colour, linewidth=1, zorder=1)
-    _grey_dashes(axes)
+    _ideal_in_legend(axes, _worlds(lines))
     axes.set_ylabel("samples/s of all processes")
     _process_axis(axes, lines)
-    axes.set_ylim(bottom=0)
+    _value_axis(axes, _worlds(lines))
     _legend(figure, axes)
     return _told(lines, _samples_told)
 
@@ -327,7 +325,7 @@ def _dots(axes: Any, lines: Sequence[_Line], of_row: Callable[..., Any], of_size
 
 
 def _world_names(axes: Any, worlds: Sequence[int]) -> None:
-    every = ceil(len(worlds) / 8)
+    every = ceil(len(worlds) / 10)
     axes.set_xticks(range(0, len(worlds), every), [str(world) for world in worlds[::every]])
     axes.set_xlim(-0.5, len(worlds) - 0.5)
     axes.set_xlabel("processes")
@@ -381,9 +379,20 @@ def _between(first: int, last: int) -> list[float]:
     return [first * (last / first) ** (step / 50) for step in range(51)]
 
 
-def _grey_dashes(axes: Any) -> None:
-    """The legend's entry for the ideal, whatever its colour."""
-    axes.plot([], [], "--", color=GREY, linewidth=1, label="ideal")
+def _value_axis(axes: Any, worlds: Sequence[int]) -> None:
+    """From 0, or logarithmic where the largest of many sizes would press the others flat."""
+    low, high = axes.dataLim.intervaly
+    if _is_wide(worlds) and high > _WIDE * low:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    else:
+        axes.set_ylim(0, high * 1.06)
+
+
+def _ideal_in_legend(axes: Any, worlds: Sequence[int]) -> None:
+    """One entry, whatever the colours of the dashes; a single size has no ideal."""
+    if len(worlds) > 1:
+        axes.plot([], [], "--", color=GREY, linewidth=1, label="ideal")
 
 
 def _legend(figure: Any, axes: Any) -> None:

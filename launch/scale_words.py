@@ -63,6 +63,12 @@ def serial_words(series: Series) -> str:
         return f"No serial fraction: Amdahl's law takes three world sizes or more, and there are {len(series.sizes)}."
     if share == 0:
         return f"No serial fraction shows in {len(series.sizes)} world sizes (Amdahl's law)."
+    fastest = max(size.speedup.median for size in series.sizes)
+    if fastest * share > 1:
+        return (
+            f"No serial fraction: Amdahl's law does not describe these sizes. It would be {share:.1%}, which allows "
+            f"{1 / share:.3g} times, and {fastest:.3g} times was measured."
+        )
     at = f"{smallest} process{'es' * (smallest > 1)}"
     told = (
         f"Serial fraction {share:.1%} (Amdahl's law, {len(series.sizes)} world sizes): that part of the time at {at} "

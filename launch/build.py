@@ -7,6 +7,7 @@ from functools import partial
 from transformers import TrainingArguments
 
 from launch.data import Data, compute_accuracy
+from launch.timeline import MeasuredTrainer
 from launch.trainer import (
     EarlyStopping,
     LogLastStep,
@@ -33,7 +34,7 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
     classifies = run["task"] == "sequence_classification"
-    trainer = RecipeTrainer(
+    trainer = (MeasuredTrainer if run["measure"] else RecipeTrainer)(
         model=model,
         args=args,
         train_dataset=data.train,

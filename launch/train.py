@@ -24,6 +24,7 @@ from recipes.check import require_legal
 from recipes.errors import UserError
 from recipes.help import train_help
 from recipes.run import RunSpec, resolve
+from recipes.timings import append
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -71,10 +72,12 @@ def train(run: RunSpec, world: World, stop: StopRequest, argv: list[str]) -> Non
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with joined(run, world, args), output_folder(run, world), noticed(run, world, argv) as watch:
-        train_joined(run, world, args, stop, watch)
+        train_joined(run, world, args, stop, watch, argv)
 
 
-def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: StopRequest, watch: Watch) -> None:
+def train_joined(
+    run: RunSpec, world: World, args: TrainingArguments, stop: StopRequest, watch: Watch, argv: list[str]
+) -> None:
     """Data, model, Trainer, train, record."""
     from launch import memory
     from launch.build import build_trainer
@@ -88,6 +91,7 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
         require_disk_space,
         require_one_batch,
     )
+    from launch.timing import measured
     from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
@@ -120,6 +124,9 @@ def train_joined(run: RunSpec, world: World, args: TrainingArguments, stop: Stop
         trainer.save_model()
         record.results = results(run, trainer, trained.metrics)
     report.summary(record.results, run, out)
+    if run["measure"]:
+        timing = measured(run, trainer, record.results, argv)
+        decided_by_rank_0(world, lambda: append(run["measure"], [timing]))
     if run.demonstration and world.speaks:
         report.sample(saved_sample(run), out)
     trainer.accelerator.free_memory()  # DDP's buckets and DeepSpeed's engine go before the process group does

@@ -17,6 +17,7 @@ from launch.memory import ran_out
 from launch.preemption import Preempted, StopRequest
 from launch.world import World
 from recipes.errors import mistake
+from recipes.timings import WARM_UP_STEPS
 
 
 class RecipeTrainer(Trainer):
@@ -237,7 +238,7 @@ class LogLastStep(TrainerCallback):
 class Meter(TrainerCallback):
     """Step time in seconds, over the steps after the warm-up that neither save nor evaluate."""
 
-    WARM_UP_STEPS = 3
+    WARM_UP_STEPS = WARM_UP_STEPS
 
     def __init__(self) -> None:
         self.durations: list[float] = []

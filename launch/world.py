@@ -82,6 +82,8 @@ def prepare_environment(run: RunSpec) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
             os.environ.setdefault(name, value)
+    if run["measure"]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler announces itself
     if not run.hardware.cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would guess, aloud
 

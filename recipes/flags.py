@@ -22,6 +22,9 @@ class RunFlags:
     memory_limit: float | None = flag(
         None, "GB (10^9 bytes) that a process may take: of its GPU, else of RAM, there to within 5 %"
     )
+    measure: str | None = flag(
+        None, ".jsonl or .csv that gets a row: what the steps took, part by part (`recipes scale report` reads it)"
+    )
     early_stopping_patience: int | None = flag(None, "stop after so many evaluations without improvement")
 
     model_name_or_path: str | None = flag(None, "Hub id or local folder; without one a small decoder from scratch")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from recipes import legal
 from recipes.engine import deepspeed_json, read_yaml, shipped
 from recipes.errors import Problem
+from recipes.timings import SUFFIXES, WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from recipes.run import RunSpec
@@ -534,6 +535,17 @@ def memory_can_be_limited(run):
     """RLIMIT_DATA counts what a process allocates on Linux alone; elsewhere the limit would limit nothing."""
     if run["memory_limit"] is not None and not run.hardware.cuda and run.hardware.platform != "linux":
         yield problem(run, "memory_limit", "limits RAM on Linux only", "leave it out")
+
+
+@rule
+def timings_go_to_a_table(run):
+    """The suffix says how the row is written; a run no longer than its warm-up has nothing to write."""
+    if run["measure"] is None:
+        return
+    if not run["measure"].endswith(SUFFIXES):
+        yield problem(run, "measure", f"{run['measure']!r} is no table", "a name that ends in .jsonl or .csv")
+    if 0 < run["max_steps"] <= WARM_UP_STEPS:
+        yield problem(run, "max_steps", f"{WARM_UP_STEPS} steps are warm-up and not measured", "a larger --max_steps")
 
 
 @rule

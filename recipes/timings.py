@@ -14,6 +14,7 @@ from typing import Any
 from recipes.errors import Problem, UserError, mistake
 
 SUFFIXES = (".csv", ".jsonl")
+WARM_UP_STEPS = 3  # of each run, which are not timed
 
 
 @dataclass(frozen=True)

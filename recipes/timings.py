@@ -109,6 +109,8 @@ def _value(name: str, value: Any, source: str) -> Any:
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
             raise mistake(name, f"{value!r} is neither strong nor weak", "one of them", source)
+        if not all(letter.isprintable() or letter.isspace() for letter in str(value)):
+            raise mistake(name, f"{value!r} holds letters that cannot be printed", "a name without them", source)
         return str(value)
     try:
         number = float(value)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.cli import main
@@ -235,6 +235,7 @@ def test_a_name_that_nothing_can_draw_is_a_mistake(letter):
         timing({"name": f"a{letter}b", "num_processes": 1, "epoch_time": 1}, "here")
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(), unique=True))
 @example(["a", "A", "a-2", "a ", "..", "../.."])
 def test_no_name_leaves_the_folder_or_meets_another(names):

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     own, passed_on = _at_dashes(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(own)
-    if rest and options.command not in ("check", "plan", "fit"):
+    if rest and options.command not in ("check", "plan", "fit", "scale"):
         hint = " (train.py's flags come after --)" if options.command == "submit" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     try:
@@ -84,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     checking.set_defaults(run=check_run)
 
     plan.add_parser(commands, _count)
-    scale.add_parser(commands, _count)
     submit.add_parser(commands, _count)
+    scale.add_parser(commands, _count)
     status.add_parsers(commands)
     return parser
 

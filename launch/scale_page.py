@@ -11,7 +11,7 @@ from launch.scale_words import (
     Findings,
     Table,
     also,
-    command_of,
+    commands,
     gain_words,
     losses,
     results,
@@ -20,7 +20,8 @@ from launch.scale_words import (
     suggestions,
     tried,
 )
-from recipes.scaling import Series
+from recipes.advice import Advice
+from recipes.scaling import Series, Size
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #ccc; --soft: #f3f3f3; }
@@ -54,7 +55,7 @@ def page(found: Findings, pictures: Sequence[Picture], notes: Sequence[str] = ()
             f"<title>{escape(found.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>",
             f"<h1>{escape(found.title)}</h1>\n<p>Hardware: {escape(found.hardware)}</p>",
             "<h2>Verdicts</h2>",
-            *map(_verdicts, found.series),
+            *(_verdicts(found, series) for series in found.series),
             _table(tried(found)),
             "<h2>Pictures</h2>" if pictures else "",
             *map(_figure, pictures),
@@ -66,15 +67,17 @@ def page(found: Findings, pictures: Sequence[Picture], notes: Sequence[str] = ()
     )
 
 
-def _verdicts(series: Series) -> str:
+def _verdicts(found: Findings, series: Series) -> str:
     said = [" ".join([verdict.words, *also(verdict)]) for verdict in series.verdicts]
     parts = [f"<h3>{escape(series.title)}</h3>", _list(map(escape, said)), f"<p>{escape(serial_words(series))}</p>"]
-    advice = [
-        f"At {size.num_processes}: <strong>{escape(one.title)}</strong>: {escape(gain_words(one))}. {escape(one.why)}"
-        f"<br><code>{escape(command_of(one))}</code>"
-        for size, one in suggestions(series)
-    ]
-    return "\n".join([*parts, *(["<h4>What to try</h4>", _list(advice)] if advice else [])])
+    advice = [_advice(size, one, commands(found, series, size, one)) for size, one in suggestions(series)]
+    return "\n".join([*parts, *(["<h4>Advice</h4>", _list(advice)] if advice else [])])
+
+
+def _advice(size: Size, advice: Advice, words: Iterable[str]) -> str:
+    why = f"{escape(gain_words(advice))}: {escape(advice.why)}."
+    told = f"At {size.num_processes}: <strong>{escape(advice.title)}</strong>: {why}"
+    return told + "".join(f"<br><code>{escape(line)}</code>" for line in words)
 
 
 def _list(items: Iterable[str]) -> str:

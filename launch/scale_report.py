@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import argparse
+import json
 import re
+import shlex
+import sys
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,35 +17,68 @@ from typing import Any
 from launch import plots, scale_page, scale_plots
 from launch.files import write_whole
 from launch.scale_plots import NEEDS, Picture
+from launch.scale_tables import summary_csv, summary_tex
 from launch.scale_words import (
     Findings,
     Table,
     also,
-    command_of,
+    commands,
     find,
     gain_words,
     losses,
-    number,
     results,
     serial_words,
     step_parts,
     suggestions,
+    summary,
     tried,
 )
+from recipes import timings
 from recipes.errors import mistake
-from recipes.scaling import CAUSES, Series, Size, Spread, Verdict
-from recipes.timings import PARTS, Timing
+from recipes.scaling import Series
 
 _WIDTH = 110  # of the text's lines
 _STEM = 40  # letters: with the longest ending below the 255 bytes of most file systems in any script
 
 
-def report(rows: Sequence[Timing], folder: Path, command: str) -> list[Path]:
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report",
+        prog="recipes scale report",
+        help="pictures, tables and verdicts from timings that are there",
+        description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
+        allow_abbrev=False,
+        usage="recipes scale report FILE... [--output FOLDER] [--json]",
+    )
+    columns = "num_processes and epoch_time (s), and if known name, recipe, scaling, epoch, samples, accuracy, ..."
+    parser.add_argument("files", nargs="+", metavar="FILE", help=f".csv or .jsonl, a row an epoch: {columns}")
+    output = Path("outputs/scale/report")
+    parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
+    parser.add_argument("--json", action="store_true", help="print all numbers, instead of the verdicts")
+    parser.set_defaults(run=show_report)
+
+
+def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    if rest:
+        raise mistake(rest[0], "is no flag of the report's", "recipes scale report --help")
+    command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
+    found = find(timings.read(options.files), command, options.files)
+    written = report(found, options.output)
+    if not plots.installed():
+        print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+    if options.json:
+        print(json.dumps({**as_json(found), "written": [str(file) for file in written]}, indent=2))
+        return 0
+    print(summary(found))
+    print("\nwritten:", *written, sep="\n  ")
+    return 0
+
+
+def report(found: Findings, folder: Path) -> list[Path]:
     """Write the whole report and return its files; without matplotlib all but the pictures.
 
-    `command` is what the user typed, and stands in the report. Raises `UserError` where the folder cannot be written.
+    Raises `UserError` where the folder cannot be written.
     """
-    found = find(rows, command)
     drawn = _pictures(found) if plots.installed() else {}
     notes = _not_drawn(found)
     content = {name: picture.png for name, picture in drawn.items()}
@@ -61,22 +96,19 @@ def report(rows: Sequence[Timing], folder: Path, command: str) -> list[Path]:
     return [folder / name for name in content]
 
 
-def as_json(rows: Sequence[Timing]) -> dict[str, Any]:
+def as_json(found: Findings) -> dict[str, Any]:
     """All of the report as numbers: seconds, samples, bytes and ratios."""
-    found = find(rows, "")
     return {
-        "series": [
-            {
-                **asdict(series),
-                "advice": [
-                    {"at": size.num_processes, **asdict(advice), "command": command_of(advice)}
-                    for size, advice in suggestions(series)
-                ],
-            }
-            for series in found.series
-        ],
+        "series": [{**asdict(series), "advice": _advice(found, series)} for series in found.series],
         "applied": [asdict(one) for one in found.applied],
     }
+
+
+def _advice(found: Findings, series: Series) -> list[dict[str, Any]]:
+    return [
+        {"at": size.num_processes, **asdict(advice), "commands": commands(found, series, size, advice)}
+        for size, advice in suggestions(series)
+    ]
 
 
 # --- Pictures --------------------------------------------------------------------------------------------------------
@@ -117,122 +149,6 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
     return stems
 
 
-# --- comprehensive_summary.csv ---------------------------------------------------------------------------------------
-
-
-def summary_csv(found: Findings) -> str:
-    """One row for each series and size, under the names and in the units of the timings."""
-    rows = [_flat(series, *pair) for series in found.series for pair in zip(series.sizes, series.verdicts, strict=True)]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
-
-
-def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
-    seconds = {cause.key: cause.seconds for cause in verdict.causes}
-    typical = {name: getattr(size.typical, name) for name in ("samples", "global_batch", "micro_batch", "accumulation")}
-    measured = {name: getattr(size.typical, name) for name in ("step_time", *PARTS, "loss", "peak_memory")}
-    return {
-        "name": series.name,
-        "recipe": series.recipe,
-        "scaling": series.scaling,
-        "num_processes": size.num_processes,
-        "repeats": size.repeats,
-        **_spread("epoch_time", size.epoch_time),
-        **_spread("samples_per_second", size.samples_per_second),
-        "tokens_per_second": size.tokens_per_second,
-        **_spread("speedup", size.speedup),
-        **_spread("efficiency", size.efficiency),
-        "band": verdict.band,
-        "cause": verdict.cause,
-        "accuracy": size.accuracy,
-        "serial_fraction": series.serial_fraction,
-        **typical,
-        **measured,
-        **{f"lost_to_{key}": seconds.get(key) for key in CAUSES},
-        "lost": verdict.lost,
-        "unexplained": verdict.unexplained,
-        "engine": size.typical.engine,
-        "hardware": size.typical.hardware,
-        "verdict": verdict.words,
-    }
-
-
-def _spread(name: str, spread: Spread | None) -> dict[str, float | None]:
-    numbers = (spread.median, spread.low, spread.high) if spread else (None, None, None)
-    return dict(zip((name, f"{name}_low_quartile", f"{name}_high_quartile"), numbers, strict=True))
-
-
-# --- summary_table.tex -----------------------------------------------------------------------------------------------
-
-_TEX = {
-    "\\": r"\textbackslash{}",
-    "^": r"\textasciicircum{}",
-    "~": r"\textasciitilde{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': "''",
-    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-}
-# Combining marks as LaTeX's accents, which every font encoding has.
-_ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030c": "v", "\u0327": "c"}
-
-
-def tex_escaped(name: str) -> str:
-    """Text as LaTeX prints it with its own fonts alone; a letter that they lack as its number in Unicode."""
-    escaped = ""
-    for letter in unicodedata.normalize("NFC", name):
-        base, *marks = list(unicodedata.normalize("NFD", letter))
-        if letter.isspace():
-            escaped += " "
-        elif letter.isascii():
-            escaped += _TEX.get(letter, letter) if letter.isprintable() else ""
-        elif base.isascii() and len(marks) == 1 and marks[0] in _ACCENTS:
-            escaped += f"\\{_ACCENTS[marks[0]]}{{{base}}}"
-        else:
-            escaped += f"[U+{ord(letter):04X}]"
-    return escaped
-
-
-def summary_tex(found: Findings) -> str:
-    """A table for a paper: the series one below the other, each under its title."""
-    accuracy = any(size.accuracy is not None for series in found.series for size in series.sizes)
-    samples = any(size.samples_per_second for series in found.series for size in series.sizes)
-    headings = ["Processes", "Epoch (s)", *["Samples/s"] * samples, "Speedup", r"Efficiency (\%)"]
-    headings += ["Accuracy"] * accuracy
-    lines = [
-        f"% Written by: {' '.join(found.command.split())}",
-        r"% Include it with \input{summary_table.tex}, refer to it with \ref{tab:scaling}. It needs no package.",
-        r"\begin{table}[htbp]",
-        r"\centering",
-        r"\caption{Scaling of training over processes: medians of the timed epochs, with quartiles in brackets where",
-        r"there are several. Speedup and efficiency are relative to the smallest number of processes of each series.}",
-        r"\label{tab:scaling}",
-        r"\small\setlength{\tabcolsep}{4pt}",
-        rf"\begin{{tabular}}{{{'r' * len(headings)}}}",
-        r"\hline",
-        " & ".join(headings) + r" \\",
-    ]
-    for series in found.series:
-        title = rf"\multicolumn{{{len(headings)}}}{{p{{0.7\linewidth}}}}{{{tex_escaped(series.title)}}}"
-        lines += [r"\hline", title + r" \\"]
-        lines += [" & ".join(_tex_cells(size, samples, accuracy)) + r" \\" for size in series.sizes]
-    return "\n".join([*lines, r"\hline", r"\end{tabular}", r"\end{table}", ""])
-
-
-def _tex_cells(size: Size, samples: bool, accuracy: bool) -> list[str]:
-    epoch = size.epoch_time
-    quartiles = f" [{number(epoch.low)}, {number(epoch.high)}]" if size.repeats > 1 else ""
-    cells = [str(size.num_processes), number(epoch.median) + quartiles]
-    if samples:
-        cells.append(number(size.samples_per_second.median if size.samples_per_second else None))
-    cells += [f"{size.speedup.median:.2f}", f"{size.efficiency.median:.1%}".removesuffix("%")]
-    return [*cells, number(size.accuracy)] if accuracy else cells
-
-
 # --- performance_report.txt ------------------------------------------------------------------------------------------
 
 
@@ -244,7 +160,7 @@ def text(found: Findings, notes: Sequence[str] = ()) -> str:
         for verdict in series.verdicts:
             lines += [_wrapped(line) for line in (verdict.words, *also(verdict))]
         lines += [_wrapped(serial_words(series)), ""]
-        lines += _advice_lines(series)
+        lines += _advice_lines(found, series)
         for table in (results(series), step_parts(series), losses(series)):
             lines += [*aligned(table), ""] if table else []
     table = tried(found)
@@ -252,11 +168,12 @@ def text(found: Findings, notes: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *notes]).rstrip() + "\n"
 
 
-def _advice_lines(series: Series) -> list[str]:
+def _advice_lines(found: Findings, series: Series) -> list[str]:
     lines = []
     for size, advice in suggestions(series):
-        lines.append(_wrapped(f"Try at {size.num_processes}: {advice.title}: {gain_words(advice)}. {advice.why}"))
-        lines += [f"  {command_of(advice)}", ""]
+        lines.append(_wrapped(f"Advice at {size.num_processes}: {advice.title}: {gain_words(advice)}: {advice.why}."))
+        lines += [f"  {words}" for words in commands(found, series, size, advice)]
+        lines.append("")
     return lines
 
 

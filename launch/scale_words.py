@@ -5,21 +5,26 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from launch.scale_run import TIMINGS
 from recipes.advice import Advice, Applied, advise, applied
-from recipes.run import with_flags
 from recipes.scaling import CAUSES, WORTH_NAMING, Series, Size, Spread, Verdict, analyse, parts
 from recipes.timings import PARTS, Timing
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in timings, and the command that asked for it."""
+    """What was found in timings, and the command that asked for it.
+
+    `measured_in` is the folder of `recipes scale run` that they come from, where advice can be tried.
+    """
 
     rows: Sequence[Timing]
     series: list[Series]
     applied: list[Applied]
     command: str
+    measured_in: Path | None
 
     @property
     def names(self) -> list[str]:
@@ -35,8 +40,11 @@ class Findings:
         return "; ".join(named) or "not stated in the timings"
 
 
-def find(rows: Sequence[Timing], command: str) -> Findings:
-    return Findings(rows, analyse(rows), applied(rows), command)
+def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
+    """`rows` were read from the `files`."""
+    folders = [Path(file).parent for file in files if Path(file).name == TIMINGS]
+    measured_in = folders[0] if len(files) == len(folders) == 1 else None
+    return Findings(rows, analyse(rows), applied(rows), command, measured_in)
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,18 @@ def suggestions(series: Series) -> list[tuple[Size, Advice]]:
 
 def gain_words(advice: Advice) -> str:
     gain = "its gain cannot be told" if advice.gain is None else f"{advice.gain:.2f} times the throughput, predicted"
-    return gain + ("" if advice.same_training else "; the global batch changes, and with it the training")
+    return gain + ("" if advice.same_training else "; another training")
 
 
-def command_of(advice: Advice) -> str:
-    """How to train as the advice says; the flags that are not about it stay what they were."""
-    words = ["accelerate", "launch", "--num_processes", str(advice.num_processes), "launch/train.py"]
-    return shlex.join([*words, *with_flags([], advice.flags)])
+def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
+    """The flags to write and the command that tries them beside what was measured, as far as there are any."""
+    processes = ["--num_processes", str(advice.num_processes)] if advice.num_processes != size.num_processes else []
+    flags = " ".join([*processes, *filter(None, [advice.shown_flags])])
+    if not flags or found.measured_in is None:
+        return [flags] if flags else []
+    words = ["recipes", "scale", "run", "--apply", advice.key, "--num_processes", str(size.num_processes)]
+    words += ["--recipe", series.recipe, "--scaling", series.scaling, "--name", series.name]
+    return [flags, shlex.join([*words, "--output", str(found.measured_in)])]
 
 
 def summary(found: Findings) -> str:
@@ -103,9 +116,10 @@ def summary(found: Findings) -> str:
     lines = []
     for series in found.series:
         lines += [series.title, *(f"  {verdict.words}" for verdict in series.verdicts), f"  {serial_words(series)}"]
-        best = {size.num_processes: advice for size, advice in reversed(suggestions(series))}
-        for world, advice in sorted(best.items()):
-            lines += [f"  try at {world}: {advice.title} ({gain_words(advice)})", f"    {command_of(advice)}"]
+        best = {size.num_processes: (size, advice) for size, advice in reversed(suggestions(series))}
+        for world, (size, advice) in sorted(best.items()):
+            lines.append(f"  advice at {world}: {advice.title}: {gain_words(advice)}")
+            lines += [f"    {words}" for words in commands(found, series, size, advice)]
         lines.append("")
     for tried in found.applied:
         lines.append(f"tried at {tried.num_processes}: {tried.title}: predicted {tried.predicted:.2f} times")

@@ -156,12 +156,15 @@ def _run_here(job: Job) -> int:
     return local_job.submit(without_secrets(local_job.render(job)), job)
 
 
+def job_here(recipe: str | None, argv: Sequence[str], processes: int) -> Job:
+    """The checked job of a training on this machine. Raises `UserError` with every error; advice is printed."""
+    return _job(argparse.Namespace(recipe=recipe, nodes=1), argv, read_hardware(), processes)
+
+
 def fit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """The fitting alone, in the world that would train."""
-    hardware = read_hardware()
-    options.nodes = 1
-    processes = options.num_processes or max(1, len(hardware.gpus))
-    job = _job(options, with_flags(argv, {"fit": True}), hardware, processes)
+    processes = options.num_processes or max(1, len(read_hardware().gpus))
+    job = job_here(options.recipe, with_flags(argv, {"fit": True}), processes)
     _refuse_while_in_use(job.folder)
     code = local_job.submit(without_secrets(local_job.render(replace(job, script=str(FIT_SCRIPT)))), job)
     if code == 0:

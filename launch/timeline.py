@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from launch.trainer import RecipeTrainer
 from recipes.timings import WARM_UP_STEPS
@@ -127,11 +127,28 @@ class MeasuredTrainer(RecipeTrainer):
         if self._profiler:
             self._profiler.stop()
             self.exchanges, self._profiler = _counted(self._profiler), None
-        saves = self.control.should_save or self.control.should_evaluate
         self.timeline.mark("other")
-        with self.timeline.only("saving" if saves else "logging" if self.control.should_log else "other"):
+        with self.timeline.only(self._due()):
             super()._maybe_log_save_evaluate(*args, **kwargs)
         self.timeline.fold()
+
+    def _due(self) -> str:
+        """What follows a step. Every run logs and saves at its end: that is no part of a step, unless it is due."""
+        state, control = self.state, self.control
+        last = state.global_step >= state.max_steps
+        if control.should_save or control.should_evaluate:
+            return (
+                "saving"
+                if not last or _divides(state.save_steps, state) or _divides(state.eval_steps, state)
+                else "end"
+            )
+        if control.should_log:
+            return "logging" if not last or _divides(state.logging_steps, state) else "end"
+        return "other"
+
+
+def _divides(every: int | None, state: TrainerState) -> bool:
+    return bool(every) and state.global_step % every == 0
 
 
 class _AfterOptimizer(TrainerCallback):

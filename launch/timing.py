@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from launch.timeline import MeasuredTrainer
 from recipes.run import RunSpec
-from recipes.timings import PARTS, Timing
+from recipes.timings import PARTS, Timing, name_of
 
 _PAIRS = 6
 _LINK_TRIES = 5
@@ -65,7 +65,7 @@ def measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], ar
     return Timing(
         num_processes=run.world_size,
         epoch_time=step_time * steps,
-        name=run["run_name"] or _name(run),
+        name=name_of(run),
         epoch=results.get("epoch"),
         samples=steps * run.batch.total,
         accuracy=results.get("eval_accuracy"),
@@ -82,14 +82,12 @@ def measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], ar
         engine=run.engine.kind,
         workers=run["dataloader_num_workers"],
         cores=max(1, run.hardware.cores // run.local_world_size),
+        logging_steps=trainer.state.logging_steps,
+        save_steps=trainer.state.save_steps if run["save_strategy"] == "steps" else None,
+        eval_steps=trainer.state.eval_steps if run["eval_strategy"] == "steps" else None,
         command=shlex.join(argv),
         **{**parts, **row},
     )
-
-
-def _name(run: RunSpec) -> str:
-    model = run["model_name_or_path"]
-    return str(model).rstrip("/").rpartition("/")[2] if model else "demonstration"
 
 
 def _gathered(value: Any) -> list[Any]:

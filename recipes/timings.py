@@ -69,6 +69,9 @@ class Timing:
     engine: str = ""  # "ddp", "deepspeed", ...
     workers: int | None = None  # dataloader_num_workers
     cores: int | None = None  # of each process
+    logging_steps: int | None = None
+    save_steps: int | None = None
+    eval_steps: int | None = None
     command: str = ""  # train.py's flags
     applied: str = ""  # the recommendation that this run tries, "before" for the run beside it
     predicted: float | None = None  # throughput over the one before that the recommendation promised
@@ -76,6 +79,12 @@ class Timing:
 
 PARTS = "data_wait forward backward communication optimizer logging saving other".split()
 _FIELDS = {field.name: field for field in dataclasses.fields(Timing)}
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    """What the rows of a run are called: its `run_name`, else the last part of its model's name."""
+    model = run["model_name_or_path"]
+    return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
 
 
 def read(files: Iterable[str | Path]) -> list[Timing]:

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from launch import scale_report
 from launch.cli import main
-from launch.scale_report import as_json, file_stems, report, tex_escaped
-from launch.scale_words import serial_words
+from launch.scale_report import as_json, file_stems
+from launch.scale_tables import tex_escaped
+from launch.scale_words import commands, find, serial_words, suggestions
 from recipes.errors import UserError
 from recipes.scaling import analyse
 from recipes.timings import Timing, timing
@@ -61,6 +63,10 @@ ROWS = [
     for world in worlds
     for epoch, wobble in enumerate((1.0, 0.98, 1.05))
 ]
+
+
+def report(rows, folder, command=""):
+    return scale_report.report(find(rows, command), folder)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +145,28 @@ def test_weak_scaling_has_no_serial_fraction():
 def test_counts_stay_whole_in_the_median_of_two():
     size = analyse([Timing(2, 10, micro_batch=4), Timing(2, 11, micro_batch=4)])[0].sizes[0]
     assert repr(size.typical.micro_batch) == "4"
+
+
+def test_advice_comes_with_its_gain_and_its_flags(folder):
+    text = " ".join((folder / "performance_report.txt").read_text().split())
+    assert "Advice at 4: train on 2, not 4: 1.94 times the throughput, predicted: 2 are 1.94 times as fast" in text
+    assert "--num_processes 2" in text
+
+
+def test_what_was_measured_here_can_be_tried_here():
+    found = find(ROWS, files=["my runs/timings.jsonl"])
+    series = found.series[1]
+    words = [commands(found, series, size, advice) for size, advice in suggestions(series)]
+    tried = "recipes scale run --apply fewer --num_processes 4 --recipe standard --scaling strong --name bert"
+    assert words == [["--num_processes 2", f"{tried} --output 'my runs'"]]
+
+
+def test_predicted_stands_beside_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runs = [("before: log less", 100.0, None), ("log less", 80.0, 1.3)] * 2
+    rows = [Timing(2, time, samples=100, applied=applied, predicted=gain) for applied, time, gain in runs]
+    report([*ROWS, *rows], tmp_path)
+    assert re.search(r"log less +2 +1\.30 +1\.25\n", (tmp_path / "performance_report.txt").read_text())
 
 
 # --- LaTeX -----------------------------------------------------------------------------------------------------------
@@ -257,26 +285,26 @@ def test_no_name_leaves_the_folder_or_meets_another(names):
 )
 def test_only_what_can_be_known_is_drawn(rows, kinds, tmp_path):
     pytest.importorskip("matplotlib")
-    written = [path.name for path in report(rows, tmp_path, "")]
+    written = [path.name for path in report(rows, tmp_path)]
     assert written == [f"training_{kind}.png" for kind in kinds] + TABLES
 
 
 def test_what_is_not_drawn_is_said_with_the_reason(tmp_path):
     pytest.importorskip("matplotlib")
-    report([Timing(1, 10), Timing(2, 6)], tmp_path, "")
+    report([Timing(1, 10), Timing(2, 6)], tmp_path)
     assert "no picture of throughput: needs the column samples" in (tmp_path / "performance_report.txt").read_text()
 
 
 def test_without_matplotlib_all_but_the_pictures_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert [path.name for path in report(ROWS, tmp_path, "")] == TABLES
+    assert [path.name for path in report(ROWS, tmp_path)] == TABLES
     assert "pip install matplotlib" in (tmp_path / "report.html").read_text()
 
 
 def test_a_second_report_replaces_the_first(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    report(ROWS, tmp_path, "")
-    report([Timing(1, 10, name="another")], tmp_path, "")
+    report(ROWS, tmp_path)
+    report([Timing(1, 10, name="another")], tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(TABLES)
     assert "bert" not in (tmp_path / "performance_report.txt").read_text()
 
@@ -285,7 +313,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        report(ROWS, tmp_path / "file", "")
+        report(ROWS, tmp_path / "file")
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -317,4 +345,4 @@ def test_json_is_all_numbers(timings, tmp_path, capsys):
 
 
 def test_json_holds_every_series():
-    assert [series["sizes"][2]["num_processes"] for series in as_json(ROWS)["series"]] == [4, 4, 4]
+    assert [series["sizes"][2]["num_processes"] for series in as_json(find(ROWS))["series"]] == [4, 4, 4]

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is no flag of the report's", "recipes scale report --help")
+        raise mistake(rest[0], "is no flag of the report's", "--output FOLDER or --json")
     command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ def measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], ar
     everyones = _gathered(mine)
     parts = {part: sum(rank[part] for rank in everyones) / len(everyones) for part in PARTS}
     step_time = sum(parts.values())
+    for part in ("logging", "saving"):  # one process does it, and the others wait elsewhere
+        longest = max(rank[part] for rank in everyones)
+        parts["other"] -= min(parts["other"], longest - parts[part])
+        parts[part] = longest
     ceiling = _ceiling(run, trainer)
     exchanges = trainer.exchanges
     row: dict[str, Any] = {}
@@ -54,7 +58,7 @@ def measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], ar
     else:
         del parts["communication"]
     if exchanges and exchanges.syncs and run.world_size > 1:
-        bandwidth, latency = _link(exchanges.bytes // exchanges.syncs, trainer.args.device)
+        bandwidth, latency = _link(exchanges.bytes // exchanges.collectives, trainer.args.device)
         row |= {"link_bandwidth": bandwidth, "link_latency": latency}
         alone = 2 * (run.world_size - 1) / run.world_size * exchanges.bytes / bandwidth
         if ceiling:
@@ -125,7 +129,7 @@ def _ceiling(run: RunSpec, trainer: MeasuredTrainer) -> Ceiling | None:
         max(rank[number][True] for rank in everyones) - max(rank[number][False] for rank in everyones)
         for number in range(_PAIRS)
     ]
-    return Ceiling(median(alone), max(alone), max(0.0, median(added)) if len(everyones) > 1 else 0.0)
+    return Ceiling(median_low(alone), max(alone), max(0.0, median(added)) if len(everyones) > 1 else 0.0)
 
 
 def _syncs_each(trainer: MeasuredTrainer) -> bool:

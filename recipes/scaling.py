@@ -18,8 +18,8 @@ from recipes.timings import PARTS, Timing
 EXCELLENT, GOOD = 0.85, 0.70
 # A cause is named from this share of a step on: below it, mending it gains less than runs on one machine differ by.
 WORTH_NAMING = 0.10
-# Collectives wait for latency rather than for volume where the link alone would take less than this share of the time.
-_VOLUME_SHARE = 0.5
+# What every step has. Logs and checkpoints come every so many steps, and last longer than what is loaded ahead.
+_OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one world size: the band of its efficiency, and what costs it time, the largest first.
+    """What is said of one world size: the band of its efficiency, and what costs it time, in the order to mend it.
 
+    The largest comes first, but nothing that every step has before the loading of data where that sets the pace.
     `cause` is None where nothing is worth naming or nothing can be told; `words` say it all in a line or two.
     """
 
@@ -214,7 +215,9 @@ def _words(size: Size, base: Size, name: str, cause: Cause | None, unexplained: 
     else:
         told = f"{at}: the reference."
     if cause:
-        return f"{told} Most is lost to {CAUSES[cause.key]}: {cause.evidence}."
+        paced = _sets_the_pace(cause.key, cause.seconds, size.typical)
+        first = "Nothing is gained before" if paced else "Most is lost to"
+        return f"{told} {first} {CAUSES[cause.key]}: {cause.evidence}."
     if size.typical.step_time is None and name not in ("", "excellent"):
         return f"{told} Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
     if unexplained and unexplained > WORTH_NAMING * (size.typical.step_time or 0):
@@ -231,7 +234,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float | None, float | None]:
-    """What a step of `row` loses, the largest first; the time lost in all; and what of it nothing explains.
+    """What a step of `row` loses, in the order of `Verdict`; the time lost in all; and what of it nothing explains.
 
     `row` holds medians over repeats. Times without a reference are not guessed: their cause is left out.
     """
@@ -256,12 +259,22 @@ def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float |
         for key, lost in seconds.items()
         if lost > 0
     ]
-    causes.sort(key=lambda cause: -cause.seconds)
+    paced = _sets_the_pace("data", seconds["data"], row)
+    causes.sort(key=lambda cause: (paced and cause.key in _OF_EVERY_STEP, -cause.seconds))
     ideal = whole / row.num_processes if whole else share
     if not ideal:
         return causes, None, None
     lost = max(0.0, step - ideal)
     return causes, lost, max(0.0, lost - sum(seconds.values()))
+
+
+def _sets_the_pace(key: str, seconds: float, row: Timing) -> bool:
+    """Whether the cause is the loading of data, and a step takes as long as that does.
+
+    Workers load while a process computes and communicates, so it waits for them only where they take longer than all
+    of that together. What a step then gains elsewhere, it waits longer for them. Without workers the times add up.
+    """
+    return key == "data" and bool(row.workers) and seconds >= WORTH_NAMING * (row.step_time or 0.0)
 
 
 def _share(row: Timing) -> float | None:
@@ -270,17 +283,35 @@ def _share(row: Timing) -> float | None:
 
 
 def _alone(same: Iterable[Timing], samples: float | None) -> float | None:
-    """Seconds in which one process computes a step of that many samples, without waiting for anything."""
-    found = [row.no_sync_step for row in same if row.num_processes == 1 and row.global_batch == samples]
-    times = [time for time in found if time]
-    return median(times) if times and samples else None
+    """Seconds in which one process computes a step of that many samples, without waiting for anything.
+
+    Between two batches that were measured it is on the line through them: at one micro-batch a step is so many passes.
+    """
+    if not samples:
+        return None
+    found = [(row.global_batch, row.micro_batch, row.no_sync_step) for row in same if row.num_processes == 1]
+    by_batch: dict[float, list[float]] = {}
+    for batch, _, time in found:
+        if batch and time:
+            by_batch.setdefault(batch, []).append(time)
+    times = {batch: median(all_times) for batch, all_times in by_batch.items()}
+    if samples in times:
+        return times[samples]
+    below, above = [n for n in times if n < samples], [n for n in times if n > samples]
+    if not below or not above or len({micro for _, micro, _ in found}) != 1:
+        return None
+    low, high = max(below), min(above)
+    return times[low] + (times[high] - times[low]) * (samples - low) / (high - low)
 
 
 def volume_bound(row: Timing) -> bool | None:
-    """Whether communication takes as long as the link needs for its bytes, and not for its number of messages."""
-    if not row.sync_bytes or not row.link_bandwidth or not row.communication:
+    """Whether most of the time of a step's collectives is for their bytes, and not for their number.
+
+    A bandwidth that was measured with small messages holds their latency, so it alone cannot tell.
+    """
+    if not row.sync_bytes or not row.link_bandwidth or row.collectives is None or row.link_latency is None:
         return None
-    return _over_the_link(row) >= _VOLUME_SHARE * row.communication
+    return 2 * row.collectives * row.link_latency < _over_the_link(row)
 
 
 def _over_the_link(row: Timing) -> float:
@@ -304,11 +335,9 @@ def _evidence(key: str, lost: float, row: Timing, share: float | None, whole: fl
         alone = milliseconds(share or 0.0)
         return f"the same work takes {milliseconds(row.no_sync_step or 0.0)} beside the others and {alone} alone"
     if key == "work":
+        ideal = milliseconds((whole or 0.0) / row.num_processes)
         told = f"a process's share of the batch takes {milliseconds(share or 0.0)}, "
-        return (
-            told
-            + f"where 1/{row.num_processes} of the whole would be {milliseconds((whole or 0.0) / row.num_processes)}"
-        )
+        return f"{told}where 1/{row.num_processes} of the whole would be {ideal}"
     if key == "straggler":
         slowest, middle = milliseconds(row.no_sync_step_max or 0.0), milliseconds(row.no_sync_step or 0.0)
         return f"the slowest process computes {slowest}, the median one {middle}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
+import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ class Timing:
 
     From `step_time` on: what `train.py --measure` finds, per optimizer step. The parts from `data_wait` to `other` add
     up to `step_time`, are means over the processes, and `backward` is without the communication that it waits for.
-    `no_sync_step` is a step without exchange of gradients, of the median process; `*_max` is that of the slowest one.
+    But `logging` and `saving` are what the process that writes takes: the others wait for it, and that is no `other`.
+    `no_sync_step` is a step without exchange of gradients, of the median process, which of two is the quicker one: a
+    mean of the two would blame half of a slow one on both. `*_max` is that of the slowest process.
     """
 
     num_processes: int
@@ -92,11 +96,11 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
     rows: list[Timing] = []
     problems: list[Problem] = []
     for file in map(Path, files):
-        for number, row in _rows(file):
-            try:
-                rows.append(timing({"name": file.stem, **row}, f"{file}, line {number}"))
-            except UserError as error:
-                problems += error.problems
+        with _gathered(problems):
+            for number, line in _lines(file):
+                with _gathered(problems):
+                    source = f"{file}, line {number}"
+                    rows.append(timing({"name": file.stem, **_row(line, source)}, source))
     if problems:
         raise UserError(*problems)
     if not rows:
@@ -104,13 +108,27 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
     return rows
 
 
+@contextlib.contextmanager
+def _gathered(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems
+
+
 def timing(row: Mapping[str, Any], source: str) -> Timing:
-    """A row as a Timing; columns that are not ours are left out. Raises `UserError` for a value that cannot be."""
-    values = {name: value for name, value in row.items() if name in _FIELDS and value not in (None, "")}
-    for name in ("num_processes", "epoch_time"):
-        if name not in values:
-            raise mistake(name, "is missing", f"a column {name}, filled in each row", source)
-    return Timing(**{name: _value(name, value, source) for name, value in values.items()})
+    """A row as a Timing; columns that are not ours are left out. Raises `UserError` with every value that cannot be."""
+    filled = {name: value for name, value in row.items() if name in _FIELDS and value not in (None, "")}
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name in dict.fromkeys(["num_processes", "epoch_time", *filled]):
+        with _gathered(problems):
+            if name not in filled:
+                raise mistake(name, "is missing", f"a column {name}, filled in each row", source)
+            values[name] = _value(name, filled[name], source)
+    if problems:
+        raise UserError(*problems)
+    return Timing(**values)
 
 
 def _value(name: str, value: Any, source: str) -> Any:
@@ -135,24 +153,24 @@ def _value(name: str, value: Any, source: str) -> Any:
     return number
 
 
-def _rows(file: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
+def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
+    """The lines that hold something, with their numbers: a .csv's taken apart."""
     if file.suffix not in SUFFIXES:
         raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a file of either kind")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise mistake("FILE", f"{file} cannot be read: {error}", "a .csv or .jsonl of timings") from None
-    if file.suffix == ".csv":
-        lines = csv.DictReader(text.splitlines(), skipinitialspace=True)
-        return [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
-    return [(number, _json_row(line, f"{file}, line {number}")) for number, line in _filled(text)]
+    if file.suffix == ".jsonl":
+        return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    rows = [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
+    return [(number, row) for number, row in rows if any(row.values())]
 
 
-def _filled(text: str) -> Iterable[tuple[int, str]]:
-    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-
-
-def _json_row(line: str, source: str) -> Mapping[str, Any]:
+def _row(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    if not isinstance(line, str):
+        return line
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -206,7 +206,9 @@ def _bands(axes: Any, highest: float) -> None:
         axes.text(1.02, (low + high) / 2, name, **place)
     axes.axhline(1, color=GREY, linestyle="--", linewidth=1, zorder=1)
     axes.set_ylim(0, top)
-    axes.set_yticks([0, 0.25, 0.5, GOOD, EXCELLENT, 1])
+    step = 0.25 * ceil(top / 2)
+    above = [1 + step * count for count in range(1, 1 + int((top - 1) / step))]
+    axes.set_yticks([0, 0.25, 0.5, GOOD, EXCELLENT, 1, *above] if top < 3 else [0, 1, *above])
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 

@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from launch import plots
 from recipes.errors import mistake
 from recipes.plan import CLOSED_FORM_MARGIN, MARGIN, Choice, Plan, Planned, plan_memory
 from recipes.run import with_flags
 from recipes.speed import ASSUMED_MFU
 
 _GIB = 2**30
-# Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
-_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#999999")
+_COLOURS = (plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.YELLOW, plots.PURPLE, plots.GREY)
 _HEADS = {
     "parameters": "params",
     "gradients": "grads",
@@ -197,14 +197,8 @@ def _print_next_steps(plan: Plan) -> None:
 
 def plot(plan: Plan, file: str) -> None:
     """The recipes as stacked bars of their components, against the line of what the GPU has."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise mistake("plot", "draws with matplotlib, which is not installed", "pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 1.6 + 0.6 * len(plan.recipes)), layout="constrained")
+    figure = plots.new_figure(8, 1.6 + 0.6 * len(plan.recipes))
+    axes = figure.subplots()
     names = [f"{entry.name}\n{entry.micro_batch} x {entry.accumulation}" for entry in plan.recipes]
     left = [0.0] * len(names)
     for part, colour in zip(_HEADS, _COLOURS, strict=True):
@@ -222,8 +216,6 @@ def plot(plan: Plan, file: str) -> None:
         raise mistake(
             "plot", f"{file} cannot be written: {error}", "a .png, .svg or .pdf in a folder that is there"
         ) from None
-    finally:
-        pyplot.close(figure)
 
 
 def _row(entry: Planned) -> list[str]:

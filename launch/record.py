@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.files import write_whole
 from launch.memory import ran_out
 from launch.preemption import Preempted
 from launch.world import World
@@ -51,17 +51,7 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 def write(folder: str | Path, record: dict[str, Any], name: str = NAME) -> None:
     """Replace the record in one step, so that a reader or a crash never sees half of it."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{name}-{os.getpid()}"
-    try:
-        with unfinished.open("w", encoding="utf-8") as stream:
-            json.dump(record, stream, indent=2, default=str)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(folder / name)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(Path(folder) / name, json.dumps(record, indent=2, default=str).encode())
 
 
 class Record:

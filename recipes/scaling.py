@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 from typing import Any
 
 from recipes.timings import PARTS, Timing
@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Series:
-    """One training at several world sizes. `serial_fraction` is Amdahl's, from three sizes on."""
+    """One training at several world sizes. `serial_fraction` is Amdahl's, from three sizes on, for strong scaling."""
 
     name: str
     recipe: str
@@ -118,7 +118,8 @@ def _series(key: tuple[str, str, str], own: list[Timing], rows: list[Timing]) ->
     sizes = tuple(_size(world, by_world[world], by_world[worlds[0]]) for world in worlds)
     same = [row for row in rows if (row.name, row.recipe) == key[:2]]
     verdicts = tuple(judge(size, sizes[0], same) for size in sizes)
-    return Series(*key, sizes, verdicts, serial_fraction(sizes))
+    serial = serial_fraction(sizes) if key[2] == "strong" else None  # Amdahl's law is of one amount of work, shared out
+    return Series(*key, sizes, verdicts, serial)
 
 
 def _size(world: int, rows: list[Timing], base: list[Timing]) -> Size:
@@ -156,12 +157,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def typical(rows: Sequence[Timing]) -> Timing:
-    """The median of every numeric column over repeats; text as in the first row."""
+    """The median of every numeric column over repeats, of counts one of them; text as in the first row."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(Timing):
         values = [value for value in (getattr(row, field.name) for row in rows) if value not in (None, "")]
         numbers = [value for value in values if not isinstance(value, str)]
-        found[field.name] = median(numbers) if numbers else (values[0] if values else field.default)
+        middle = median_low if all(isinstance(value, int) for value in numbers) else median
+        found[field.name] = middle(numbers) if numbers else (values[0] if values else field.default)
     return Timing(**found)
 
 

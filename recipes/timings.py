@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 from recipes.errors import Problem, UserError, mistake
 
@@ -136,6 +137,8 @@ def _value(name: str, value: Any, source: str) -> Any:
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
             raise mistake(name, f"{value!r} is neither strong nor weak", "one of them", source)
+        if any(category(letter) in ("Cc", "Cs") and not letter.isspace() for letter in str(value)):
+            raise mistake(name, f"{value!r} holds letters that cannot be printed", "a name without them", source)
         return str(value)
     try:
         number = float(value)

@@ -1,0 +1,29 @@
+"""What every picture shares: colours that the colour-blind can tell apart, and matplotlib, imported only to draw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recipes.errors import mistake
+
+# Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
+
+
+def installed() -> bool:
+    """Whether there is a matplotlib, the extra `plot`, to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches, that no display knows of. Raises `UserError` where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise mistake("plot", "draws with matplotlib, which is not installed", "pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")

@@ -161,7 +161,8 @@ def _run_here(job: Job) -> int:
 
 def job_here(recipe: str | None, argv: Sequence[str], processes: int) -> Job:
     """The checked job of a training on this machine. Raises `UserError` with every error; advice is printed."""
-    return _job(argparse.Namespace(recipe=recipe, nodes=1), argv, read_hardware(), processes)
+    options = argparse.Namespace(recipe=recipe, nodes=1, preflight=False)
+    return _job(options, argv, read_hardware(), processes)
 
 
 def fit_local(options: argparse.Namespace, argv: Sequence[str]) -> int:

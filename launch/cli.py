@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import plan, status, submit
+from launch import explain, plan, status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_parser(commands, _count)
     submit.add_parser(commands, _count)
     status.add_parsers(commands)
+    explain.add_parser(commands)
     return parser
 
 

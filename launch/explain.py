@@ -144,7 +144,7 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted: both ranks are ended", file=sys.stderr)
         return 130
-    reasons = [_REASONS[options.topic](variant, row, measured) for variant, row in _pairs(topic, measured)]
+    reasons = [reason(options.topic, variant, row, measured) for variant, row in _pairs(topic, measured)]
     if options.json:
         print(json.dumps(_as_json(options.topic, device, hardware, measured, reasons), indent=2))
         return 0
@@ -277,6 +277,11 @@ _REASONS: dict[str, Callable[[Variant, Row, Measured], str]] = {
     "amp": _amp,
     "both": _both,
 }
+
+
+def reason(topic: str, variant: Variant, row: Row, measured: Measured) -> str:
+    """What a row shows, said of its own numbers."""
+    return _REASONS[topic](variant, row, measured)
 
 
 def _notes(topic: Topic, measured: Measured) -> list[str]:

@@ -80,7 +80,7 @@ class Setup:
 def setup_for(device: str, rank: int) -> Setup:
     if device == "cuda":
         return Setup(torch.device("cuda", rank), width=512, layers=6, tokens=256, learning_rate=0.005)
-    return Setup(torch.device("cpu"), width=128, layers=3, tokens=32, learning_rate=0.04)
+    return Setup(torch.device("cpu"), width=128, layers=2, tokens=32, learning_rate=0.05)
 
 
 class Decoder(nn.Module):

@@ -195,9 +195,7 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def _wait(ranks: list[subprocess.Popen], folder: Path) -> None:
-    while any(process.poll() is None for process in ranks):
-        if any(process.returncode for process in ranks):
-            break
+    while None in (codes := [process.poll() for process in ranks]) and not any(codes):
         time.sleep(0.05)
     failed = [_last_words(rank, process, folder) for rank, process in enumerate(ranks) if process.returncode]
     if failed:
@@ -353,7 +351,7 @@ def _no_units(variant: Variant, row: Row, measured: Measured) -> str:
 
 def cpu_computes_in(dtype: str, flags: frozenset[str]) -> bool | None:
     """Whether an x86 CPU with these flags of /proc/cpuinfo computes in "bf16" or "fp16"; None where there are none."""
-    return bool(flags & {f"avx512_{dtype}", f"amx_{dtype}", f"avx10_{dtype}"}) if flags else None
+    return bool(flags & {f"avx512_{dtype}", f"amx_{dtype}"}) if flags else None  # asm/cpufeatures.h of Linux
 
 
 def _cpu_flags() -> frozenset[str]:

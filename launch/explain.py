@@ -65,7 +65,7 @@ TOPICS = {
             Variant("fp16", dtype="fp16"),
             Variant("fp16, scaler", dtype="fp16", scale=True),
         ),
-        gradients_of=2**20,  # the batch of GPT-3's 1.3B and 2.7B models, a million: table 2.1 of arXiv 2005.14165
+        gradients_of=2**20,  # a large batch: with the few tokens that are really in this one nearly nothing underflows
     ),
     "both": Topic(
         "accumulation and 16 bits together: where to scale, unscale, clip and step",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import doctor, plan, scale, status, submit
+from launch import compare, doctor, explain, plan, scale, status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.check import check, check_deep
@@ -17,7 +17,7 @@ from recipes.run import FIT, RunSpec, Setting, nearest, resolve, shown
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for a mistake."""
+    """Returns the exit code: 0, 1 where what was asked for is not so or failed, or 2 for a mistake."""
     parser = _parser()
     own, passed_on = _at_dashes(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(own)
@@ -85,9 +85,11 @@ def _parser() -> argparse.ArgumentParser:
 
     plan.add_parser(commands, _count)
     submit.add_parser(commands, _count)
-    scale.add_parser(commands, _count)
     status.add_parsers(commands)
     doctor.add_parser(commands, _count)
+    scale.add_parser(commands, _count)
+    compare.add_parser(commands)
+    explain.add_parser(commands)
     return parser
 
 

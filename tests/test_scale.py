@@ -163,7 +163,7 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
     [
         (["--num_processes", "1", "3"], "global batch of 16 cannot be shared by 3"),
         (["--recipe", "baseline"], "baseline trains in one process"),
-        (["--output_dir", "here"], "--output_dir is decided by the measurement"),
+        (["--output_dir", "here"], "--output_dir: is decided by the measurement"),
         (["--learning_rat", "1"], "learning_rat"),
         (["--apply"], "timings.jsonl cannot be read"),
     ],

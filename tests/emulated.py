@@ -22,7 +22,6 @@ from pathlib import Path
 from recipes.timings import Timing, read
 
 _CODE = """\
-import fcntl
 import os
 import time
 
@@ -34,9 +33,11 @@ class PacedLlamaForCausalLM(LlamaForCausalLM):
         seconds = float(os.environ["PACE"]) * len(input_ids)
         if os.environ["RANK"] == "1":
             seconds *= float(os.environ.get("PACE_OF_RANK_1", 1))
-        with open(os.environ["PACE_LOCK"], "w") if "PACE_LOCK" in os.environ else open(os.devnull, "w") as shared:
-            if "PACE_LOCK" in os.environ:
-                fcntl.flock(shared, fcntl.LOCK_EX)
+        if "ON_ONE_CORE" in os.environ:
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+        else:
             time.sleep(seconds)
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
 """
@@ -44,7 +45,7 @@ STEPS = 6
 
 
 def write_paced_model(folder: Path, tiny_model: Path) -> Path:
-    """The tiny model with a pause of $PACE seconds an example. With $PACE_LOCK, one process at a time pauses."""
+    """The tiny model with a pause of $PACE seconds an example. With $ON_ONE_CORE all processes work on one instead."""
     shutil.copytree(tiny_model, folder)
     (folder / "modeling_paced.py").write_text(_CODE)
     config = json.loads((folder / "config.json").read_text())
@@ -122,7 +123,8 @@ def _load_slowly(seconds: float) -> None:
 
 if __name__ == "__main__":
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # as many threads in every world: one
+    own = 0 if "ON_ONE_CORE" in os.environ else int(os.environ["RANK"]) % len(cores)
+    os.sched_setaffinity(0, {cores[own]})  # as many threads in every world: one
     if os.environ["NETWORK_NAMESPACE"]:
         _enter(os.environ["NETWORK_NAMESPACE"])
     if "SLOW_DATA" in os.environ:

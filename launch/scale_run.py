@@ -246,7 +246,7 @@ def _tried(options: argparse.Namespace, rows: list[Timing], argv: Sequence[str])
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
     after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
     after = replace(after, predicted=advice.gain, global_batch=advice.flags.get("global_batch_size", batch))
-    print(f"{advice.title}: {advice.why}; predicted {advice.gain or 1:.2f} times the throughput")
+    print(f"{advice.title}: {advice.why}; predicted {advice.gain:.2f} times the throughput")
     return row.name, shlex.split(row.command), [before, after]
 
 

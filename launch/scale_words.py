@@ -96,8 +96,7 @@ def suggestions(series: Series) -> list[tuple[Size, Advice]]:
 
 
 def gain_words(advice: Advice) -> str:
-    gain = "its gain cannot be told" if advice.gain is None else f"{advice.gain:.2f} times the throughput, predicted"
-    return gain + ("" if advice.same_training else "; another training")
+    return f"{advice.gain:.2f} times the throughput, predicted" + ("" if advice.same_training else "; another training")
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:

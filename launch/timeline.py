@@ -45,9 +45,9 @@ class Timeline:
     @contextlib.contextmanager
     def only(self, part: str) -> Iterator[None]:
         """All of a block is one part, whatever is marked in it."""
-        self.on = False
+        was_on, self.on = self.on, False
         yield
-        self.on = True
+        self.on = was_on
         self.mark(part)
 
     def fold(self, wait: bool = False) -> None:

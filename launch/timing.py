@@ -50,6 +50,7 @@ def measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], ar
     ceiling = _ceiling(run, trainer)
     exchanges = trainer.exchanges
     row: dict[str, Any] = {}
+    row["pass_overhead"] = _pass_overhead(run, trainer)
     if ceiling:
         waited = min(ceiling.communication, parts["backward"])
         row |= {"communication": waited, "backward": parts["backward"] - waited}
@@ -130,6 +131,32 @@ def _ceiling(run: RunSpec, trainer: MeasuredTrainer) -> Ceiling | None:
         for number in range(_PAIRS)
     ]
     return Ceiling(median_low(alone), max(alone), max(0.0, median(added)) if len(everyones) > 1 else 0.0)
+
+
+def _pass_overhead(run: RunSpec, trainer: MeasuredTrainer) -> float | None:
+    """Seconds of a pass that do not depend on its examples, from passes over a micro-batch and over half of it.
+
+    None where half of one cannot be had: a single example, or several joined into one row.
+    """
+    batches, items = trainer.last_batches
+    if run.engine.kind not in ("single", "ddp") or not batches:
+        return None
+    whole, size = batches[0], run.batch.micro
+    if size < 2 or any(len(tensor) != size for tensor in whole.values()):
+        return None
+    half = {name: tensor[: size // 2] for name, tensor in whole.items()}
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
+
+    def once(batch: dict[str, Any]) -> None:
+        trainer.training_step(model, dict(batch), items)
+        model.zero_grad()
+
+    took = [[_timed(partial(once, batch), trainer.args.device) for batch in (whole, half)] for _ in range(_PAIRS)]
+    long, short = (
+        median(times) for times in zip(*_gathered([median(times) for times in zip(*took, strict=True)]), strict=True)
+    )
+    for_each = (long - short) / (size - size // 2)
+    return max(0.0, long - size * for_each)
 
 
 def _syncs_each(trainer: MeasuredTrainer) -> bool:

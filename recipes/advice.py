@@ -1,12 +1,10 @@
 """What to change, what it should gain, and the flags for it. Each gain is computed from what was measured, and no more.
 
-Those that leave the training as it is come first. A gain is throughput over the present one; None where nothing that
-was measured tells it.
+Those that leave the training as it is come first. A gain is throughput over the present one.
 """
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +25,15 @@ BEFORE = "before"  # a run with the present settings, beside one that tries a ch
 
 @dataclass(frozen=True)
 class Advice:
-    """One change. `key` names it for `scale run --apply`; `same_training`: the global batch stays what it is."""
+    """One change. `gain` is the throughput over the present one. `key` names it for `scale run --apply`.
+
+    `same_training`: the global batch stays what it is.
+    """
 
     key: str
     title: str
     why: str
-    gain: float | None
+    gain: float
     num_processes: int
     flags: dict[str, Any] = field(default_factory=dict)
     same_training: bool = True
@@ -61,8 +62,8 @@ def advise(size: Size, series: Series) -> list[Advice]:
     for cause in verdict.causes:
         if cause.share >= WORTH_NAMING:
             found += list(_FOR[cause.key](row, cause))
-    found += _fewer_processes(size, series)
-    return sorted(found, key=lambda advice: (not advice.same_training, -(advice.gain or 0)))
+    found += [*_larger_micro_batch(row), *_fewer_processes(size, series)]
+    return sorted(found, key=lambda advice: (not advice.same_training, -advice.gain))
 
 
 def _gain(row: Timing, less: float) -> float:
@@ -83,12 +84,6 @@ def _communication(row: Timing, cause: Cause) -> Iterator[Advice]:
         yield Advice(
             "sync_once", "exchange gradients once a step", why, _gain(row, waits * (1 - 1 / syncs)), here, flags
         )
-    elif syncs > 1 and (row.accumulation or 1) > 1:
-        flags = {"per_device_train_batch_size": (row.micro_batch or 1) * 2}
-        flags |= {"gradient_accumulation_steps": math.ceil((row.accumulation or 1) / 2)}
-        why = f"{row.engine} communicates in each of {row.accumulation} micro-batches; half as many need half of it"
-        if (row.accumulation or 1) % 2 == 0:
-            yield Advice("micro_batch", "twice the micro-batch", why, _gain(row, waits / 2), here, flags)
     if row.engine == "ddp" and volume_bound(row) and "ddp_comm_hook" not in row.command:
         whole = waits / (1 - min(row.overlap or 0.0, 0.9))
         left = max(0.0, whole / 2 - (whole - waits))
@@ -176,26 +171,22 @@ def _straggler(row: Timing, cause: Cause) -> Iterator[Advice]:
 
 
 def _work(row: Timing, cause: Cause) -> Iterator[Advice]:
-    if (row.accumulation or 1) > 1 and row.micro_batch and (row.accumulation or 1) % 2 == 0:
-        flags = {"per_device_train_batch_size": row.micro_batch * 2}
-        flags |= {"gradient_accumulation_steps": (row.accumulation or 1) // 2}
-        why = (
-            "half as many passes, each twice as large: what a pass costs apart from its examples is paid half as often"
-        )
-        yield Advice(
-            "micro_batch", "twice the micro-batch", why, _gain(row, cause.seconds / 2), row.num_processes, flags
-        )
     if row.hardware and not row.hardware.startswith("CPU") and "torch_compile" not in row.command:
-        why = "fewer, larger kernels; at best all that a small step costs too much"
-        title = "compile the model"
-        yield Advice(
-            "compile",
-            title,
-            why,
-            _gain(row, cause.seconds),
-            row.num_processes,
-            {"torch_compile": True, "packing": True},
-        )
+        why = "fewer, larger kernels; at best it saves all that a small step costs too much"
+        flags = {"torch_compile": True, "packing": True}
+        yield Advice("compile", "compile the model", why, _gain(row, cause.seconds), row.num_processes, flags)
+
+
+def _larger_micro_batch(row: Timing) -> Iterator[Advice]:
+    """Whatever a pass costs apart from its examples is paid once for each micro-batch of a step."""
+    passes, micro, overhead = row.accumulation or 1, row.micro_batch, row.pass_overhead or 0.0
+    spared = passes / 2 * overhead
+    if passes % 2 or not micro or spared < WORTH_NAMING * (row.step_time or 0.0):
+        return
+    flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
+    why = f"a pass takes {milliseconds(overhead)} whatever its examples, and a step has {passes}; `recipes fit` says "
+    why += "what fits into memory"
+    yield Advice("micro_batch", "twice the micro-batch", why, _gain(row, spared), row.num_processes, flags)
 
 
 def _logging(row: Timing, cause: Cause) -> Iterator[Advice]:

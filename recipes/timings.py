@@ -62,6 +62,7 @@ class Timing:
     data_wait_max: float | None = None
     no_sync_step: float | None = None
     no_sync_step_max: float | None = None
+    pass_overhead: float | None = None  # of a forward and backward pass, whatever the number of its examples
     overlap: float | None = None  # share of the communication that is hidden behind the backward pass, 0 to 1
     syncs: float | None = None  # backward passes of an optimizer step that exchanged gradients, counted
     collectives: float | None = None  # of an optimizer step, counted

@@ -22,7 +22,7 @@ from launch.timeline import MeasuredTrainer
 from recipes.run import RunSpec
 from recipes.timings import PARTS, Timing, name_of
 
-_PAIRS = 6
+_FEWEST_PAIRS, _MOST_PAIRS = 3, 6
 _LINK_TRIES = 5
 _FEW_BYTES = 8
 
@@ -120,7 +120,8 @@ def _ceiling(run: RunSpec, trainer: MeasuredTrainer) -> Ceiling | None:
         wrapped.zero_grad()
 
     pairs = []
-    for number in range(_PAIRS):
+    count = min(_MOST_PAIRS, max(_FEWEST_PAIRS, trainer.steps_measured // 4))  # about half of the measured time
+    for number in range(count):
         order = (True, False) if number % 2 else (False, True)
         took = {exchanges: _timed(partial(step, exchanges), trainer.args.device) for exchanges in order}
         pairs.append(took)
@@ -128,7 +129,7 @@ def _ceiling(run: RunSpec, trainer: MeasuredTrainer) -> Ceiling | None:
     alone = [median(pair[False] for pair in rank) for rank in everyones]
     added = [
         max(rank[number][True] for rank in everyones) - max(rank[number][False] for rank in everyones)
-        for number in range(_PAIRS)
+        for number in range(count)
     ]
     return Ceiling(median_low(alone), max(alone), max(0.0, median(added)) if len(everyones) > 1 else 0.0)
 
@@ -151,7 +152,7 @@ def _pass_overhead(run: RunSpec, trainer: MeasuredTrainer) -> float | None:
         trainer.training_step(model, dict(batch), items)
         model.zero_grad()
 
-    took = [[_timed(partial(once, batch), trainer.args.device) for batch in (whole, half)] for _ in range(_PAIRS)]
+    took = [[_timed(partial(once, batch), trainer.args.device) for batch in (whole, half)] for _ in range(_MOST_PAIRS)]
     long, short = (
         median(times) for times in zip(*_gathered([median(times) for times in zip(*took, strict=True)]), strict=True)
     )

@@ -55,7 +55,12 @@ def launch(
 
 
 def launch_quickly(
-    *flags: str, output: Path, processes: int = 2, config: str = "standard.yaml", env: dict[str, str] | None = None
+    *flags: str,
+    output: Path,
+    processes: int = 2,
+    config: str = "standard.yaml",
+    env: dict[str, str] | None = None,
+    script: Path = SCRIPT,
 ) -> Outcome:
     """As `launch`, without the launcher's own process: its environment, and ranks that need not import everything.
 
@@ -64,7 +69,7 @@ def launch_quickly(
     words = [*flags, "--output_dir", str(output)]
     environment = {**launchers_environment(processes, config, words), **(env or {})}
     with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(processes, environment, [str(SCRIPT), *words], log.fileno())
+        codes = fork_ranks(processes, environment, [str(script), *words], log.fileno())
         log.seek(0)
         return Outcome(int(any(codes)), log.read().decode(), read_record(output))
 

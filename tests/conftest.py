@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,11 @@ def pytest_collection_modifyitems(items):
     longest += " test_fit test_out_of_memory"
     order = longest.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
+
+
+def pytest_collection_finish():
+    """What is imported now stays. Trainer collects garbage at every start, and would look at all of it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

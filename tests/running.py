@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
@@ -54,7 +55,12 @@ def launch(
 
 
 def launch_quickly(
-    *flags: str, output: Path, processes: int = 2, config: str = "standard.yaml", env: dict[str, str] | None = None
+    *flags: str,
+    output: Path,
+    processes: int = 2,
+    config: str = "standard.yaml",
+    env: dict[str, str] | None = None,
+    script: Path = SCRIPT,
 ) -> Outcome:
     """As `launch`, without the launcher's own process: its environment, and ranks that need not import everything.
 
@@ -63,7 +69,7 @@ def launch_quickly(
     words = [*flags, "--output_dir", str(output)]
     environment = {**launchers_environment(processes, config, words), **(env or {})}
     with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(processes, environment, [str(SCRIPT), *words], log.fileno())
+        codes = fork_ranks(processes, environment, [str(script), *words], log.fileno())
         log.seek(0)
         return Outcome(int(any(codes)), log.read().decode(), read_record(output))
 
@@ -87,21 +93,27 @@ def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preloaded"])
     ranks = []
     for rank in range(processes):
         own = {**environment, **{name: str(value) for name, value in world.items()}}
         own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        ranks.append(context.Process(target=_be_rank, args=(own, argv, DupFd(log))))
-        ranks[-1].start()
+        ranks.append(fork(own, argv, log))
     for process in ranks:
         process.join(300)
         process.kill()
     return [process.exitcode for process in ranks]
 
 
-def _be_rank(environment: dict[str, str], argv: list[str], log: DupFd) -> None:
+def fork(environment: dict[str, str], argv: list[str], log: int) -> BaseProcess:
+    """`python argv...`, its output in `log`, started in a process that has imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    process = context.Process(target=_run_script, args=(environment, argv, DupFd(log)))
+    process.start()
+    return process
+
+
+def _run_script(environment: dict[str, str], argv: list[str], log: DupFd) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(log.detach(), 1)

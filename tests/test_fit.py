@@ -16,7 +16,7 @@ from launch.fit import Board, ProbeFailed
 from launch.world import World
 from recipes.errors import UserError
 from recipes.run import resolve
-from tests.running import ROOT, launch, launch_quickly, losses, run
+from tests.running import ROOT, SCRIPT, launch_quickly, losses, run
 from tests.wide import LENGTH, texts_of, wide_model
 
 LIMIT = 1.64  # GB: a process runs a micro-batch of 2, and one that has already taken `BALLAST` runs 1
@@ -35,11 +35,12 @@ def training(tmp_path_factory) -> list[str]:
 def second_rank_has_less(training, tmp_path_factory):
     """Fitted and trained in one command, in a world whose second rank has less memory left than the first."""
     folder = tmp_path_factory.mktemp("fitted")
-    ballast = f"ballast = bytearray(b'x') * int({BALLAST}e9 * (os.environ.get('RANK') == '1'))"
-    (folder / "sitecustomize.py").write_text(f"import os\n{ballast}\n")
+    ballast = f"import os\nballast = bytearray(b'x') * int({BALLAST}e9 * (os.environ.get('RANK') == '1'))\n"
+    (folder / "sitecustomize.py").write_text(ballast)  # for the probes, which Python starts anew
+    (folder / "train.py").write_text(f"{ballast}import runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
     search = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
     flags = [*training, "--fit", "--memory_limit", str(LIMIT)]
-    done = launch(*flags, output=folder / "out", processes=2, config="standard.yaml", env={"PYTHONPATH": search})
+    done = launch_quickly(*flags, output=folder / "out", env={"PYTHONPATH": search}, script=folder / "train.py")
     assert done.code == 0, done.output
     return folder / "out", done
 

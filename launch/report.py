@@ -18,6 +18,7 @@ from launch.preemption import EXIT_CODE, Preempted
 from launch.world import World
 from recipes.errors import Problem
 from recipes.run import FIT, RunSpec, shown
+from recipes.timings import Timing
 
 _WIDTH = 110
 
@@ -90,6 +91,12 @@ def summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
     out.print(
         _table({**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"})
     )
+
+
+def timing(row: Timing | None, run: RunSpec, out: Console) -> None:
+    """That the run was measured, or why not."""
+    words = "no step came after the warm-up: nothing was added" if row is None else "a row was added"
+    out.print(_table({"timings": f"{run['measure']}: {words}"}))
 
 
 def sample(text: str, out: Console) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from recipes.errors import mistake
 from recipes.hardware import read as read_hardware
 from recipes.run import nearest, with_flags
 from recipes.scaling import Series, Size, analyse, milliseconds
-from recipes.timings import WARM_UP_STEPS, Timing, append, name_of, read
+from recipes.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
@@ -92,6 +93,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         _job(point, argv, options.steps, folder)
     _fill(folder)
     print(f"{len(found) * options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = _measure_in_turns(options, found, argv, name)
     except KeyboardInterrupt:
@@ -137,11 +139,9 @@ def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None
 
 
 def _fill(folder: Path) -> None:
-    try:
-        for name in ("logs", "runs"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise mistake("output", f"{folder} cannot be written: {error.strerror}", "a folder that can") from None
+    require_room(folder / TIMINGS)
+    for name in ("logs", "runs"):
+        (folder / name).mkdir(exist_ok=True)
 
 
 def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:

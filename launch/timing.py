@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from launch.resume import decided_by_rank_0
 from launch.timeline import MeasuredTrainer
+from launch.world import World
 from recipes.run import RunSpec
-from recipes.timings import PARTS, Timing, name_of
+from recipes.timings import PARTS, Timing, append, name_of
 
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 6
 _LINK_TRIES = 5
@@ -36,8 +38,21 @@ class Ceiling:
     communication: float
 
 
-def measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], argv: list[str]) -> Timing:
-    """The row of a run that has trained. All processes call it; each gets the same one."""
+def add_timing(
+    run: RunSpec, world: World, trainer: MeasuredTrainer, results: dict[str, Any], argv: list[str]
+) -> Timing | None:
+    """The row that was added to the file of `--measure`; None where no step came after the warm-up. All ranks call it.
+
+    Raises `UserError` where it cannot be added.
+    """
+    if not trainer.steps_measured:
+        return None
+    timing = _measured(run, trainer, results, argv)
+    decided_by_rank_0(world, lambda: append(run["measure"], [timing]))
+    return timing
+
+
+def _measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], argv: list[str]) -> Timing:
     steps = trainer.steps_measured
     mine = {part: trainer.timeline.seconds[part] / steps for part in PARTS}
     everyones = _gathered(mine)

@@ -24,7 +24,7 @@ from recipes.check import require_legal
 from recipes.errors import UserError
 from recipes.help import train_help
 from recipes.run import RunSpec, resolve
-from recipes.timings import append
+from recipes.timings import require_room
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -91,12 +91,14 @@ def train_joined(
         require_disk_space,
         require_one_batch,
     )
-    from launch.timing import measured
+    from launch.timing import add_timing
     from launch.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
     out = report.console(world.speaks)
     require_one_batch(run, world)
+    if run["measure"]:
+        decided_by_rank_0(world, lambda: require_room(run["measure"]))
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
     run.lower("max_length", longest, "the longest sequence of this model")
@@ -125,8 +127,7 @@ def train_joined(
         record.results = results(run, trainer, trained.metrics)
     report.summary(record.results, run, out)
     if run["measure"]:
-        timing = measured(run, trainer, record.results, argv)
-        decided_by_rank_0(world, lambda: append(run["measure"], [timing]))
+        report.timing(add_timing(run, world, trainer, record.results, argv), run, out)
     if run.demonstration and world.speaks:
         report.sample(saved_sample(run), out)
     trainer.accelerator.free_memory()  # DDP's buckets and DeepSpeed's engine go before the process group does

@@ -18,6 +18,8 @@ from recipes.timings import PARTS, Timing
 EXCELLENT, GOOD = 0.85, 0.70
 # A cause is named from this share of a step on: below it, mending it gains less than runs on one machine differ by.
 WORTH_NAMING = 0.10
+# Efficiency above this is said to be no scaling: repeats on one machine differ by less.
+_MORE_THAN_ITS_SHARE = 1.1
 # What every step has. Logs and checkpoints come every so many steps, and last longer than what is loaded ahead.
 _OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
@@ -212,6 +214,8 @@ def _words(size: Size, base: Size, name: str, cause: Cause | None, unexplained: 
     if name:
         told = f"{at}: {size.speedup.median:.2f} times as fast as {base.num_processes}, "
         told += f"{size.efficiency.median:.1%} efficiency: {name}."
+        if size.efficiency.median > _MORE_THAN_ITS_SHARE:
+            told += " More than all of it: the reference was slowed by something else, or its share fits a cache."
     else:
         told = f"{at}: the reference."
     if cause:

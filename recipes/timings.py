@@ -183,25 +183,39 @@ def _row(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def append(file: str | Path, rows: Iterable[Timing]) -> None:
-    """Add rows to a .csv or .jsonl, which is begun where it is not there. Raises `UserError` for other columns."""
+    """Add rows to a .csv or .jsonl, which is begun where it is not there.
+
+    Raises `UserError` where it cannot be written, or is a .csv without the columns that the rows have.
+    """
     file = Path(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
     filled = [{name: value for name, value in vars(row).items() if value not in (None, "")} for row in rows]
-    if file.suffix == ".jsonl":
-        text = "".join(json.dumps(row) + "\n" for row in filled)
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(text)
-        return
-    begun = file.exists() and file.stat().st_size > 0
-    columns = _header(file) if begun else list(_FIELDS)
-    lacking = sorted({name for row in filled for name in row} - set(columns))
-    if lacking:
-        raise mistake("FILE", f"{file} has no column {lacking[0]}", "another file, or a .jsonl")
+    columns = require_room(file, {name for row in filled for name in row})
     with file.open("a", encoding="utf-8", newline="") as stream:
+        if columns is None:
+            stream.write("".join(json.dumps(row) + "\n" for row in filled))
+            return
         writer = csv.DictWriter(stream, columns)
-        if not begun:
+        if not stream.tell():
             writer.writeheader()
         writer.writerows(filled)
+
+
+def require_room(file: str | Path, names: Iterable[str] = tuple(_FIELDS)) -> list[str] | None:
+    """Raises `UserError` where columns of these names cannot be added to the file; returns a .csv's columns."""
+    file = Path(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8") as stream:
+            begun = stream.tell() > 0
+    except OSError as error:
+        raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "a file in a folder that can") from None
+    if file.suffix == ".jsonl":
+        return None
+    columns = _header(file) if begun else list(_FIELDS)
+    lacking = sorted(set(names) - set(columns))
+    if lacking:
+        raise mistake("FILE", f"{file} has no column {lacking[0]}", "another file, or a .jsonl")
+    return columns
 
 
 def _header(file: Path) -> list[str]:

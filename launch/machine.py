@@ -158,6 +158,9 @@ def gpus(patient: Patient) -> Check:
         return Check("error", "GPUs", what, fix)
     if not found:
         why = " (CUDA_VISIBLE_DEVICES hides all)" if listed.rows else ""
+        if visible and not listed.rows and not hidden:
+            what = f"CUDA_VISIBLE_DEVICES={visible} asks for some, and there is no NVIDIA driver"
+            return Check("warning", "GPUs", what, "install it, or unset the variable: this would train on the CPU")
         return Check("ok", "GPUs", f"none{why}: ranks train on the CPU and talk over gloo, and so do these checks")
     names = " and ".join(sorted({gpu.name for gpu in found}))
     words = f"{len(found)} x {names} visible, {asked} asked for"

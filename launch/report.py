@@ -94,8 +94,10 @@ def summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
 
 
 def timing(row: Timing | None, run: RunSpec, out: Console) -> None:
-    """That the run was measured, or why not."""
-    words = "no step came after the warm-up: nothing was added" if row is None else "a row was added"
+    """That the run was measured, or why not, where it was to be."""
+    if not run["measure"]:
+        return
+    words = "no step came after a warm-up: nothing was added" if row is None else "a row was added"
     out.print(_table({"timings": f"{run['measure']}: {words}"}))
 
 

@@ -24,6 +24,7 @@ from typing import IO, Any
 from launch import local_job, record
 from launch.job import Job, without_secrets
 from launch.submit import job_here
+from recipes import legal
 from recipes.advice import BEFORE, Advice, advise
 from recipes.errors import mistake
 from recipes.hardware import read as read_hardware
@@ -80,24 +81,32 @@ def add_parser(commands: Any, count: Callable[[str], int]) -> None:
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for word in argv:
-        if word.startswith("--") and word[2:].partition("=")[0].replace("-", "_") in _DECIDED:
-            raise mistake(word.partition("=")[0], "is decided by the measurement", "--output FOLDER and --steps N")
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in _DECIDED:
+            raise mistake(flag, "is decided by the measurement", "--output FOLDER and --steps N")
+        own = nearest(name, vars(options)) if flag.startswith("--") and name not in legal.settings() else ""
+        if own and not nearest(name, legal.settings()):
+            raise mistake(flag, "is no flag of this command", f"--{own}")
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
         name, found = options.name or _model_name(argv), points(options, argv)
         _refuse_another_training(file, name, argv)
     else:
+        if not file.exists():
+            raise mistake("apply", f"there is no {file} yet", f"first recipes scale run --output {folder}")
         name, argv, found = _tried(options, read([file]), argv)
     for point in found:  # all are checked before one starts
         _job(point, argv, options.steps, folder)
     _fill(folder)
-    print(f"{len(found) * options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
+    print(f"{len(found)} x {options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = _measure_in_turns(options, found, argv, name)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; what was measured is in {file}", file=sys.stderr)
+        kept = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
+        print(f"\ninterrupted; {kept}", file=sys.stderr)
         return 130
     print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
     return 1 if failed else 0
@@ -134,8 +143,13 @@ def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None
     """Rows of one name are one training: others would be taken for it. Raises `UserError`."""
     earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
-        what = f"{file} holds timings of {name} with other flags: {next(iter(earlier)) or 'none'}"
+        then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
+        what = f"{file} holds timings of {name} with {then}, not {now}"
         raise mistake("output", what, "another --output, or --name for another training")
+
+
+def _flag_words(words: str) -> str:
+    return words or "no flags"
 
 
 def _fill(folder: Path) -> None:

@@ -79,7 +79,7 @@ def _measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], a
         alone = 2 * (run.world_size - 1) / run.world_size * exchanges.bytes / bandwidth
         if ceiling:
             row["overlap"] = max(0.0, 1 - row["communication"] / alone)
-    if exchanges:
+    if exchanges and run.world_size > 1:  # a single process is asked for exchanges too, and sends nothing
         row |= {"syncs": exchanges.syncs, "collectives": exchanges.collectives, "sync_bytes": exchanges.bytes}
     tokens = results.get("tokens_per_second")
     return Timing(

@@ -105,6 +105,7 @@ def train_joined(
     earlier = decided_by_rank_0(world, lambda: find_earlier_run(run, world))
     report.print_earlier(earlier, run, out)
     if earlier.finished:
+        report.timing(None, run, out)
         return
 
     data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))

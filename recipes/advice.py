@@ -20,6 +20,7 @@ _MOST_ACCUMULATION = 64
 _MIB = 2**20
 # How much rarer a log, or a checkpoint, is advised to be.
 _LOG_LESS, _SAVE_LESS = 10, 5
+_AS_FAST = 1.02  # times: less cannot be told from the noise of repeats
 BEFORE = "before"  # a run with the present settings, beside one that tries a change
 
 
@@ -222,7 +223,8 @@ def _fewer_processes(size: Size, series: Series) -> list[Advice]:
         return []
     if best.num_processes < size.num_processes and best.speedup.median >= size.speedup.median:
         gain = best.speedup.median / size.speedup.median
-        why = f"{best.num_processes} are {gain:.2f} times as fast: this model does not need more"
+        fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
+        why = f"{best.num_processes} are {fast}: this model does not need more"
         return [
             Advice("fewer", f"train on {best.num_processes}, not {size.num_processes}", why, gain, best.num_processes)
         ]

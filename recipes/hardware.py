@@ -54,7 +54,7 @@ class Hardware:
 
     def __str__(self) -> str:
         if not self.gpus:
-            return f"CPU, {self.cores} cores"
+            return f"CPU, {self.cores} core{'s' * (self.cores > 1)}"
         return f"{len(self.gpus)} x {self.gpus[0].name}"
 
     def as_dict(self) -> dict:

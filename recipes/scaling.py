@@ -20,6 +20,8 @@ EXCELLENT, GOOD = 0.85, 0.70
 WORTH_NAMING = 0.10
 # Efficiency above this is said to be no scaling: repeats on one machine differ by less.
 _MORE_THAN_ITS_SHARE = 1.1
+# Epochs are of the same work where their samples differ by less: the last batch of one may be left out.
+_SAME_WORK = 1.1
 # What every step has. Logs and checkpoints come every so many steps, and last longer than what is loaded ahead.
 _OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
@@ -115,40 +117,46 @@ def analyse(rows: Sequence[Timing]) -> list[Series]:
 
 
 def _series(key: tuple[str, str, str], own: list[Timing], rows: list[Timing]) -> Series:
+    if not all(row.samples for row in own):  # then they are compared by their epochs
+        own = [dataclasses.replace(row, samples=None) for row in own]
     worlds = sorted({row.num_processes for row in own})
     by_world = {world: [row for row in own if row.num_processes == world] for world in worlds}
     sizes = tuple(_size(world, by_world[world], by_world[worlds[0]]) for world in worlds)
     same = [row for row in rows if (row.name, row.recipe) == key[:2]]
     verdicts = tuple(judge(size, sizes[0], same) for size in sizes)
-    serial = serial_fraction(sizes) if key[2] == "strong" else None  # Amdahl's law is of one amount of work, shared out
+    samples = [size.typical.samples or 1 for size in sizes]
+    shared_out = key[2] == "strong" and max(samples) <= _SAME_WORK * min(samples)  # what Amdahl's law is about
+    serial = serial_fraction(sizes) if shared_out else None
     return Series(*key, sizes, verdicts, serial)
 
 
 def _size(world: int, rows: list[Timing], base: list[Timing]) -> Size:
-    first = typical(base)
-    ratios = [_speedup(row, first) for row in rows]
-    speeds = [row.samples / row.epoch_time for row in rows if row.samples]
+    own, reference = spread([_each(row) for row in rows]), spread([_each(row) for row in base]).median
+    speedup = Spread(reference / own.median, reference / own.high, reference / own.low)
+    times = base[0].num_processes / world
     tokens = [row.tokens / row.epoch_time for row in rows if row.tokens]
-    efficiency = [ratio * first.num_processes / world for ratio in ratios]
     measured = [row.accuracy for row in rows if row.accuracy is not None]
     return Size(
         world,
         len(rows),
         spread([row.epoch_time for row in rows]),
-        spread(speeds) if speeds else None,
+        Spread(1 / own.median, 1 / own.high, 1 / own.low) if all(row.samples for row in rows) else None,
         median(tokens) if tokens else None,
-        spread(ratios),
-        spread(efficiency),
+        speedup,
+        Spread(speedup.median * times, speedup.low * times, speedup.high * times),
         max(measured, default=None),
         typical(rows),
     )
 
 
-def _speedup(row: Timing, first: Timing) -> float:
-    """Ratio of throughputs; of epoch times where the samples of either are not known."""
-    if row.samples and first.samples:
-        return (row.samples / row.epoch_time) / (first.samples / first.epoch_time)
-    return first.epoch_time / row.epoch_time
+def _each(row: Timing) -> float:
+    """Seconds for each sample; where samples are not counted, for each of what is as many in the rows of a series.
+
+    That is an epoch in strong scaling; in weak scaling an epoch grows with the processes.
+    """
+    if row.samples:
+        return row.epoch_time / row.samples
+    return row.epoch_time / (row.num_processes if row.scaling == "weak" else 1)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -187,8 +195,10 @@ def serial_fraction(sizes: Sequence[Size]) -> float | None:
 
 
 def band(speedup: float, efficiency: float) -> str:
+    """The band of an efficiency, which is rounded as it is printed."""
     if speedup < 1:
         return "negative scaling"
+    efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 
 
@@ -201,7 +211,7 @@ def judge(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
     return Verdict(
         size.num_processes,
         name,
-        _words(size, base, name, named, unexplained),
+        _words(size, base, name, named, lost, unexplained or 0.0),
         named.key if named else None,
         tuple(causes),
         lost,
@@ -209,24 +219,47 @@ def judge(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
     )
 
 
-def _words(size: Size, base: Size, name: str, cause: Cause | None, unexplained: float | None) -> str:
-    at = _processes(size.num_processes)
+def _words(size: Size, base: Size, name: str, cause: Cause | None, lost: float | None, unexplained: float) -> str:
+    told = f"{_processes(size.num_processes)}: the reference."
     if name:
-        told = f"{at}: {size.speedup.median:.2f} times as fast as {base.num_processes}, "
-        told += f"{size.efficiency.median:.1%} efficiency: {name}."
+        told = f"{_processes(size.num_processes)}: {size.speedup.median:.2f} times as fast as {base.num_processes}, "
+        told += f"{size.efficiency.median:.1%} efficiency: {name}{_spread_words(size)}."
         if size.efficiency.median > _MORE_THAN_ITS_SHARE:
             told += " More than all of it: the reference was slowed by something else, or its share fits a cache."
-    else:
-        told = f"{at}: the reference."
+    step = size.typical.step_time
     if cause:
         paced = _sets_the_pace(cause.key, cause.seconds, size.typical)
-        first = "Nothing is gained before" if paced else "Most is lost to"
-        return f"{told} {first} {CAUSES[cause.key]}: {cause.evidence}."
-    if size.typical.step_time is None and name not in ("", "excellent"):
-        return f"{told} Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
-    if unexplained and unexplained > WORTH_NAMING * (size.typical.step_time or 0):
-        return f"{told} {milliseconds(unexplained)} of a step are lost to nothing that was measured."
-    return told
+        most = lost is None or cause.seconds >= lost / 2
+        first = "Nothing is gained before" if paced else "Most is lost to" if most else "Of what was measured, most is"
+        told += f" {first} {CAUSES[cause.key]}: {cause.evidence}."
+    elif step is None and name not in ("", "excellent"):
+        told += " Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
+    if name and step and unexplained > WORTH_NAMING * step:
+        told += f" {milliseconds(unexplained)} of a step are lost to nothing that was measured."
+    return told + _outside_words(size.typical)
+
+
+def _spread_words(size: Size) -> str:
+    """How sure an efficiency is."""
+    if size.repeats == 1:
+        return " (one timing)"
+    low, high = (band(speedup, share) for speedup, share in _borders(size))
+    between = f", between {low} and {high}" if low != high else ""
+    return f" (quartiles {size.efficiency.low:.1%} and {size.efficiency.high:.1%}{between})"
+
+
+def _borders(size: Size) -> list[tuple[float, float]]:
+    return [(size.speedup.low, size.efficiency.low), (size.speedup.high, size.efficiency.high)]
+
+
+def _outside_words(row: Timing) -> str:
+    """Time of an epoch in which no step runs."""
+    if not row.step_time or not row.samples or not row.global_batch:
+        return ""
+    outside = row.epoch_time - row.step_time * row.samples / row.global_batch
+    if outside < WORTH_NAMING * row.epoch_time:
+        return ""
+    return f" {milliseconds(outside)} of the {milliseconds(row.epoch_time)} lie outside the steps."
 
 
 def _processes(count: int) -> str:
@@ -257,11 +290,15 @@ def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float |
     }
     if row.no_sync_step and row.no_sync_step_max:
         seconds["straggler"] = row.no_sync_step_max - row.no_sync_step
-    whole, share = _alone(same, row.global_batch), _alone(same, _share(row))
+    same, micro = list(same), row.micro_batch
+    whole, share = _alone(same, row.global_batch, micro), _alone(same, _share(row), micro)
     if row.num_processes > 1 and row.no_sync_step and share:
         seconds["contention"] = max(0.0, row.no_sync_step - share)
         if whole:
             seconds["work"] = max(0.0, share - whole / row.num_processes)
+    ideal = whole / row.num_processes if whole else share
+    if ideal:
+        _share_out(seconds, step - ideal)
     causes = [
         Cause(key, lost, lost / step, _evidence(key, lost, row, share, whole))
         for key, lost in seconds.items()
@@ -269,11 +306,19 @@ def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float |
     ]
     paced = _sets_the_pace("data", seconds["data"], row)
     causes.sort(key=lambda cause: (paced and cause.key in _OF_EVERY_STEP, -cause.seconds))
-    ideal = whole / row.num_processes if whole else share
     if not ideal:
         return causes, None, None
     lost = max(0.0, step - ideal)
     return causes, lost, max(0.0, lost - sum(seconds.values()))
+
+
+def _share_out(seconds: dict[str, float], lost: float) -> None:
+    """What is a difference to a reference is no more than what is lost beside all that was measured in the step."""
+    differences = [key for key in ("contention", "work") if seconds.get(key)]
+    left = max(0.0, lost - sum(time for key, time in seconds.items() if key not in differences))
+    found = sum(seconds[key] for key in differences)
+    for key in differences:
+        seconds[key] *= min(1.0, left / found)
 
 
 def _sets_the_pace(key: str, seconds: float, row: Timing) -> bool:
@@ -290,26 +335,32 @@ def _share(row: Timing) -> float | None:
     return row.global_batch / row.num_processes if row.global_batch else None
 
 
-def _alone(same: Iterable[Timing], samples: float | None) -> float | None:
+def _alone(same: Iterable[Timing], samples: float | None, micro_batch: int | None) -> float | None:
     """Seconds in which one process computes a step of that many samples, without waiting for anything.
 
-    Between two batches that were measured it is on the line through them: at one micro-batch a step is so many passes.
+    At one micro-batch a step is so many passes: its time is on the line through two batches that were measured, or in
+    proportion to a single one.
     """
-    if not samples:
+    found = [row for row in same if row.num_processes == 1 and row.global_batch and row.no_sync_step]
+    times = {batch: _median_step(found, batch) for batch in sorted({row.global_batch or 0 for row in found})}
+    if not samples or not times:
         return None
-    found = [(row.global_batch, row.micro_batch, row.no_sync_step) for row in same if row.num_processes == 1]
-    by_batch: dict[float, list[float]] = {}
-    for batch, _, time in found:
-        if batch and time:
-            by_batch.setdefault(batch, []).append(time)
-    times = {batch: median(all_times) for batch, all_times in by_batch.items()}
     if samples in times:
-        return times[samples]
-    below, above = [n for n in times if n < samples], [n for n in times if n > samples]
-    if not below or not above or len({micro for _, micro, _ in found}) != 1:
+        return times[int(samples)]
+    if {row.micro_batch for row in found} != {micro_batch}:
         return None
-    low, high = max(below), min(above)
+    if len(times) == 1:
+        [(batch, time)] = times.items()
+        return time * samples / batch if samples < batch else None
+    low = max((batch for batch in times if batch < samples), default=None)
+    high = min((batch for batch in times if batch > samples), default=None)
+    if low is None or high is None:
+        return None
     return times[low] + (times[high] - times[low]) * (samples - low) / (high - low)
+
+
+def _median_step(rows: list[Timing], batch: int) -> float:
+    return median(row.no_sync_step or 0.0 for row in rows if row.global_batch == batch)
 
 
 def volume_bound(row: Timing) -> bool | None:

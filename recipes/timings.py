@@ -83,6 +83,9 @@ class Timing:
     predicted: float | None = None  # throughput over the one before that the recommendation promised
 
 
+_LONGER = 1.001  # what rounding may add to a sum of times
+_SHOWN = 200  # letters of a file's first line
+_MOST = 1e15  # of anything that is measured here
 PARTS = "data_wait forward backward communication optimizer logging saving other".split()
 _FIELDS = {field.name: field for field in dataclasses.fields(Timing)}
 
@@ -130,6 +133,9 @@ def timing(row: Mapping[str, Any], source: str) -> Timing:
             values[name] = _value(name, filled[name], source)
     if problems:
         raise UserError(*problems)
+    if values.get("step_time", 0) > _LONGER * values["epoch_time"]:
+        what = f"a step of {values['step_time']:g} s does not fit in {values['epoch_time']:g} s"
+        raise mistake("step_time", what, "both in seconds, epoch_time of all its steps", source)
     return Timing(**values)
 
 
@@ -146,6 +152,8 @@ def _value(name: str, value: Any, source: str) -> Any:
     except (TypeError, ValueError):
         raise mistake(name, f"{value!r} is no number", "a number, such as 12.5", source) from None
     positive = name in ("num_processes", "epoch_time", "samples", "step_time", "global_batch")
+    if math.isfinite(number) and (number > _MOST or 0 < number < 1 / _MOST):
+        raise mistake(name, f"{value!r} is beyond all measure", "seconds, bytes or a count", source)
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         raise mistake(name, f"{value!r} cannot be", f"a number {'above' if positive else 'of at least'} 0", source)
     if kind.startswith("int"):
@@ -166,6 +174,11 @@ def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
     if file.suffix == ".jsonl":
         return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    columns = [name.strip() for name in lines.fieldnames or ()]
+    lacking = [name for name in ("num_processes", "epoch_time") if name not in columns]
+    if columns and lacking:
+        what = f"{file} has no column {' and no column '.join(lacking)}, but {', '.join(columns)[:_SHOWN]}"
+        raise mistake("FILE", what, "a first line such as num_processes,epoch_time,samples, with commas")
     rows = [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
     return [(number, row) for number, row in rows if any(row.values())]
 

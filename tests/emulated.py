@@ -84,7 +84,7 @@ def can_emulate_links() -> bool:
 def timing(
     model: Path, texts: Path, processes: int, batch: int, *flags: str, namespace: str = "", **environment: str
 ) -> Timing:
-    """The row of a training of `batch` examples a step in micro-batches of at most 4, paced at 20 ms an example."""
+    """The row of a training of `batch` examples a step in micro-batches of at most 4, paced at 40 ms an example."""
     from tests.running import fork_ranks, launchers_environment
 
     words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "64"]
@@ -92,7 +92,7 @@ def timing(
     words += ["--run_name", "paced", "--global_batch_size", str(batch), "--optim", "sgd"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
         words += [*flags, "--output_dir", f"{folder}/out", "--measure", f"{folder}/timing.jsonl"]
-        paced = {"PACE": "0.02", "NETWORK_NAMESPACE": namespace, **environment}
+        paced = {"PACE": "0.04", "NETWORK_NAMESPACE": namespace, **environment}
         own = {**launchers_environment(processes, "standard.yaml", words), **paced}
         if namespace:
             own["GLOO_SOCKET_IFNAME"] = "lo"

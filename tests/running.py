@@ -99,7 +99,7 @@ def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log
         own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         ranks.append(fork(own, argv, log))
     for process in ranks:
-        process.join(300)
+        process.join(540)  # DeepSpeed's first run compiles
         process.kill()
     return [process.exitcode for process in ranks]
 

@@ -215,6 +215,7 @@ CASES: dict[str, tuple[Run, Run]] = {
         Run("--memory_limit 2", hardware=Hardware(platform="darwin")),
         Run("--memory_limit 2"),
     ),
+    "timings_go_to_a_table": (Run("--measure timings.txt"), Run("--measure timings.jsonl")),
     "packing_frees_the_padding": (Run("--packing --padding_free"), Run("--packing false --padding_free")),
     "classification_takes_rows_as_they_are": (Run(f"{CLASSIFY} --packing"), Run(CLASSIFY)),
     "classification_needs_data": (Run("--task sequence_classification"), Run(CLASSIFY)),

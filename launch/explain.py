@@ -297,6 +297,11 @@ def _notes(topic: Topic, measured: Measured) -> list[str]:
             "autocast keeps weights and gradients in fp32 and sends these; --ddp_comm_hook sends 16 bits",
         ]
     if any(not variant.divide for variant in topic.variants):
+        quicker, slower = sorted(row.seconds for row in measured.rows[-2:])
+        notes.append(
+            f"the last two rows do the same work: where one took {slower / quicker:.2f} times as long, that was this "
+            "machine's noise"
+        )
         notes.append(
             "Adam divides by the gradient's own size, which hides a loss that was not divided; clipping then cuts 8 "
             "times as early all the same, and weight decay that is added to the gradient weighs 8 times less"

@@ -128,8 +128,8 @@ def _accumulation(row: Timing, waits: float) -> Iterator[Advice]:
     step, batch, accumulation = row.step_time or 0.0, row.global_batch, row.accumulation
     if not batch or not accumulation:
         return
-    once = waits + (row.optimizer or 0.0) + (row.logging or 0.0) + (row.saving or 0.0)
-    micro_batches = step - once
+    micro_batches = (row.data_wait or 0.0) + (row.forward or 0.0) + (row.backward or 0.0)
+    once = step - micro_batches  # what processes agree on, and the optimizer's step, come once too
     for times in range(2, _MOST_ACCUMULATION + 1):
         longer = once + times * micro_batches
         if waits <= _SMALL_COMMUNICATION * longer:

@@ -34,6 +34,7 @@ def judged():
 
 def test_of_200_known_causes_95_of_100_are_named_rightly(judged):
     wrong = [(of, verdict) for of, verdict in judged if (verdict.cause or "healthy") != of.cause]
+    print(f"{len(judged) - len(wrong)} of {len(judged)} right, wrong of each 25:", Counter(of.cause for of, _ in wrong))
     for of, verdict in wrong:
         print(f"seed {of.seed}, {of.largest} processes, {of.cause}: {verdict.words}", simulated.gains(*of.at))
     assert len(judged) == 200

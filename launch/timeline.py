@@ -82,7 +82,7 @@ class MeasuredTrainer(RecipeTrainer):
         super().__init__(*args, **kwargs)
         self.timeline = Timeline(self.args.device.type == "cuda")
         self.exchanges: Exchanges | None = None
-        self.last_batches: tuple[list[Any], Any] = ([], None)
+        self.first_batches: tuple[list[Any], Any] = ([], None)  # of the first measured step; an epoch's last is short
         self._profiler: profile | None = None
         self._steps_begun = 0
         self.add_callback(_AfterOptimizer(self.timeline))
@@ -103,9 +103,11 @@ class MeasuredTrainer(RecipeTrainer):
         if self._steps_begun == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
-        self.last_batches = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._steps_begun += bool(self.last_batches[0])
-        return self.last_batches
+        batches = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._steps_begun += bool(batches[0])
+        if self.steps_measured == 1:
+            self.first_batches = batches
+        return batches
 
     def _get_num_items_in_batch(self, batch_samples, device):
         self.timeline.mark("data_wait")  # from here on the processes add up their items

@@ -1,6 +1,6 @@
 """`--measure`: one row of timings from a training that was measured, and from what its processes do alone.
 
-After the training, and without touching its weights, its last step is repeated in pairs: with the exchange of
+After the training, and without touching its weights, one of its steps is repeated in pairs: with the exchange of
 gradients, and on the bare model without. The difference is what a step waits for the exchange; the bare step is the
 ceiling that no network can lift, and what it takes longer beside others than alone is contention.
 """
@@ -64,8 +64,7 @@ def _measured(run: RunSpec, trainer: MeasuredTrainer, results: dict[str, Any], a
         parts[part] = longest
     ceiling = _ceiling(run, trainer)
     exchanges = trainer.exchanges
-    row: dict[str, Any] = {}
-    row["pass_overhead"] = _pass_overhead(run, trainer)
+    row: dict[str, Any] = {"pass_overhead": _pass_overhead(run, trainer)}
     if ceiling:
         waited = min(ceiling.communication, parts["backward"])
         row |= {"communication": waited, "backward": parts["backward"] - waited}
@@ -121,7 +120,7 @@ def _gathered(value: Any) -> list[Any]:
 
 def _ceiling(run: RunSpec, trainer: MeasuredTrainer) -> Ceiling | None:
     """None where an engine's own model cannot run without its exchange: ZeRO and FSDP."""
-    batches, items = trainer.last_batches
+    batches, items = trainer.first_batches
     if run.engine.kind not in ("single", "ddp") or not batches:
         return None
     wrapped = trainer.model_wrapped
@@ -154,7 +153,7 @@ def _pass_overhead(run: RunSpec, trainer: MeasuredTrainer) -> float | None:
 
     None where half of one cannot be had: a single example, or several joined into one row.
     """
-    batches, items = trainer.last_batches
+    batches, items = trainer.first_batches
     if run.engine.kind not in ("single", "ddp") or not batches:
         return None
     whole, size = batches[0], run.batch.micro
@@ -168,11 +167,14 @@ def _pass_overhead(run: RunSpec, trainer: MeasuredTrainer) -> float | None:
         model.zero_grad()
 
     took = [[_timed(partial(once, batch), trainer.args.device) for batch in (whole, half)] for _ in range(_MOST_PAIRS)]
-    long, short = (
-        median(times) for times in zip(*_gathered([median(times) for times in zip(*took, strict=True)]), strict=True)
-    )
+    long, short = _medians(_gathered(_medians(took)))
     for_each = (long - short) / (size - size // 2)
     return max(0.0, long - size * for_each)
+
+
+def _medians(rows: list[list[float]]) -> list[float]:
+    """Of each column."""
+    return [median(column) for column in zip(*rows, strict=True)]
 
 
 def _syncs_each(trainer: MeasuredTrainer) -> bool:

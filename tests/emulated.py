@@ -87,7 +87,7 @@ def timing(
     """The row of a training of `batch` examples a step in micro-batches of at most 4, paced at 40 ms an example."""
     from tests.running import fork_ranks, launchers_environment
 
-    words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "64"]
+    words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "16"]
     words += ["--dataset_name", str(texts), "--max_steps", str(STEPS + 3), "--save_strategy", "no"]
     words += ["--run_name", "paced", "--global_batch_size", str(batch), "--optim", "sgd"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:

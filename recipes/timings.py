@@ -53,7 +53,7 @@ class Timing:
     data_wait: float | None = None
     forward: float | None = None
     backward: float | None = None
-    communication: float | None = None  # exposed: what a step waits for
+    communication: float | None = None  # exposed, without the wait for slower processes
     optimizer: float | None = None
     logging: float | None = None
     saving: float | None = None  # checkpoints and evaluations

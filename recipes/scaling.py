@@ -16,9 +16,9 @@ from recipes.timings import PARTS, Timing
 
 # Efficiency from which a band begins. Below a speedup of 1 it is negative, whatever the efficiency.
 EXCELLENT, GOOD = 0.85, 0.70
-# A cause is named from this share of a step on: below it, mending it gains less than runs on one machine differ by.
+# A cause is named from this share of a step on: mending less is hard to tell from noise.
 WORTH_NAMING = 0.10
-# Efficiency above this is said to be no scaling: repeats on one machine differ by less.
+# Efficiency above this is said to be no scaling; a little more than all of it may be noise.
 _MORE_THAN_ITS_SHARE = 1.1
 # Epochs are of the same work where their samples differ by less: the last batch of one may be left out.
 _SAME_WORK = 1.1

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("outputs/slow_link"))
     parser.add_argument("--rate", default="60mbit", help="as tc writes it [60mbit]")
     parser.add_argument("--repeats", default="3")
-    parser.add_argument("--steps", default="10")
+    parser.add_argument("--steps", default="6")
     options = parser.parse_args()
     with link(options.rate) as namespace:
         inside = ["ip", "netns", "exec", namespace, "env", "GLOO_SOCKET_IFNAME=lo", sys.executable, "-m", "launch"]

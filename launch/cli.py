@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch import compare, doctor, explain, plan, scale, status, submit
+from launch import scale
+from launch.commands import compare, plan
+from launch.doctor import command as doctor
+from launch.explain import command as explain
+from launch.jobs import status, submit
 from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
-from recipes.check import check, check_deep
 from recipes.errors import Problem, UserError, mistake
-from recipes.run import FIT, RunSpec, Setting, nearest, resolve, shown
+from recipes.rules.check import check, check_deep
+from recipes.run.resolve import FIT, RunSpec, Setting, nearest, resolve, shown
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -112,7 +116,7 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
         fields = ("name", "purpose", "engine", "micro_batch_cap")
         print(json.dumps([{name: getattr(recipe, name) for name in fields} for recipe in recipes], indent=2))
         return 0
-    from launch.report import print_table
+    from launch.terminal import print_table
 
     rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in recipes]
     print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
@@ -127,7 +131,7 @@ def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
     if options.json:
         print(json.dumps(_as_json(run, settings), indent=2, default=str))
         return 0
-    from launch.report import print_table
+    from launch.terminal import print_table
 
     _print_heading(run)
     print_table(
@@ -142,7 +146,7 @@ def _show_difference(run: RunSpec, other: RunSpec, options: argparse.Namespace) 
         differences = {name: {run.recipe.name: run[name], other.recipe.name: other[name]} for name in names}
         print(json.dumps(differences, indent=2, default=str))
         return 0
-    from launch.report import print_table
+    from launch.terminal import print_table
 
     _print_heading(run)
     rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
@@ -257,7 +261,7 @@ def _print_heading(run: RunSpec) -> None:
 def _print_problems(problems: list[Problem] | tuple[Problem, ...]) -> None:
     if not problems:
         return
-    from launch.report import console, print_problems
+    from launch.terminal import console, print_problems
 
     print_problems(problems, console(stderr=True))
 

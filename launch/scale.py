@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch import scale_report, scale_run
+from launch.scaling import report as scale_report
+from launch.scaling import run as scale_run
 
 
 def add_parser(commands: Any, count: Any) -> None:

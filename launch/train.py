@@ -13,28 +13,26 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: import the packages beside launch/, not the files inside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launch import report
-from launch.fit import fit
-from launch.out_of_memory import Watch, noticed
-from launch.preemption import Preempted, StopRequest
-from launch.quiet import quiet_libraries, quiet_progress_bars
-from launch.record import kept_record
-from launch.world import World, joined, launched, on_launched_engine, prepare_environment
-from recipes.check import require_legal
+from launch.fit.search import fit
+from launch.host.quiet import quiet_libraries, quiet_progress_bars
+from launch.host.signals import Preempted, StopRequest
+from launch.host.world import World, joined, launched, on_launched_engine, prepare_environment
+from launch.output.record import kept_record
+from launch.terminal import console, print_problems
+from launch.training import banner, failure
+from launch.training.help import train_help
+from launch.training.out_of_memory import Watch, noticed
 from recipes.errors import UserError
-from recipes.help import train_help
-from recipes.run import RunSpec, resolve
-from recipes.timings import require_room
+from recipes.rules.check import require_legal
+from recipes.run.resolve import RunSpec, resolve
+from recipes.scaling.timings import require_room
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-def main(argv: list[str] | None = None, fit_only: bool = False) -> int:
-    """Returns the exit code: 0 finished, 1 a failure, 2 a mistake to mend, 75 told to stop, 130 interrupted.
-
-    `fit_only`: look for the micro-batch, even where it was found before, and train nothing.
-    """
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0 finished, 1 a failure, 2 a mistake to mend, 75 told to stop, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())
@@ -45,21 +43,21 @@ def main(argv: list[str] | None = None, fit_only: bool = False) -> int:
         stop.listen()
         world = launched()
         run = on_launched_engine(resolve(argv, world_size=world.size, local_world_size=world.local_size))
-        report.print_problems(require_legal(run), report.console(world.speaks))
-        if run["fit"] or fit_only:
-            run = fit(run, argv, world, again=fit_only)
-        if not fit_only:
+        print_problems(require_legal(run), console(world.speaks))
+        if run["fit"] or run["fit_only"]:
+            run = fit(run, argv, world, again=run["fit_only"])
+        if not run["fit_only"]:
             train(run, world, stop, argv)
     except UserError as error:
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
-        report.print_problems(problems, report.console(world.speaks_of_errors, stderr=True))
+        print_problems(problems, console(world.speaks_of_errors, stderr=True))
         return 2
     except (KeyboardInterrupt, Preempted, Exception) as error:
-        words = report.explain_failure(error, run)
+        words = failure.explain_failure(error, run)
         if words is None:
             raise
-        report.print_failure(words, error, world)
-        return report.exit_code(error)
+        failure.print_failure(words, error, world)
+        return failure.exit_code(error)
     return 0
 
 
@@ -67,8 +65,8 @@ def train(run: RunSpec, world: World, stop: StopRequest, argv: list[str]) -> Non
     """One run in the world that was launched."""
     quiet_libraries(run["verbose"])
     prepare_environment(run)
-    from launch.build import build_arguments  # torch and transformers take seconds: only for a legal run
-    from launch.resume import output_folder
+    from launch.output.resume import output_folder
+    from launch.training.build import build_arguments  # torch and transformers take seconds: only for a legal run
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with joined(run, world, args), output_folder(run, world), noticed(run, world, argv) as watch:
@@ -79,23 +77,23 @@ def train_joined(
     run: RunSpec, world: World, args: TrainingArguments, stop: StopRequest, watch: Watch, argv: list[str]
 ) -> None:
     """Data, model, Trainer, train, record."""
-    from launch import memory
-    from launch.build import build_trainer
-    from launch.data import load_data
-    from launch.measure import checkpoint_bytes, results
-    from launch.model import known_classes, load_model, load_tokenizer, longest_sequence, saved_sample
-    from launch.resume import (
+    from launch.host import memory
+    from launch.output.resume import (
         decided_by_rank_0,
         find_earlier_run,
         move_older_run_aside,
         require_disk_space,
         require_one_batch,
     )
-    from launch.timing import add_timing
-    from launch.trainer import StopWhenTold, require_finite
+    from launch.training.build import build_trainer
+    from launch.training.data import load_data
+    from launch.training.model import known_classes, load_model, load_tokenizer, longest_sequence, saved_sample
+    from launch.training.results import checkpoint_bytes, results
+    from launch.training.timing import add_timing
+    from launch.training.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
-    out = report.console(world.speaks)
+    out = console(world.speaks)
     require_one_batch(run, world)
     if run["measure"]:
         decided_by_rank_0(world, lambda: require_room(run["measure"]))
@@ -103,9 +101,9 @@ def train_joined(
     longest = longest_sequence(run, tokenizer)
     run.lower("max_length", longest, "the longest sequence of this model")
     earlier = decided_by_rank_0(world, lambda: find_earlier_run(run, world))
-    report.print_earlier(earlier, run, out)
+    banner.print_earlier(earlier, run, out)
     if earlier.finished:
-        report.timing(None, run, out)
+        banner.timing(None, run, out)
         return
 
     data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))
@@ -116,7 +114,7 @@ def train_joined(
     decided_by_rank_0(world, lambda: move_older_run_aside(run))
     trainer = watch.trainer = build_trainer(run, args, model, tokenizer, data, out)
     trainer.add_callback(StopWhenTold(stop, world))
-    report.banner(run, model, data, out)
+    banner.banner(run, model, data, out)
 
     stop.defer()  # from here on a signal waits for the end of a step
     with kept_record(run, world) as record:
@@ -126,11 +124,11 @@ def train_joined(
             trained.metrics.update(trainer.evaluate())
         trainer.save_model()
         record.results = results(run, trainer, trained.metrics)
-    report.summary(record.results, run, out)
+    banner.summary(record.results, run, out)
     if run["measure"]:
-        report.timing(add_timing(run, world, trainer, record.results, argv), run, out)
+        banner.timing(add_timing(run, world, trainer, record.results, argv), run, out)
     if run.demonstration and world.speaks:
-        report.sample(saved_sample(run), out)
+        banner.sample(saved_sample(run), out)
     trainer.accelerator.free_memory()  # DDP's buckets and DeepSpeed's engine go before the process group does
 
 

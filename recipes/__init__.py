@@ -5,7 +5,7 @@ Importing this package imports neither torch nor transformers; calling a recipe 
 
 from recipes.errors import Problem, UserError
 from recipes.factories import baseline, fast, memory, memory_zero3, standard
-from recipes.plan import plan_memory
+from recipes.planner.plan import plan_memory
 
 __all__ = ["Problem", "UserError", "baseline", "fast", "memory", "memory_zero3", "plan_memory", "standard"]
 __version__ = "0.1.0"

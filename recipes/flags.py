@@ -19,6 +19,7 @@ class RunFlags:
     fresh: bool = flag(False, "start over: what OUTPUT_DIR holds is moved aside, never deleted")
     verbose: bool = flag(False, "let the libraries speak")
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
+    fit_only: bool = flag(False, "find it, even where it was found before, and train nothing")
     memory_limit: float | None = flag(
         None, "GB (10^9 bytes) that a process may take: of its GPU, else of RAM, there to within 5 %"
     )

@@ -41,7 +41,7 @@ def tiny_model(tmp_path_factory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from launch.demo import demo_tokenizer
+    from launch.training.demo import demo_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny-model")
     tokenizer = demo_tokenizer()
@@ -74,7 +74,7 @@ def texts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def real_checkpoint(tiny_model, texts, tmp_path_factory) -> Path:
     """checkpoint-4 of a run that was trained for four steps."""
-    from tests.running import train_here
+    from tests.support.running import train_here
 
     folder = tmp_path_factory.mktemp("real-run")
     assert train_here(tiny_model, texts, folder, "--max_steps", "4").code == 0

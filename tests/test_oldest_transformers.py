@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from tests.running import ROOT
+from tests.support.running import ROOT
 
 TESTS = (
-    "test_check.py",
-    "test_catalog.py",
-    "test_resolve.py",
-    "test_factories.py",
-    "test_equals_handwritten_loop.py::test_losses_are_those_of_the_loop[standard-4-4-False]",
-    "test_scale.py::test_measuring_leaves_the_training_as_it_is",
+    "recipes/rules/test_check.py",
+    "recipes/test_catalog.py",
+    "recipes/run/test_resolve.py",
+    "recipes/test_factories.py",
+    "launch/training/test_equals_handwritten_loop.py::test_losses_are_those_of_the_loop[standard-4-4-False]",
+    "launch/scaling/test_scale.py::test_measuring_leaves_the_training_as_it_is",
 )
 
 

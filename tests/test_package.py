@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import recipes
-from recipes.engine import shipped
-from tests.running import ROOT
+from recipes.run.engine import shipped
+from tests.support.running import ROOT
 
 
 @pytest.fixture(scope="module")

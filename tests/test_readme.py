@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from recipes.catalog import RECIPES
-from tests.running import ROOT
+from tests.support.running import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```\w*\n(.*?)```", README, flags=re.S)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.running import ROOT
+from tests.support.running import ROOT
 
 
 @pytest.mark.parametrize("words", ["ruff check .", "ruff format --check .", "mypy"])

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from recipes import hardware
+from recipes.run import hardware
 
 CHECK = ["launch", "check", "--recipe", "fast"]
 HELP = ["accelerate.commands.launch", "--help"]

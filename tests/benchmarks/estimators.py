@@ -60,7 +60,7 @@ TRAININGS = (
 def config_of(model: str):
     from transformers import GPT2Config
 
-    from recipes.plan import read_config
+    from recipes.planner.plan import read_config
 
     return GPT2Config() if model == "GPT-2" else read_config(model)
 
@@ -124,8 +124,8 @@ def by_us(training: Training):
 def compared(training: Training) -> list[str]:
     """A row of the first table."""
     from recipes.catalog import RECIPES
-    from recipes.engine import from_yaml, shipped
     from recipes.errors import UserError
+    from recipes.run.engine import from_yaml, shipped
 
     config = config_of(training.model)
     stage = from_yaml(shipped(RECIPES[training.recipe]().engine)).zero_stage
@@ -141,7 +141,7 @@ def compared(training: Training) -> list[str]:
 
 def published(reading) -> list[str]:
     """A row of the second: MiB, and how far each is from the reading."""
-    from tests.published import bert_large, predicted
+    from tests.benchmarks.published import bert_large, predicted
 
     accelerate = by_accelerate(bert_large(), "float16" if reading.fp16 else "float32")
     return [str(reading), f"{reading.mib:,}", *beside(reading.mib * MIB, accelerate, predicted(reading).gpu.total)]
@@ -176,8 +176,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> int:
+    from tests.benchmarks.published import BERT_LARGE
     from tests.gpu.measure import versions
-    from tests.published import BERT_LARGE
 
     print(versions())
     heads = ["bf16 training", "accelerate estimate-memory", "DeepSpeed's estimators", "recipes plan"]

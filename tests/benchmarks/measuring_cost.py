@@ -19,9 +19,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from launch.timeline import MeasuredTrainer, Timeline
-from recipes import hardware, standard
-from recipes.timings import WARM_UP_STEPS
+from launch.training.timeline import MeasuredTrainer, Timeline
+from recipes import standard
+from recipes.run import hardware
+from recipes.scaling.timings import WARM_UP_STEPS
 
 LENGTH, MICRO, ACCUMULATION = 32, 2, 2
 

@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from recipes import hardware
+from recipes.run import hardware
 
 SECONDS, BYTES = 5.0, 2e9
 MODEL, GPU, PROCESSES = "8B", "H100", 4
@@ -41,7 +41,7 @@ def measured_here() -> Round:
     import transformers
 
     import recipes
-    import recipes.trace
+    import recipes.planner.trace
 
     transformers.LlamaForCausalLM, transformers.LlamaConfig  # noqa: B018 - imported where they are first named
     imported, cpu, imported_bytes = time.perf_counter(), time.process_time(), peak_bytes()

@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.emulated import link
-from tests.running import ROOT
+from tests.support.emulated import link
+from tests.support.running import ROOT
 
 
 def main() -> None:

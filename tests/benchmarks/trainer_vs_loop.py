@@ -20,9 +20,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from launch.trainer import RecipeTrainer
-from recipes import fast, hardware
-from tests.loop import loop_steps
+from launch.training.trainer import RecipeTrainer
+from recipes import fast
+from recipes.run import hardware
+from tests.support.loop import loop_steps
 
 MICRO, ACCUMULATION, LENGTH, RATE, WARM_UP_STEPS = 4, 2, 256, 1e-4, 3
 

@@ -55,8 +55,8 @@ def rows(count: int, length: int):
 def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object, float, tuple[float, ...]]:
     import torch
 
-    from launch.trainer import Meter
-    from tests.loop import loop_steps
+    from launch.training.trainer import Meter
+    from tests.support.loop import loop_steps
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     model = model_of(size)
@@ -80,8 +80,8 @@ def run_recipe(size: str, steps: int, length: int, recipe: str, **changes) -> tu
     import transformers
 
     import recipes
-    from launch.trainer import Meter, RecipeTrainer, apply_ddp_settings
-    from recipes.run import resolve
+    from launch.training.trainer import Meter, RecipeTrainer, apply_ddp_settings
+    from recipes.run.resolve import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         own = {"max_steps": steps + Meter.WARM_UP_STEPS + 2, "learning_rate": RATE, "save_strategy": "no"}
@@ -99,8 +99,8 @@ def run_recipe(size: str, steps: int, length: int, recipe: str, **changes) -> tu
 
 def measure(case: str, size: str, steps: int, length: int) -> dict:
     """One row, measured in this process."""
-    from launch.measure import flops_per_token, parameter_count, peak_memory
-    from recipes import hardware
+    from launch.training.results import flops_per_token, parameter_count, peak_memory
+    from recipes.run import hardware
 
     if case.startswith("loop"):
         model, seconds, losses = run_loop(size, steps, length, case.endswith("compiled"))
@@ -146,7 +146,7 @@ def versions() -> str:
     import torch
     import transformers
 
-    from recipes import hardware
+    from recipes.run import hardware
 
     libraries = (
         f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"

@@ -143,8 +143,9 @@ def config_of(case: Case):
 
 def predicted(case: Case) -> dict[str, Any]:
     """The plan for the same model, batch and card. Raises `UserError` for what cannot be planned."""
-    from recipes import gpus, hardware, plan_memory
+    from recipes import plan_memory
     from recipes.errors import UserError
+    from recipes.run import gpus, hardware
 
     machine = hardware.read()
     card: dict[str, Any] = {"gpu": "H100"}  # a CPU rehearses; the card decides nothing in fp32
@@ -195,9 +196,9 @@ def train(case: Case):
     """Two optimizer steps of RecipeTrainer, set up as train.py would."""
     import transformers
 
-    from launch.trainer import RecipeTrainer, apply_ddp_settings
+    from launch.training.trainer import RecipeTrainer, apply_ddp_settings
     from recipes.factories import training_arguments
-    from recipes.run import resolve
+    from recipes.run.resolve import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         world = {"global_batch_size": case.micro * case.accumulation, "max_steps": STEPS, "learning_rate": RATE}
@@ -310,7 +311,7 @@ def error_of(row: dict[str, Any]) -> float:
 
 def fits(row: dict[str, Any]) -> bool | None:
     """Whether a card that just passes as large enough by the plan would have held what was really taken from it."""
-    from recipes.plan import MARGIN
+    from recipes.planner.plan import MARGIN
 
     if "reserved" not in row["measured"]:
         return None

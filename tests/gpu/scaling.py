@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from launch.demo import demo_tokenizer
+from launch.training.demo import demo_tokenizer
 from tests.gpu.measure import LENGTH, SIZES, model_of
-from tests.running import ROOT
-from tests.wide import texts_of
+from tests.support.running import ROOT
+from tests.support.wide import texts_of
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from launch.cli import main
-from recipes import hardware
+from recipes.run import hardware
 from tests.gpu import memory
-from tests.running import launch, losses, train_here
-from tests.wide import LENGTH, texts_of, wide_model
+from tests.support.running import launch, losses, train_here
+from tests.support.wide import LENGTH, texts_of, wide_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

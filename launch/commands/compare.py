@@ -1,0 +1,367 @@
+"""`recipes compare`: records of runs side by side: what was set, where they ran, what came out, and against targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from launch.output import record
+from recipes.errors import UserError, mistake
+from recipes.run.resolve import BATCH, COMMAND_LINE, FIT, LIBRARY, nearest
+
+# Where a setting can come from, the most deliberate first.
+_SOURCES = (
+    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", LIBRARY,
+)  # fmt: skip
+
+# Where a run writes and what it prints: of no influence on what is trained or how fast, and other in every run.
+_NO_DIFFERENCE = {
+    "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
+}  # fmt: skip
+
+# Runs that differ in one of these did not train the same: their results answer different questions.
+_TRAINING = {
+    "task": ("task",),
+    "model": ("model_name_or_path", "model_revision"),
+    "data": (
+        "dataset_name dataset_config dataset_train_split dataset_test_split dataset_text_field dataset_label_field "
+        "max_length packing"
+    ).split(),
+    "loss": ("assistant_only_loss", "completion_only_loss", "label_smoothing_factor"),
+    "global batch": ("global_batch_size",),
+    "seed": ("seed", "data_seed"),
+    "length": ("max_steps", "num_train_epochs"),
+}
+
+_RESULTS = ("global_step", "final_loss", "train_loss")
+_COSTS = (
+    "step_time", "samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "train_runtime",
+)  # fmt: skip
+_ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
+_NO_RESULT = ("world_size", "num_parameters")  # numbers in a record that nobody aims at
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record, and the name it has in the tables."""
+
+    name: str
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        return self.record["settings"]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its results, those that are no number any more (a diverged loss) among them."""
+        return {
+            name: value for name, value in self.record.items() if type(value) in (int, float) and name not in _NO_RESULT
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that a result is to reach: from below, or from above where less is better."""
+
+    metric: str
+    value: float
+
+    @property
+    def less_is_better(self) -> bool:
+        return any(word in self.metric for word in ("loss", "time", "memory", "perplexity"))
+
+    def margin(self, run: Run) -> float | None:
+        """By how much a run is better than asked, negative where it is worse; None where it has no such number."""
+        value = run.numbers.get(self.metric)
+        if value is None or not math.isfinite(value):
+            return None
+        return self.value - value if self.less_is_better else value - self.value
+
+    def met(self, run: Run) -> bool:
+        margin = self.margin(run)
+        return margin is not None and margin >= 0
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'at most' if self.less_is_better else 'at least'} {self.value:g}"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="runs side by side: settings, speed, memory, results",
+        allow_abbrev=False,
+        usage="recipes compare RUN RUN [RUN ...] [--target METRIC VALUE] [--json]",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="an output folder, or its run.json")
+    parser.add_argument(
+        "--target",
+        metavar=("METRIC", "VALUE"),
+        nargs=2,
+        action="append",
+        default=[],
+        help="what a run is to reach, such as eval_loss 2.5; several are all to be reached",
+    )
+    parser.add_argument("--json", action="store_true", help="values in the order of the runs")
+    parser.set_defaults(run=compare)
+
+
+def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Returns 0, or 1 where there are targets and no run meets all of them. Raises `UserError`."""
+    if len(options.runs) < 2:
+        raise mistake("RUN", "is one run only", "two or more to compare")
+    paths = [Path(word) for word in options.runs]
+    records = [_read(path) for path in paths]
+    runs = [Run(*entry) for entry in zip(_names(paths), paths, records, strict=True)]
+    targets = [_target(metric, value, runs) for metric, value in options.target]
+    print(json.dumps(_finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
+    return 0 if not targets or _meeting_all(runs, targets) else 1
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The record of a run that has ended. Raises `UserError` where there is none."""
+    try:
+        file = path / record.NAME if path.is_dir() else path
+        if path.is_dir() and not file.exists():
+            raise _no_record_in(path)
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise mistake("RUN", f"{path} cannot be read: {error.strerror}", "the --output_dir of a run") from None
+    except ValueError as error:
+        raise mistake("RUN", f"{file} is damaged: {error}", "the run's own record, as train.py wrote it") from None
+    if not _is_record(content):
+        raise mistake("RUN", f"{file} is no record of a run: it lacks status or settings", f"a {record.NAME}")
+    if content["status"] == "running":
+        fix = f"wait for its end: recipes status {quote(str(file.parent))}"
+        raise mistake("RUN", f"{file} is unfinished: the run goes on, or was killed", fix)
+    return content
+
+
+def _no_record_in(folder: Path) -> UserError:
+    inner = sorted(str(found.parent) for found in folder.glob(f"*/{record.NAME}"))
+    fix = f"one of {', '.join(inner)}" if inner else "the --output_dir of a run"
+    return mistake("RUN", f"{folder} holds no {record.NAME}", fix)
+
+
+def _is_record(content: Any) -> bool:
+    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
+        return False
+    if not all(isinstance(content.get(part, {}), dict) for part in ("settings", "hardware", "versions")):
+        return False
+    entries = content.get("settings", {}).values()
+    return bool(entries) and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
+
+
+def _names(paths: list[Path]) -> list[str]:
+    """Those of the folders, or what was written where two folders have one name."""
+    names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else list(map(str, paths))
+
+
+def _target(metric: str, value: str, runs: list[Run]) -> Target:
+    known = sorted({name for run in runs for name in run.numbers})
+    if metric not in known:
+        fix = nearest(metric, known) or ("one of " + ", ".join(known) if known else "a run that has ended well")
+        raise mistake("target", f"no run has a result {metric!r}", fix)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise mistake("target", f"{metric} {value!r} is no number", f"--target {metric} NUMBER")
+    return Target(metric, number)
+
+
+# --- What differs ----------------------------------------------------------------------------------------------------
+
+
+def other_training(runs: list[Run]) -> list[str]:
+    """In what the runs did not train the same; empty where they did."""
+    found = []
+    for what, names in _TRAINING.items():
+        differing = [name for name in names if _differs([run.settings.get(name, {}).get("value") for run in runs])]
+        if what == "data" and not differing and _differs([run.record.get("data") for run in runs]):
+            differing = ["the contents of one name"]
+        if differing:
+            found.append(f"{what} ({', '.join(differing)})")
+    return found
+
+
+def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Source -> setting -> its entry in each run. The source is the most deliberate one that it has in any of them."""
+    groups: dict[str, dict[str, list[dict[str, Any]]]] = {source: {} for source in _SOURCES}
+    for name in sorted({name for run in runs for name in run.settings} - _NO_DIFFERENCE):
+        entries = [run.settings.get(name, _ABSENT) for run in runs]
+        if _differs([entry["value"] for entry in entries]):
+            source = min((_group(entry["source"]) for entry in entries), key=_SOURCES.index)
+            groups[source][name] = [{"value": entry["value"], "source": entry["source"]} for entry in entries]
+    return {source: settings for source, settings in groups.items() if settings}
+
+
+def _group(source: str) -> str:
+    """The kind of a source: recipes and files have names of their own."""
+    if source.startswith("recipe "):
+        return "recipe"
+    return source if source in _SOURCES else "file"
+
+
+def surroundings(runs: list[Run]) -> dict[str, list[Any]]:
+    """What differs besides settings: engine, world, hardware, versions, the data's contents."""
+    found = {name: [run.record.get(name) for run in runs] for name in ("engine", "world_size", "data")}
+    found["GPUs"] = [_gpus(run.record.get("hardware", {})) for run in runs]
+    for part in ("hardware", "versions"):
+        inner = [run.record.get(part, {}) for run in runs]
+        for name in dict.fromkeys(name for entries in inner for name in entries if name != "gpus"):
+            found[name] = [entries.get(name) for entries in inner]
+    found["memory is"] = [run.record.get("peak_memory_of") for run in runs]
+    return {name: values for name, values in found.items() if _differs(values)}
+
+
+def _gpus(hardware: dict[str, Any]) -> str:
+    names = [gpu["name"] for gpu in hardware.get("gpus", [])]
+    return f"{len(names)} x {names[0]}" if names else "none"
+
+
+def results(runs: list[Run]) -> dict[str, list[float | None]]:
+    """Losses, metrics of the evaluation, speed and memory, as far as any run has them."""
+    speed_of_evaluation = ("_runtime", "_per_second")
+    evaluated = {name for run in runs for name in run.numbers if name.startswith("eval_")}
+    metrics = sorted(name for name in evaluated if not name.endswith(speed_of_evaluation))
+    names = [*_RESULTS, *metrics, *_COSTS]
+    found = {name: [run.numbers.get(name) for run in runs] for name in names}
+    return {name: values for name, values in found.items() if any(value is not None for value in values)}
+
+
+def _differs(values: list[Any]) -> bool:
+    return any(value != values[0] for value in values[1:])
+
+
+def _meeting_all(runs: list[Run], targets: list[Target]) -> list[Run]:
+    return [run for run in runs if all(target.met(run) for target in targets)]
+
+
+# --- Showing ---------------------------------------------------------------------------------------------------------
+
+
+def as_json(runs: list[Run], targets: list[Target]) -> dict[str, Any]:
+    """Lists are in the order of the runs. `margin`: by how much a target is met; negative where it is missed."""
+    return {
+        "runs": [
+            {
+                "name": run.name,
+                "path": str(run.path),
+                "recipe": run.record.get("recipe"),
+                "status": run.record["status"],
+            }
+            | ({"error": run.record["error"]} if "error" in run.record else {})
+            for run in runs
+        ],
+        "other_training": other_training(runs),
+        "settings": differing_settings(runs),
+        "surroundings": surroundings(runs),
+        "results": results(runs),
+        "targets": [
+            {
+                "metric": target.metric,
+                "value": target.value,
+                "met": [target.met(run) for run in runs],
+                "margin": [target.margin(run) for run in runs],
+            }
+            for target in targets
+        ],
+        **({"meets_all": [run.name for run in _meeting_all(runs, targets)]} if targets else {}),
+    }
+
+
+def _finite(content: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _print(runs: list[Run], targets: list[Target]) -> None:
+    other = other_training(runs)
+    if other:
+        print(f"not the same training, so results differ for that too: other {', '.join(other)}\n")
+    names = [run.name for run in runs]
+    settings = _setting_rows(runs)
+    _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
+    _table(["ran with", *names], [[name, *map(_text, values)] for name, values in surroundings(runs).items()])
+    rows = [[name, *_cells(name, values)] for name, values in results(runs).items()]
+    _table(["result", *names], [["status", *(run.record["status"] for run in runs)], *rows])
+    for run in runs:
+        if "error" in run.record:
+            print(f"{run.name}: {run.record['error']}")
+    if targets:
+        _table(["target", *names], [[str(target), *(_verdict(target, run) for run in runs)] for target in targets])
+        met = [run.name for run in _meeting_all(runs, targets)]
+        print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> None:
+    if not rows:
+        return
+    from launch.terminal import print_table  # rich, only once there is something to print
+
+    print_table(headings, rows)
+    print()
+
+
+def _setting_rows(runs: list[Run]) -> list[list[str]]:
+    rows = []
+    for source, settings in differing_settings(runs).items():
+        for index, (name, entries) in enumerate(settings.items()):
+            one_source = not _differs([entry["source"] for entry in entries])
+            cells = [_text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
+            rows.append(["" if index else source, name, *cells])
+    return rows
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cells(name: str, values: list[float | None]) -> list[str]:
+    """Each value, with what it is to the first run's: a ratio for time, speed and memory, else a difference."""
+    shown, first = _format(name), values[0]
+    cells = []
+    for index, value in enumerate(values):
+        if value is None:
+            cells.append("-")
+        elif not index or first is None or not math.isfinite(first - value):
+            cells.append(shown(value))
+        elif name in _COSTS:
+            cells.append(f"{shown(value)} (x {value / first:.2f})" if first else shown(value))
+        else:
+            cells.append(f"{shown(value)} ({value - first:+.4g})")
+    return cells
+
+
+def _format(name: str) -> Callable[[float], str]:
+    if name == "peak_memory_bytes":
+        return lambda value: f"{value / 2**30:.2f} GiB"
+    if name == "mfu":
+        return lambda value: f"{value:.1%}"
+    unit = " s" if name in ("step_time", "train_runtime") else ""
+    return lambda value: f"{value:,.4g}{unit}" if abs(value) < 10_000 else f"{value:,.0f}{unit}"
+
+
+def _verdict(target: Target, run: Run) -> str:
+    margin = target.margin(run)
+    if margin is None:
+        return "missed: it has none" if target.metric not in run.numbers else "missed: it is no number"
+    share = f" ({abs(margin / target.value):.1%})" if target.value else ""
+    return f"{'met' if margin >= 0 else 'missed'} by {abs(margin):.4g}{share}"

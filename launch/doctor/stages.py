@@ -1,0 +1,291 @@
+"""One rank of the meeting that `recipes doctor` holds: real collectives, in stages, each noted as it begins and ends.
+
+`launch/convene.py` starts one for each process that would train, and reads the notes. A rank that fails, hangs or dies
+takes nothing along but its meeting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script, as train.py is
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from launch.host.signals import end_with_parent
+
+REQUEST, NOTES = "request.json", "notes.jsonl"
+_NEVER = timedelta(days=1)  # who has waited for too long is for the doctor to say, who sees all ranks of the node
+_MIB = 1 << 20
+
+STAGES: dict[str, Callable[[Rank], Any]] = {}
+
+
+class Rank:
+    """Who this process is in the meeting (`request`, from convene.py), and what it has come to hold on the way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.request = json.loads((folder / REQUEST).read_text())
+        self.rank, self.size = self.request["rank"], self.request["size"]
+        self.local_rank, self.local_size = self.request["local_rank"], self.request["local_size"]
+        self.cuda = self.request["backend"] == "nccl"
+        self.notes = (folder / NOTES).open("a")
+        self.sick_node: int | None = self.request["sick_node"]  # this one, where something is wrong with it
+        self.store: Any = None
+        self.device: Any = "cpu"
+
+    def note(self, **words: Any) -> None:
+        print(json.dumps({"time": time.time(), **words}), file=self.notes, flush=True)
+
+    def wait(self) -> None:
+        """Until the GPU has done what it was told to."""
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def main(folder: Path) -> None:
+    end_with_parent()
+    rank = Rank(folder)
+    if os.getppid() != rank.request["parent"]:  # it died before this process could ask to be told
+        os._exit(1)
+    code = 0
+    for name in rank.request["stages"]:
+        rank.note(begins=name)
+        try:
+            found = STAGES[name](rank)
+        except Exception as error:
+            rank.note(failed=name, words=_in_a_line(error))
+            code = 1
+            break
+        rank.note(ends=name, found=found)
+    os._exit(code)  # gloo and NCCL clean up at exit together with ranks that may be gone
+
+
+def _in_a_line(error: Exception) -> str:
+    """What went wrong, without the traces that torch adds."""
+    text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error))  # places in torch's own source
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    if lines[0].startswith("Caught"):  # in a worker, whose own words end its trace
+        return lines[-1]
+    if "Last error:" in lines[:-1]:  # NCCL's own words stand in the line after
+        return f"{type(error).__name__}: {lines[0]} {lines[lines.index('Last error:') + 1]}"
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def stage(function: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
+    """Makes it a stage of every meeting, after those above. What it returns is noted as JSON."""
+    STAGES[function.__name__] = function
+    return function
+
+
+@stage
+def start(rank: Rank) -> dict[str, Any]:
+    """torch, as it is installed here."""
+    import torch
+
+    torch.set_num_threads(max(1, rank.request["cores"] // rank.local_size))
+    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
+
+
+@stage
+def device(rank: Rank) -> dict[str, Any] | None:
+    """The GPU of this rank, and which others it can write to directly."""
+    if not rank.cuda:
+        return None
+    import torch
+
+    torch.cuda.set_device(rank.local_rank)
+    rank.device = torch.device("cuda", rank.local_rank)
+    torch.ones(1, device=rank.device).item()
+    others = [other for other in range(rank.local_size) if other != rank.local_rank]
+    return {"no_peers": [other for other in others if not torch.cuda.can_device_access_peer(rank.local_rank, other)]}
+
+
+class _Samples:
+    """A data set of two tensors, each made in the worker that is asked for it."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        import torch
+
+        return torch.full((8 * _MIB // 4,), float(index)).share_memory_()  # else it fails where only a hang tells of it
+
+
+@stage
+def workers(rank: Rank) -> dict[str, Any] | None:
+    """One DataLoader worker passes tensors through /dev/shm. What fails here says nothing about the others' links."""
+    if rank.local_rank:
+        return None
+    from torch.utils.data import DataLoader
+
+    try:
+        loader = DataLoader(_Samples(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+        sums = [batch.double().mean().item() for batch in loader]
+        wrong = "" if sums == [0, 1] else f"tensors arrived with other contents: means {sums}"
+    except (RuntimeError, OSError) as error:
+        wrong = _in_a_line(error)
+    if wrong:
+        rank.sick_node = rank.request["node"]
+    return {"wrong": wrong}
+
+
+@stage
+def rendezvous(rank: Rank) -> dict[str, Any]:
+    """Every rank finds the store of rank 0, and says whether its node was well until here."""
+    from torch.distributed import TCPStore
+
+    address, port = rank.request["address"], rank.request["port"]
+    rank.store = TCPStore(address, port, is_master=rank.rank == 0, wait_for_workers=False, timeout=_NEVER)
+    rank.store.set(f"came/{rank.rank}", json.dumps(rank.sick_node))
+    missing = list(range(rank.size))
+    while missing:
+        still = [other for other in missing if not rank.store.check([f"came/{other}"])]
+        if still and still != missing:
+            rank.note(missing=still)
+        missing = still
+        time.sleep(0.02)
+    said = [json.loads(rank.store.get(f"came/{other}")) for other in range(rank.size)]
+    return {"sick_nodes": sorted({node for node in said if node is not None})}
+
+
+@stage
+def connection(rank: Rank) -> None:
+    """Every rank with every other: gloo connects at once, NCCL with the first thing that is sent."""
+    import torch
+    import torch.distributed as dist
+
+    device = {"device_id": rank.device} if rank.cuda else {}
+    dist.init_process_group(
+        rank.request["backend"], store=rank.store, rank=rank.rank, world_size=rank.size, timeout=_NEVER, **device
+    )
+    dist.all_reduce(torch.ones(1, device=rank.device))
+    rank.wait()
+
+
+@stage
+def all_reduce(rank: Rank) -> None:
+    """A sum that is known. Small whole numbers, which float32 adds without rounding in up to 700 ranks."""
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.arange(_MIB, device=rank.device, dtype=torch.float32) % 64
+    summed = numbers * (rank.rank + 1)
+    dist.all_reduce(summed)
+    wrong = int((summed != numbers * (rank.size * (rank.size + 1) / 2)).sum())
+    if wrong:
+        raise ArithmeticError(f"{wrong:,} of {_MIB:,} sums are wrong")
+
+
+@stage
+def bandwidth(rank: Rank) -> dict[str, Any]:
+    """The best of a few large all-reduces; a round takes as long as it does on the rank that waits longest."""
+    import torch
+    import torch.distributed as dist
+
+    size = (256 if rank.cuda else 8) * _MIB
+    numbers = torch.ones(size // 4, device=rank.device)
+    seconds = torch.empty(6, dtype=torch.float64)
+    for at in range(len(seconds)):
+        dist.barrier()
+        rank.wait()
+        began = time.perf_counter()
+        dist.all_reduce(numbers)
+        rank.wait()
+        seconds[at] = time.perf_counter() - began
+    seconds = seconds.to(rank.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return {"bytes": size, "seconds": seconds.min().item()}
+
+
+@stage
+def latency(rank: Rank) -> dict[str, Any]:
+    """Small all-reduces, one after the other."""
+    import torch
+    import torch.distributed as dist
+
+    number, rounds = torch.ones(1, device=rank.device), 50
+    dist.barrier()
+    rank.wait()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        dist.all_reduce(number)
+        rank.wait()
+    return {"seconds": (time.perf_counter() - began) / rounds}
+
+
+@stage
+def ddp_step(rank: Rank) -> None:
+    """A step of a tiny model on other data on each rank. Its weights must be the same everywhere afterwards."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(rank.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to(rank.device)
+    parallel = DistributedDataParallel(model, device_ids=[rank.local_rank] if rank.cuda else None)
+    before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    parallel(torch.randn(16, 64, device=rank.device)).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    if torch.equal(weights, before) or not weights.isfinite().all():
+        raise ArithmeticError("the step changed no weight, or to no number")
+    lowest, highest = weights.clone(), weights.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if not torch.equal(lowest, highest):
+        raise ArithmeticError("the ranks hold other weights after one step")
+
+
+@stage
+def matmul(rank: Rank) -> dict[str, Any]:
+    """Seconds that a product of large matrices takes on each rank, all at the same time."""
+    import torch
+    import torch.distributed as dist
+
+    size, rounds, kind = (8192, 10, torch.float16) if rank.cuda else (512, 3, torch.float32)
+    if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
+        kind = torch.bfloat16
+    left, right = (torch.randn(size, size, device=rank.device).to(kind) for _ in range(2))
+    if rank.size > 1:
+        dist.barrier()
+    best = float("inf")
+    for _ in range(5):
+        rank.wait()
+        began = time.perf_counter()
+        for _ in range(rounds):
+            left @ right
+        rank.wait()
+        best = min(best, (time.perf_counter() - began) / rounds)
+    own = torch.tensor([best], dtype=torch.float64, device=rank.device)
+    found = [own] if rank.size == 1 else [torch.zeros_like(own) for _ in range(rank.size)]
+    if rank.size > 1:
+        dist.all_gather(found, own)
+    return {"flops": 2 * size**3, "seconds": [one.item() for one in found], "dtype": str(kind).removeprefix("torch.")}
+
+
+@stage
+def end(rank: Rank) -> None:
+    """Who gets here knows that all others have, and rank 0, whose store they use, leaves last."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    rank.wait()
+    rank.store.set(f"gone/{rank.rank}", "")
+    while rank.rank == 0 and not rank.store.check([f"gone/{other}" for other in range(rank.size)]):
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

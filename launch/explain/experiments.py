@@ -1,0 +1,257 @@
+"""What each of the two ranks of `recipes explain` runs: the same optimizer steps, taken in several ways, measured.
+
+python launch/experiments.py FOLDER TOPIC DEVICE RANK
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script, as train.py is
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from launch.explain.command import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
+from launch.host.signals import end_with_parent
+from launch.output import record
+from recipes.planner.live_bytes import LiveBytes
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MAX_NORM = 1.0
+_VOCABULARY = 256  # bytes
+
+Examples = tuple[torch.Tensor, torch.Tensor]
+
+
+# --- The lesson: one optimizer step, right in every variant but those that are to go wrong ---------------------------
+
+
+def gradient(trainee: Trainee, micro_batches: list[Examples]) -> None:
+    """Add up the gradient of one optimizer step, as the optimizer is to get it."""
+    variant, scaler = trainee.variant, trainee.scaler
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        waits = variant.no_sync and number < len(micro_batches)
+        with trainee.model.no_sync() if waits else contextlib.nullcontext():
+            with torch.autocast(inputs.device.type, _DTYPES[variant.dtype], enabled=variant.dtype != "fp32"):
+                loss = trainee.model(inputs, targets)
+            if variant.divide:  # all micro-batches are equally long: the mean of their means is the mean of all
+                loss = loss / len(micro_batches)
+            scaler.scale(loss / trainee.smaller).backward()
+    if variant.clip == "scaled":
+        nn.utils.clip_grad_norm_(trainee.model.parameters(), _MAX_NORM)
+    scaler.unscale_(trainee.optimizer)
+    if variant.clip == "unscaled":
+        nn.utils.clip_grad_norm_(trainee.model.parameters(), _MAX_NORM)
+
+
+def update(trainee: Trainee) -> bool:
+    """One optimizer step. False where the scaler skipped it: the scaled gradient was infinite."""
+    scale = trainee.scaler.get_scale()
+    trainee.scaler.step(trainee.optimizer)
+    trainee.scaler.update()
+    trainee.optimizer.zero_grad()
+    return trainee.scaler.get_scale() >= scale
+
+
+# --- What is trained -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The device, a model that it trains in seconds, and a learning rate that this model learns with."""
+
+    device: torch.device
+    width: int
+    layers: int
+    tokens: int
+    learning_rate: float
+
+
+def setup_for(device: str, rank: int) -> Setup:
+    if device == "cuda":
+        return Setup(torch.device("cuda", rank), width=512, layers=6, tokens=256, learning_rate=0.005)
+    return Setup(torch.device("cpu"), width=128, layers=2, tokens=32, learning_rate=0.05)
+
+
+class Decoder(nn.Module):
+    """A byte-level decoder that returns its mean loss."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(_VOCABULARY, setup.width)
+        self.places = nn.Embedding(setup.tokens, setup.width)
+        layer = nn.TransformerEncoderLayer(
+            setup.width, setup.width // 32, 4 * setup.width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        norm = nn.LayerNorm(setup.width)
+        self.layers = nn.TransformerEncoder(layer, setup.layers, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(setup.width, _VOCABULARY, bias=False)
+        for part in (self.bytes, self.places, self.head):
+            nn.init.normal_(part.weight, std=0.02)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(setup.tokens), persistent=False)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.bytes(inputs) + self.places.weight, self.mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+@dataclass
+class Sent:
+    """What DDP handed to its all-reduce."""
+
+    synchronisations: int = 0
+    bytes: int = 0
+
+
+def counting_hook(sent: Sent, bucket):  # DDP compares annotations with classes, and here they would be text
+    """DDP's own all-reduce of a bucket of gradients, counted."""
+    sent.synchronisations += bucket.is_last()
+    sent.bytes += bucket.buffer().nbytes
+    return allreduce_hook(distributed.group.WORLD, bucket)
+
+
+class Trainee:
+    """One variant with its own model, the same at its start in all of them. The loss is divided by `smaller`."""
+
+    def __init__(self, variant: Variant, setup: Setup, smaller: int) -> None:
+        torch.manual_seed(0)
+        self.variant = variant
+        self.smaller = smaller
+        self.sent = Sent()
+        self.model = DistributedDataParallel(Decoder(setup).to(setup.device))
+        self.model.register_comm_hook(self.sent, counting_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), setup.learning_rate * smaller)
+        self.scaler = torch.amp.GradScaler(setup.device.type, enabled=variant.scale)
+
+    def parts(self, examples: Examples) -> list[Examples]:
+        inputs, targets = (part.chunk(self.variant.micro_batches) for part in examples)
+        return list(zip(inputs, targets, strict=True))
+
+    def flat_gradient(self) -> torch.Tensor:
+        return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()]) * self.smaller
+
+
+def examples(step: int, rank: int, setup: Setup) -> Examples:
+    """A rank's sequences of a step, from the source of Python's argparse."""
+    size = SEQUENCES * (setup.tokens + 1)
+    begin = (step * RANKS + rank) * size
+    text = bytearray(Path(argparse.__file__).read_bytes()[begin : begin + size])
+    rows = torch.frombuffer(text, dtype=torch.uint8).long().view(SEQUENCES, -1).to(setup.device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+# --- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(topic: str, setup: Setup, rank: int) -> Measured:
+    """Every variant's peak memory in a step of its own, then all variants' steps in turns."""
+    variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of
+    smaller = max(1, gradients_of // (SEQUENCES * setup.tokens))
+    batches = [examples(step, rank, setup) for step in range(STEPS)]
+    peaks = [_peak_bytes(variant, setup, smaller, batches[0]) for variant in variants]
+    trainees = [Trainee(variant, setup, smaller) for variant in variants]
+    before = _loss(trainees[0], batches[0])
+    seconds: list[list[float]] = [[] for _ in variants]
+    skipped = [0] * len(variants)
+    gradients: list[torch.Tensor] = []
+    for step, batch in enumerate(batches):
+        for index, trainee in enumerate(trainees):
+            started = _now(setup)
+            gradient(trainee, trainee.parts(batch))
+            if step == 0:
+                gradients.append(trainee.flat_gradient())
+            skipped[index] += not update(trainee)
+            seconds[index].append(_now(setup) - started)
+    rows = [
+        Row(
+            seconds=statistics.median(seconds[index][1:]),  # without the first, which also builds
+            peak_bytes=peaks[index],
+            synchronisations=trainee.sent.synchronisations / STEPS,
+            sent_bytes=trainee.sent.bytes / STEPS,
+            loss=_loss(trainee, batches[0]),
+            skipped_steps=skipped[index],
+            **_against(gradients[index], gradients[0]),
+        )
+        for index, trainee in enumerate(trainees)
+    ]
+    return Measured(
+        backend=distributed.get_backend(),
+        parameters=sum(parameter.numel() for parameter in trainees[0].model.parameters()),
+        tokens=setup.tokens,
+        loss_before=before or 0.0,
+        memory_of=_memory_of(setup),
+        rows=tuple(rows),
+    )
+
+
+def _against(own: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
+    lost = (own == 0) & (reference != 0)
+    return {
+        "gradient": float(own.norm()),
+        "difference": float((own - reference).norm() / reference.norm()),
+        "lost": float(lost.sum() / (reference != 0).sum()),
+    }
+
+
+def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: Examples) -> int:
+    """The most bytes that a model of its own takes in its first step; SGD keeps nothing for later ones."""
+    on_cuda = setup.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_cuda else 0
+    live = LiveBytes()
+    with contextlib.nullcontext() if on_cuda else live:
+        trainee = Trainee(variant, setup, smaller)
+        gradient(trainee, trainee.parts(batch))
+        update(trainee)
+    return torch.cuda.max_memory_allocated() - before if on_cuda else max(map(sum, live.moments))
+
+
+def _memory_of(setup: Setup) -> str:
+    kept = "weights, gradients, DDP's buckets and activations"
+    if setup.device.type == "cuda":
+        return f"the most that torch had allocated in a step: {kept}"
+    return f"the most bytes of live tensors in a step: {kept}"
+
+
+def _now(setup: Setup) -> float:
+    """Seconds, when both ranks and their GPUs have come here."""
+    if setup.device.type == "cuda":
+        torch.cuda.synchronize()
+    distributed.barrier()
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def _loss(trainee: Trainee, batch: Examples) -> float | None:
+    """The loss in fp32; None where it is no finite number."""
+    loss = trainee.model.module(*batch)
+    return float(loss) if loss.isfinite() else None
+
+
+def main(folder: Path, topic: str, device: str, rank: int) -> int:
+    end_with_parent()
+    setup = setup_for(device, rank)
+    if device == "cuda":
+        torch.cuda.set_device(setup.device)
+    backend, meeting = "nccl" if device == "cuda" else "gloo", (folder / "meeting").as_uri()
+    distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=RANKS)
+    measured = measure(topic, setup, rank)
+    if rank == 0:
+        record.write(folder, asdict(measured), MEASURED)
+    distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))

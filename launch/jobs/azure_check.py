@@ -1,0 +1,224 @@
+"""Whether a job's YAML is one that Azure ML runs as it is meant: what Azure's own parser misses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from launch.jobs.job import SECRET
+from recipes.errors import Problem
+
+_SIZE = re.compile(r"\d+[bkmg]")
+_COMPUTE = re.compile(r"(azureml:)?[A-Za-z][\w-]*|azureml:/subscriptions/\S+")  # a cluster's name, or its ARM id
+_ENVIRONMENT = re.compile(r"azureml:([\w.-]+([:@][\w.-]+)?|//?(registries|subscriptions|locations)/\S+)")
+_REFERENCE = re.compile(r"\$\{\{\s*(\w+)\.([^}\s]*)\s*\}\}")
+_OLD_REFERENCE = re.compile(r"(?<!\$)(?<!\{)\{(?:inputs|outputs)\.\w+\}(?!\})")
+
+
+def missed_by_azure(content: dict[str, Any]) -> list[Problem]:
+    """What is wrong with a job although Azure's SDK sends it. `content` is the YAML as data."""
+    checks = (_command, _compute, _environment, _resources, _environment_variables, _processes, _outputs, _secrets)
+    return [problem for check in checks for problem in check(content)]
+
+
+def _command(content: dict[str, Any]) -> Iterator[Problem]:
+    command = str(content.get("command", ""))
+    for kind, name in dict.fromkeys(_REFERENCE.findall(command)):
+        known = _section(content, kind) if kind in ("inputs", "outputs") else {}
+        if name not in known:
+            fix = f"one of {', '.join(map(str, known))}" if known else f"an entry {name} under {kind}"
+            yield Problem("command", f"{kind}.{name} is not defined", fix)
+    for old in dict.fromkeys(_OLD_REFERENCE.findall(command)):
+        yield Problem("command", f"{old} is the old way to refer, and arrives as it stands", f"${{{old}}}")
+
+
+def _compute(content: dict[str, Any]) -> Iterator[Problem]:
+    compute = content.get("compute")
+    if compute is None and "instance_type" not in _section(content, "resources"):
+        yield Problem("compute", "is missing", "compute: azureml:NAME, or resources.instance_type for serverless")
+    elif compute is not None and not _COMPUTE.fullmatch(str(compute)):
+        yield Problem("compute", f"{compute!r} is no name of a compute", "azureml:NAME")
+
+
+def _environment(content: dict[str, Any]) -> Iterator[Problem]:
+    environment = content.get("environment")
+    if isinstance(environment, str) and not _ENVIRONMENT.fullmatch(environment):
+        fix = "azureml:NAME:VERSION, azureml:NAME@latest or azureml://registries/..."
+        yield Problem("environment", f"{environment!r} is no name of an environment", fix)
+
+
+def _resources(content: dict[str, Any]) -> Iterator[Problem]:
+    resources = _section(content, "resources")
+    size = resources.get("shm_size", "2g")
+    if not _SIZE.fullmatch(str(size)):
+        yield Problem("resources.shm_size", f"{size!r} is no size", "a whole number and b, k, m or g: 16g")
+    count = resources.get("instance_count", 1)
+    if isinstance(count, int) and count < 1:
+        yield Problem("resources.instance_count", f"{count} nodes run nothing", "1 or more")
+
+
+def _environment_variables(content: dict[str, Any]) -> Iterator[Problem]:
+    for name, value in _section(content, "environment_variables").items():
+        if not isinstance(value, (str, int, float)):
+            yield Problem(f"environment_variables.{name}", f"{value!r} is no text", f"one value: {name}: '...'")
+
+
+def _processes(content: dict[str, Any]) -> Iterator[Problem]:
+    if "accelerate launch" not in str(content.get("command")):
+        return
+    distribution = _section(content, "distribution")
+    if distribution.get("process_count_per_instance", 1) != 1:
+        what = "accelerate launch starts the processes of a node, and would be started once for each"
+        yield Problem("distribution.process_count_per_instance", what, "1")
+    elif str(_section(content, "inputs").get("processes_per_node", 1)) == "0":
+        yield Problem("inputs.processes_per_node", "0 processes train nothing", "1 or more, one a GPU")
+    elif distribution.get("type") != "pytorch":
+        what = "WORLD_SIZE, NODE_RANK and MASTER_ADDR are only set for pytorch"
+        yield Problem("distribution.type", what, "type: pytorch, process_count_per_instance: 1")
+
+
+def _outputs(content: dict[str, Any]) -> Iterator[Problem]:
+    training = training_in(content)
+    if training is None:
+        return
+    name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), None)
+    if name is None:
+        yield Problem("command", "writes to a folder of the job, gone with it", "--output_dir ${{outputs.run}}")
+        return
+    output = _section(content, "outputs").get(name)
+    if isinstance(output, dict) and output.get("mode", "rw_mount") != "rw_mount":
+        what = f"{output['mode']} keeps nothing of a job that is preempted"
+        yield Problem(f"outputs.{name}.mode", what, "rw_mount")
+
+
+def _secrets(content: dict[str, Any]) -> Iterator[Problem]:
+    for name, value in content.items():
+        if SECRET.search(str(value)):
+            what = "holds what looks like a secret, and everybody in the workspace can read it"
+            yield Problem(str(name), what, "a secret of the workspace's key vault, read by the job")
+
+
+def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """A mapping in the YAML; empty where it is missing or none, which Azure's parser says itself."""
+    section = content.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+# --- The training in it ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a job's command starts: train.py's flags, its Accelerate YAML if one is named, and the world."""
+
+    flags: list[str]
+    config: str | None
+    nodes: int
+    processes_per_node: int
+
+
+def training_in(content: dict[str, Any]) -> Training | None:
+    """The training in a job's command, references to inputs filled in; None for a command that is none of ours."""
+    inputs = _section(content, "inputs")
+    command = _REFERENCE.sub(lambda found: _value(inputs, *found.groups()), str(content.get("command", "")))
+    words = next((words for words in _commands(command) if any(map(_is_train, words))), None)
+    if words is None:
+        return None
+    script = next(at for at, word in enumerate(words) if _is_train(word))
+    before = " ".join(words[:script]).replace("=", " ").split()
+    config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
+    counts = (_section(content, "resources").get("instance_count", 1), inputs.get("processes_per_node", 1))
+    nodes, processes = (int(str(count)) if str(count).isdigit() else 1 for count in counts)
+    elastic = not (config or "").endswith("single.yaml")
+    flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]  # as `Job.words` writes them
+    return Training(flags, config, max(1, nodes), max(1, processes))
+
+
+def _is_train(word: str) -> bool:
+    return word.endswith("launch/train.py")
+
+
+_OPERATORS = ";&|()<>\n"
+_QUOTED = {ord(char): chr(0xE000 + at) for at, char in enumerate(_OPERATORS)}  # private use: in nobody's arguments
+_PLAIN = {ord(quoted): chr(char) for char, quoted in _QUOTED.items()}
+
+
+def _commands(text: str) -> list[list[str]]:
+    """The words of each simple command, which ends as in bash: at a line's end, or at an operator."""
+    # Between quotes all stands for itself; elsewhere a backslash goes on with the next line.
+    text = re.sub(r"('[^']*'|\"[^\"]*\")|\\\n", lambda found: found[1].translate(_QUOTED) if found[1] else " ", text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
+    lexer.whitespace, lexer.whitespace_split = " \t\r", True
+    commands: list[list[str]] = [[]]
+    try:
+        for word in lexer:
+            if word and set(word) <= set(_OPERATORS):
+                commands.append([])
+            else:
+                commands[-1].append(word.translate(_PLAIN))
+    except ValueError:  # a quotation that never ends
+        return []
+    return commands
+
+
+def _value(inputs: dict[str, Any], kind: str, name: str) -> str:
+    value = inputs.get(name) if kind == "inputs" else None
+    return str(value) if isinstance(value, (str, int, float)) else f"/mnt/{kind}/{name}"
+
+
+# --- What Azure's parser says ----------------------------------------------------------------------------------------
+
+
+def as_problems(error: Exception) -> list[Problem]:
+    """An error of Azure's parser as one line each: the place in the YAML and what is wrong there."""
+    text = re.sub(r"\x1b\[\d+m", "", str(error))
+    details = _innermost(text)
+    if details:
+        return [Problem(".".join(path), what) for path, what in _leaves(details)]
+    named = re.search(r"\(x\) (.+)", text)
+    subject = "environment" if "Docker" in text else "command" if "referenced in command" in text else "azureml"
+    return [Problem(subject, (named.group(1) if named else text.strip().partition("\n")[0]).rstrip("."))]
+
+
+def _innermost(text: str) -> dict[str, Any]:
+    """The JSON in an error's text; it holds one error whose text holds JSON again."""
+    start = text.find("{")
+    if start < 0:
+        return {}
+    try:
+        found, _ = json.JSONDecoder().raw_decode(text[start:])
+    except ValueError:
+        return {}
+    inner = found.get("errors", [{}])[0].get("message") if "errors" in found else None
+    return _innermost(inner) or {"job": [inner.partition("\n")[0]]} if inner else found
+
+
+def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Every complaint with its place. Of alternatives, which come as a list of mappings, the one that was meant."""
+    if isinstance(node, dict):
+        for name, inner in node.items():
+            yield from _leaves(inner, path if name in ("value", "_schema") else (*path, name))
+    elif any(isinstance(item, dict) for item in node):
+        yield from _meant(node, path)
+    else:
+        yield path, "; ".join(str(item).partition("\n")[0].rstrip(".:") for item in node)
+
+
+def _meant(alternatives: list[Any], path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
+    """The complaints of the alternative whose `type` was the one that is written; else one that names the choices."""
+    other_kinds = {"type", "null", "_schema"}  # another type; no mapping at all
+    of_type = [item for item in alternatives if isinstance(item, dict) and not other_kinds & item.keys()]
+    found = [list(_leaves(item, path)) for item in alternatives]
+    choices = [what for leaves in found for _, what in leaves if "is not in set" in what]
+    if len(of_type) == 1 and len(alternatives) > 1:
+        return list(_leaves(of_type[0], path))
+    if not choices:
+        return found[0]
+    place = next(place for leaves in found for place, what in leaves if what == choices[0])
+    names = [name for what in choices for name in re.findall(r"'([^']*)'", what.partition("in set")[2])]
+    value = re.match(r"Value '?(.*?)'? passed", choices[0])
+    return [(place, f"{value.group(1) if value else 'this'} is none of {', '.join(dict.fromkeys(names))}")]

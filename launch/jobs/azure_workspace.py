@@ -1,0 +1,177 @@
+"""Azure ML through its own SDK: reading a job's YAML as it will be sent, sending it, asking for it, reading its log."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from launch.jobs.azure_check import as_problems, missed_by_azure
+from recipes.errors import Problem, UserError, mistake
+from recipes.quiet import silence
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import Job
+
+INSTALL = "pip install -e '.[azureml]' in the checkout"
+_OVER = ("Completed", "Failed", "Canceled", "NotResponding", "Paused")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The names of a workspace, as in the config.json that Azure ML's studio hands out."""
+
+    subscription_id: str
+    resource_group: str
+    workspace_name: str
+
+
+def sdk_is_installed() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("azure", "azure.ai", "azure.ai.ml", "azure.identity"))
+
+
+def require_sdk() -> None:
+    if not sdk_is_installed():
+        fix = f"{INSTALL}; or --dry_run --output azureml/mine.yaml and `az ml job create -f azureml/mine.yaml`"
+        raise mistake("azureml", "Azure's SDK, azure-ai-ml, is not installed", fix)
+
+
+def problems_of(text: str, folder: Path) -> list[Problem]:
+    """Everything wrong with a job's YAML, whose relative paths start in `folder`; by Azure's parser if it is here."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return [Problem("azureml", f"is not valid YAML: {' '.join(str(error).split())}")]
+    if not isinstance(content, dict):
+        return [Problem("azureml", "is no job: a mapping of names to values is expected")]
+    found = missed_by_azure(content)
+    if sdk_is_installed():
+        known = {problem.subject for problem in found}
+        found += [problem for problem in _refused_by_azure(text, folder) if problem.subject not in known]
+    return found
+
+
+def _refused_by_azure(text: str, folder: Path) -> list[Problem]:
+    try:
+        body(load(text, folder))
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def load(text: str, folder: Path) -> Job:
+    """A YAML as Azure's SDK reads it. Raises `UserError` with each complaint of Azure's parser."""
+    with silence(), _complaints():
+        from azure.ai.ml import load_job
+
+        return load_job(io.StringIO(text), relative_origin=str(folder / "job.yaml"))
+
+
+def body(job: Job) -> dict[str, Any]:
+    """The properties of the request that would be sent. Only private names lead there: the SDK's version is pinned."""
+    with silence(), _complaints():
+        return job._to_job()._to_rest_object().as_dict()["properties"]  # type: ignore[attr-defined]
+
+
+def connected(workspace: Workspace | None) -> MLClient:
+    """A client with the login of `az login`, of a managed identity, or of the environment; nothing is asked yet.
+
+    Without a workspace it is that of config.json, here or in a folder above, as the SDK looks for it.
+    """
+    require_sdk()
+    with silence(), _answers():
+        from azure.ai.ml import MLClient
+        from azure.identity import DefaultAzureCredential
+
+        if workspace is None:
+            return MLClient.from_config(DefaultAzureCredential())
+        names = asdict(workspace)
+        return MLClient(DefaultAzureCredential(), resource_group_name=names.pop("resource_group"), **names)
+
+
+def workspace_of(client: MLClient) -> Workspace:
+    return Workspace(client.subscription_id, client.resource_group_name, client.workspace_name or "")
+
+
+def submit(client: MLClient, text: str, folder: Path) -> tuple[str, str]:
+    """Upload the code and create the job. Returns its name and its address in Azure ML's studio."""
+    job = load(text, folder)
+    with silence(), _answers():
+        created = client.jobs.create_or_update(job)
+    return str(created.name), str(created.studio_url or "")
+
+
+def state(client: MLClient, name: str) -> str:
+    """Azure ML's word: Queued, Preparing, Running, Completed, Failed, Canceled, ..."""
+    with silence(), _answers():
+        status = client.jobs.get(name).status
+    return str(getattr(status, "value", status))
+
+
+def over(state: str) -> bool:
+    return state in _OVER
+
+
+def stream(client: MLClient, name: str) -> None:
+    """Print the job's log as it is written, until the job has ended. Ctrl-C stays KeyboardInterrupt."""
+    with silence(), _answers():
+        from azure.ai.ml.exceptions import JobException
+
+        try:
+            client.jobs.stream(name)
+        except JobException as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
+
+
+def download_logs(client: MLClient, name: str, folder: Path) -> list[Path]:
+    """The logs of an ended job, copied into the folder."""
+    with silence(), _answers():
+        client.jobs.download(name, download_path=folder)
+    return sorted(folder.rglob("std_log*.txt"))
+
+
+# --- The SDK's manners -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _complaints() -> Iterator[None]:
+    """What the SDK's parser raises, as `UserError`."""
+    from azure.core.exceptions import AzureError
+    from marshmallow.exceptions import MarshmallowError
+
+    try:
+        yield
+    except (MarshmallowError, ValueError, AzureError) as error:
+        raise UserError(*as_problems(error)) from None
+
+
+@contextlib.contextmanager
+def _answers() -> Iterator[None]:
+    """What the login or the service refuses, as `UserError`."""
+    from azure.core.exceptions import AzureError, ClientAuthenticationError, ServiceRequestError
+
+    try:
+        yield
+    except ClientAuthenticationError:
+        fix = "az login, or the variables of DefaultAzureCredential (AZURE_CLIENT_ID and others)"
+        raise mistake("azureml", "nobody is logged in to Azure, or not to this workspace", fix) from None
+    except ServiceRequestError as error:
+        raise mistake("azureml", f"Azure cannot be reached: {_first_line(error)}", "see to the network") from None
+    except (AzureError, ValueError) as error:
+        fix = "--subscription_id, --resource_group and --workspace_name" if "config.json" in str(error) else ""
+        raise mistake("azureml", f"Azure says: {_first_line(error)}", fix) from None
+
+
+def _first_line(error: Exception) -> str:
+    text = re.sub(r"\x1b\[\d+m", "", str(error)).strip()
+    return text.partition("\n")[0].rstrip(".")

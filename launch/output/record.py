@@ -1,0 +1,137 @@
+"""run.json: what trained, with what, and how it ended. Written atomically; a damaged one never stops a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launch.host.files import write_whole
+from launch.host.memory import ran_out
+from launch.host.signals import Preempted
+from launch.host.world import World
+from recipes import legal
+from recipes.run.fitted import fingerprint
+from recipes.run.resolve import HIDDEN, RunSpec, Setting, shown
+
+NAME = "run.json"
+OUT_OF_MEMORY = "out_of_memory.json"
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
+
+# A checkpoint trained with another value of these cannot be gone on from: other weights, or other data.
+IDENTITY = (
+    "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit optim "
+    "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
+    "padding_free assistant_only_loss completion_only_loss"
+).split()
+# A resume silently keeps the old value of these: they are in the checkpoint's state.
+KEPT_BY_RESUME = (
+    "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
+).split()
+# A resume takes the new value of these, and is then no continuation of the same training.
+CHANGES_COURSE = (
+    "global_batch_size seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip lr_scheduler_type "
+    "lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs label_smoothing_factor "
+    "neftune_noise_alpha lora_dropout bf16 fp16 tf32"
+).split()
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """The record in a folder; empty where it is missing or damaged."""
+    try:
+        content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write(folder: str | Path, record: dict[str, Any], name: str = NAME) -> None:
+    """Replace the record in one step, so that a reader or a crash never sees half of it."""
+    write_whole(Path(folder) / name, json.dumps(record, indent=2, default=str).encode())
+
+
+def forget_out_of_memory(folder: Path) -> None:
+    """A run that starts knows nothing yet of its end."""
+    with contextlib.suppress(OSError):
+        (folder / OUT_OF_MEMORY).unlink()
+
+
+class Record:
+    """The record of one run; `results` are filled in by the training."""
+
+    results: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.results = {}
+
+
+@contextlib.contextmanager
+def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
+    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted`, `out_of_memory` or `failed`.
+
+    Rank 0 does; where another one ran out of memory it hears of it as a lost rank.
+    """
+    record, content = Record(), started(run, world.size)
+    status, error_text = "failed", None
+    if world.speaks:
+        write(run["output_dir"], content)
+    try:
+        yield record
+        status = "finished"
+    except (KeyboardInterrupt, Preempted) as error:
+        status = "preempted" if isinstance(error, Preempted) else "interrupted"
+        raise
+    except BaseException as error:
+        error_text = f"{type(error).__name__}: {error}"
+        if ran_out(error) or (Path(run["output_dir"]) / OUT_OF_MEMORY).exists():
+            status = "out_of_memory"
+        raise
+    finally:
+        if world.speaks:
+            content |= {"status": status, "ended": now(), **record.results}
+            write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
+
+
+def started(run: RunSpec, world_size: int) -> dict[str, Any]:
+    """The record of a run that begins now."""
+    return {
+        "status": "running",
+        "recipe": run.recipe.name,
+        "engine": run.engine.title,
+        "world_size": world_size,
+        "started": now(),
+        "command": [shown_word(run, word) for word in sys.argv],
+        "data": fingerprint(run["dataset_name"]),
+        "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
+        "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
+        "hardware": run.hardware.as_dict(),
+    }
+
+
+def changes(old: dict[str, Any], run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
+    """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
+    settings = old.get("settings")
+    recorded = settings.items() if isinstance(settings, dict) else ()
+    then = {name: entry["value"] for name, entry in recorded if isinstance(entry, dict) and "value" in entry}
+    return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
+
+
+def _as_dict(name: str, setting: Setting) -> dict[str, Any]:
+    return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
+
+
+def shown_word(run: RunSpec, word: str) -> str:
+    """A word of the command line, unless it is a secret."""
+    secrets = [str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN]
+    for secret in secrets:
+        word = word.replace(secret, HIDDEN)
+    return word
+
+
+def now() -> str:
+    """Local time with its offset, in ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

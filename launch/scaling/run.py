@@ -1,0 +1,295 @@
+"""`recipes scale run`: the same training at several world sizes and recipes, measured in turns, as rows of timings.
+
+Sizes are measured in turns and not one after the other, so that what else the machine does falls on all of them. On a
+machine without GPUs a process stands for a GPU: it has as many cores at every size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from launch.jobs import local as local_job
+from launch.jobs.job import Job, without_secrets
+from launch.jobs.submit import job_here
+from launch.output import record
+from recipes import legal
+from recipes.errors import mistake
+from recipes.run.hardware import read as read_hardware
+from recipes.run.resolve import nearest, with_flags
+from recipes.scaling.advice import BEFORE, Advice, advise
+from recipes.scaling.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
+from recipes.scaling.verdicts import Series, Size, analyse, milliseconds
+
+TIMINGS = "timings.jsonl"
+_LAST_LINES = 15
+_DECIDED = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training at one size. `series` are the kinds of scaling it belongs to; `changed` what is tried in it."""
+
+    recipe: str
+    num_processes: int
+    global_batch: int
+    series: tuple[str, ...]
+    changed: dict[str, Any] = field(default_factory=dict)
+    applied: str = ""
+    predicted: float | None = None
+
+    @property
+    def title(self) -> str:
+        processes = f"{self.num_processes} process{'es' * (self.num_processes > 1)}"
+        return f"{self.applied or self.recipe}, {processes}, global batch {self.global_batch}"
+
+
+def add_parser(commands: Any, count: Callable[[str], int]) -> None:
+    parser = commands.add_parser(
+        "run",
+        prog="recipes scale run",
+        help="measure a training at several world sizes and recipes",
+        description="Measure a training at several world sizes and recipes, or try what the report advises.",
+        allow_abbrev=False,
+        usage="recipes scale run [--num_processes N ...] [--recipe NAME ...] [--scaling strong weak] [--repeats N] "
+        "[--steps N] [--name NAME] [--output FOLDER] [--apply [KEY]] [any train.py flags]",
+    )
+    sizes = "world sizes [1, 2, 4, ... as many GPUs as there are; 1 and 2 without]"
+    parser.add_argument("--num_processes", "--num-processes", type=count, nargs="+", help=sizes)
+    parser.add_argument("--recipe", nargs="+", help="[standard]")
+    kinds = "strong: the same global batch at every size; weak: the same batch a process [both]"
+    parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
+    parser.add_argument("--repeats", type=count, default=3, help="[3]")
+    parser.add_argument("--steps", type=count, default=20, help="measured steps a run, after a warm-up [20]")
+    parser.add_argument("--name", help="the training's name in the report [the model's]")
+    parser.add_argument("--output", default="outputs/scale", help="folder of timings.jsonl, logs and records")
+    applying = "try what the report advises, beside the present settings; KEY chooses another than the first"
+    parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
+    parser.set_defaults(run=scale_run)
+
+
+def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    for word in argv:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in _DECIDED:
+            raise mistake(flag, "is decided by the measurement", "--output FOLDER and --steps N")
+        own = nearest(name, vars(options)) if flag.startswith("--") and name not in legal.settings() else ""
+        if own and not nearest(name, legal.settings()):
+            raise mistake(flag, "is no flag of this command", f"--{own}")
+    folder = Path(options.output)
+    file = folder / TIMINGS
+    if options.apply is None:
+        name, found = options.name or _model_name(argv), points(options, argv)
+        _refuse_another_training(file, name, argv)
+    else:
+        if not file.exists():
+            raise mistake("apply", f"there is no {file} yet", f"first recipes scale run --output {folder}")
+        name, argv, found = _tried(options, read([file]), argv)
+    for point in found:  # all are checked before one starts
+        _job(point, argv, options.steps, folder)
+    _fill(folder)
+    print(f"{len(found)} x {options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        failed = _measure_in_turns(options, found, argv, name)
+    except KeyboardInterrupt:
+        kept = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
+        print(f"\ninterrupted; {kept}", file=sys.stderr)
+        return 130
+    print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
+    return 1 if failed else 0
+
+
+def points(options: argparse.Namespace, argv: Sequence[str]) -> list[Point]:
+    sizes = sorted(set(options.num_processes or _all_sizes()))
+    found = []
+    for recipe in options.recipe or ["standard"]:
+        batch = job_here(recipe, argv, 1).run.batch.total
+        if "weak" in options.scaling and batch % sizes[-1]:
+            what = f"a global batch of {batch} cannot be shared by {sizes[-1]} processes"
+            raise mistake("global_batch_size", what, f"a multiple of {sizes[-1]}")
+        batches: dict[tuple[int, int], list[str]] = {}
+        for size in sizes:
+            for kind in options.scaling:
+                at = batch if kind == "strong" else batch // sizes[-1] * size
+                batches.setdefault((size, at), []).append(kind)
+        found += [Point(recipe, size, at, tuple(kinds)) for (size, at), kinds in batches.items()]
+    return found
+
+
+def _all_sizes() -> list[int]:
+    gpus = len(read_hardware().gpus)
+    return [size for size in (1, 2, 4, 8, 16) if size <= max(2, gpus)] if gpus != 1 else [1]
+
+
+def _model_name(argv: Sequence[str]) -> str:
+    """The last part of the model's name, as the rows of train.py have it."""
+    return name_of(job_here(None, argv, 1).run)
+
+
+def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
+    """Rows of one name are one training: others would be taken for it. Raises `UserError`."""
+    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
+    if earlier - {shlex.join(argv)}:
+        then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
+        what = f"{file} holds timings of {name} with {then}, not {now}"
+        raise mistake("output", what, "another --output, or --name for another training")
+
+
+def _flag_words(words: str) -> str:
+    return words or "no flags"
+
+
+def _fill(folder: Path) -> None:
+    require_room(folder / TIMINGS)
+    for name in ("logs", "runs"):
+        (folder / name).mkdir(exist_ok=True)
+
+
+def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
+    """The run of a point, its output in `folder`. Raises `UserError` where it is not legal."""
+    flags = {
+        "global_batch_size": point.global_batch,
+        "max_steps": WARM_UP_STEPS + steps,
+        "output_dir": folder,
+        "measure": folder / TIMINGS,
+        **point.changed,
+    }
+    return job_here(point.recipe, with_flags(argv, flags), point.num_processes)
+
+
+def _measure_in_turns(options: argparse.Namespace, points: list[Point], argv: Sequence[str], name: str) -> list[Point]:
+    """Measures every point `repeats` times, each round in the opposite order. Returns those that failed, once each."""
+    folder, done, largest = Path(options.output), 0, max(point.num_processes for point in points)
+    failed: list[Point] = []
+    for repeat in range(options.repeats):
+        for point in points if repeat % 2 == 0 else reversed(points):
+            done += 1
+            at = f"{done}/{len(points) * options.repeats}  {point.title}: "
+            if point in failed:
+                continue
+            with _on_cores(point.num_processes, largest):
+                row = _measure(point, argv, options.steps, folder, f"{_slug(point)}-{repeat + 1}")
+            if row is None:
+                failed.append(point)
+                continue
+            row = replace(row, name=name, command=shlex.join(argv), epoch=repeat + 1)
+            row = replace(row, applied=point.applied, predicted=point.predicted)
+            append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
+            speed = (row.samples or 0) / row.epoch_time
+            print(f"{at}{milliseconds(row.step_time or 0)} a step, {speed:.3g} samples/s", flush=True)
+    return failed
+
+
+def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
+    """One run, its record and its log kept, its weights not. None where it failed, which is said."""
+    log = folder / "logs" / f"{name}.log"
+    with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
+        job = _job(point, argv, steps, Path(place))
+        with log.open("wb") as stream:
+            code = _run(without_secrets(local_job.render(job)), stream)
+        if (Path(place) / record.NAME).exists():
+            shutil.copy(Path(place) / record.NAME, folder / "runs" / f"{name}.json")
+        if code == 0:
+            return read([Path(place) / TIMINGS])[0]
+    print(f"{point.title}: failed, exit code {code}; the end of {log}:", file=sys.stderr)
+    print("\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:]), file=sys.stderr, flush=True)
+    return None
+
+
+def _run(text: str, log: IO[bytes]) -> int:
+    """The exit code of a job's script. What interrupts this process ends the training first."""
+    process = subprocess.Popen(
+        ["bash", "-c", text, "recipes"],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()  # which the script passes on to the training
+        process.wait()
+        raise
+
+
+@contextlib.contextmanager
+def _on_cores(processes: int, most: int) -> Iterator[None]:
+    """Without GPUs: as many cores a process as the largest world leaves to each."""
+    if read_hardware().cuda or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    all_cores = os.sched_getaffinity(0)
+    own = sorted(all_cores)[: max(1, len(all_cores) // most) * processes]
+    os.sched_setaffinity(0, own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
+
+
+def _slug(point: Point) -> str:
+    words = f"{point.applied or point.recipe}-{point.num_processes}x-batch-{point.global_batch}"
+    return re.sub(r"[^A-Za-z0-9]+", "-", words)
+
+
+# --- Trying what the report advises -----------------------------------------------------------------------------------
+
+
+def _tried(options: argparse.Namespace, rows: list[Timing], argv: Sequence[str]) -> tuple[str, list[str], list[Point]]:
+    """The training's name and flags, and two points: as it is, and with the advice that `--apply` names."""
+    if argv:
+        raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
+    series, size = _chosen(options, analyse(rows))
+    advice = _find(options.apply, advise(size, series), size)
+    row = size.typical
+    batch = row.global_batch or 0
+    before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
+    after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
+    after = replace(after, predicted=advice.gain, global_batch=advice.flags.get("global_batch_size", batch))
+    print(f"{advice.title}: {advice.why}; predicted {advice.gain:.2f} times the throughput")
+    return row.name, shlex.split(row.command), [before, after]
+
+
+def _chosen(options: argparse.Namespace, every: list[Series]) -> tuple[Series, Size]:
+    """The series and size that are asked for: by default the largest strong one."""
+    found = [
+        (series, size)
+        for series in every
+        for size in series.sizes
+        if series.scaling == ("strong" if "strong" in options.scaling else "weak")
+        and (not options.recipe or series.recipe in options.recipe)
+        and (not options.num_processes or size.num_processes in options.num_processes)
+        and (not options.name or series.name == options.name)
+    ]
+    if not found:
+        there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
+        raise mistake("apply", "there are no such timings", f"--recipe, --num_processes or --name of: {there}")
+    return max(found, key=lambda pair: pair[1].num_processes)
+
+
+def _find(key: str, advice: list[Advice], size: Size) -> Advice:
+    """The advice of that key, the first without one. Raises `UserError` for one that is no flag of a training."""
+    ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
+    found = next((one for one in ready if key in ("", one.key)), None)
+    if found:
+        return found
+    if not ready:
+        words = "; ".join(one.title for one in advice) or "nothing is lost that is worth mending"
+        raise mistake("apply", f"no change of flags is advised at {size.num_processes} processes: {words}", "leave it")
+    keys = [one.key for one in ready]
+    raise mistake("apply", f"{key!r} is not advised here", nearest(key, keys) or f"one of {', '.join(keys)}")

@@ -1,0 +1,127 @@
+"""The tables of a scaling report that other programs read: CSV with every number, LaTeX for a paper."""
+
+from __future__ import annotations
+
+import csv
+import io
+import unicodedata
+from typing import Any
+
+from launch.scaling.words import Findings, number
+from recipes.scaling.timings import PARTS
+from recipes.scaling.verdicts import CAUSES, Series, Size, Spread, Verdict
+
+# --- comprehensive_summary.csv ---------------------------------------------------------------------------------------
+
+
+def summary_csv(found: Findings) -> str:
+    """One row for each series and size, under the names and in the units of the timings."""
+    rows = [_flat(series, *pair) for series in found.series for pair in zip(series.sizes, series.verdicts, strict=True)]
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
+    seconds = {cause.key: cause.seconds for cause in verdict.causes}
+    typical = {name: getattr(size.typical, name) for name in ("samples", "global_batch", "micro_batch", "accumulation")}
+    measured = {name: getattr(size.typical, name) for name in ("step_time", *PARTS, "loss", "peak_memory")}
+    return {
+        "name": series.name,
+        "recipe": series.recipe,
+        "scaling": series.scaling,
+        "num_processes": size.num_processes,
+        "repeats": size.repeats,
+        **_spread("epoch_time", size.epoch_time),
+        **_spread("samples_per_second", size.samples_per_second),
+        "tokens_per_second": size.tokens_per_second,
+        **_spread("speedup", size.speedup),
+        **_spread("efficiency", size.efficiency),
+        "band": verdict.band,
+        "cause": verdict.cause,
+        "accuracy": size.accuracy,
+        "serial_fraction": series.serial_fraction,
+        **typical,
+        **measured,
+        **{f"lost_to_{key}": seconds.get(key) for key in CAUSES},
+        "lost": verdict.lost,
+        "unexplained": verdict.unexplained,
+        "engine": size.typical.engine,
+        "hardware": size.typical.hardware,
+        "verdict": verdict.words,
+    }
+
+
+def _spread(name: str, spread: Spread | None) -> dict[str, float | None]:
+    numbers = (spread.median, spread.low, spread.high) if spread else (None, None, None)
+    return dict(zip((name, f"{name}_low_quartile", f"{name}_high_quartile"), numbers, strict=True))
+
+
+# --- summary_table.tex -----------------------------------------------------------------------------------------------
+
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': "''",
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+}
+# Combining marks as LaTeX's accents, which every font encoding has.
+_ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030c": "v", "\u0327": "c"}
+
+
+def tex_escaped(name: str) -> str:
+    """Text as LaTeX prints it with its own fonts alone; a letter that they lack as its number in Unicode."""
+    escaped = ""
+    for letter in unicodedata.normalize("NFC", name):
+        base, *marks = list(unicodedata.normalize("NFD", letter))
+        if letter.isspace():
+            escaped += " "
+        elif letter.isascii():
+            escaped += _TEX.get(letter, letter) if letter.isprintable() else ""
+        elif base.isascii() and len(marks) == 1 and marks[0] in _ACCENTS:
+            escaped += f"\\{_ACCENTS[marks[0]]}{{{base}}}"
+        else:
+            escaped += f"[U+{ord(letter):04X}]"
+    return escaped
+
+
+def summary_tex(found: Findings) -> str:
+    """A table for a paper: the series one below the other, each under its title."""
+    accuracy = any(size.accuracy is not None for series in found.series for size in series.sizes)
+    samples = any(size.samples_per_second for series in found.series for size in series.sizes)
+    headings = ["Processes", "Epoch (s)", *["Samples/s"] * samples, "Speedup", r"Efficiency (\%)"]
+    headings += ["Accuracy"] * accuracy
+    lines = [
+        f"% Written by: {' '.join(found.command.split())}",
+        r"% Include it with \input{summary_table.tex}, refer to it with \ref{tab:scaling}. It needs no package.",
+        r"\begin{table}[htbp]",
+        r"\centering",
+        r"\caption{Scaling of training over processes: medians of the timed epochs, with quartiles in brackets where",
+        r"there are several. Speedup and efficiency are relative to the smallest number of processes of each series.}",
+        r"\label{tab:scaling}",
+        r"\small\setlength{\tabcolsep}{4pt}",
+        rf"\begin{{tabular}}{{{'r' * len(headings)}}}",
+        r"\hline",
+        " & ".join(headings) + r" \\",
+    ]
+    for series in found.series:
+        title = rf"\multicolumn{{{len(headings)}}}{{p{{0.7\linewidth}}}}{{{tex_escaped(series.title)}}}"
+        lines += [r"\hline", title + r" \\"]
+        lines += [" & ".join(_tex_cells(size, samples, accuracy)) + r" \\" for size in series.sizes]
+    return "\n".join([*lines, r"\hline", r"\end{tabular}", r"\end{table}", ""])
+
+
+def _tex_cells(size: Size, samples: bool, accuracy: bool) -> list[str]:
+    epoch = size.epoch_time
+    quartiles = f" [{number(epoch.low)}, {number(epoch.high)}]" if size.repeats > 1 else ""
+    cells = [str(size.num_processes), number(epoch.median) + quartiles]
+    if samples:
+        cells.append(number(size.samples_per_second.median if size.samples_per_second else None))
+    cells += [f"{size.speedup.median:.2f}", f"{size.efficiency.median:.1%}".removesuffix("%")]
+    return [*cells, number(size.accuracy)] if accuracy else cells

@@ -1,0 +1,214 @@
+"""What a scaling report says, as sentences and tables: the terminal, the text, the LaTeX and the page share them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.scaling.run import TIMINGS
+from recipes.scaling.advice import Advice, Applied, advise, applied
+from recipes.scaling.timings import PARTS, Timing
+from recipes.scaling.verdicts import CAUSES, WORTH_NAMING, Series, Size, Spread, Verdict, analyse, parts
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found in timings, and the command that asked for it.
+
+    `measured_in` is the folder of `recipes scale run` that they come from, where advice can be tried.
+    """
+
+    rows: Sequence[Timing]
+    series: list[Series]
+    applied: list[Applied]
+    command: str
+    measured_in: Path | None
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(one.name for one in self.series))
+
+    @property
+    def title(self) -> str:
+        return f"Scaling of {', '.join(self.names) or 'advice that was tried'}"
+
+    @property
+    def hardware(self) -> str:
+        named = dict.fromkeys(row.hardware for row in self.rows if row.hardware)
+        return "; ".join(named) or "not stated in the timings"
+
+
+def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
+    """`rows` were read from the `files`."""
+    folders = [Path(file).parent for file in files if Path(file).name == TIMINGS]
+    measured_in = folders[0] if len(files) == len(folders) == 1 else None
+    return Findings(rows, analyse(rows), applied(rows), command, measured_in)
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` of text; what is in a column, with its unit, stands in `headings`."""
+
+    caption: str
+    headings: list[str]
+    rows: list[list[str]]
+
+    def numeric(self, column: int) -> bool:
+        return all(row[column] == "" or row[column][0].isdigit() for row in self.rows)
+
+
+# --- Sentences -------------------------------------------------------------------------------------------------------
+
+
+def serial_words(series: Series) -> str:
+    """Amdahl's fraction and what follows from it, or why there is none."""
+    share, smallest = series.serial_fraction, series.sizes[0].num_processes
+    if series.scaling == "weak":
+        return "No serial fraction: Amdahl's law is of one amount of work that is shared out, not of weak scaling."
+    if share is None:
+        return f"No serial fraction: Amdahl's law takes three world sizes or more, and there are {len(series.sizes)}."
+    if share == 0:
+        return f"No serial fraction shows in {len(series.sizes)} world sizes (Amdahl's law)."
+    fastest = max(size.speedup.median for size in series.sizes)
+    if fastest * share > 1:
+        return (
+            f"No serial fraction: Amdahl's law does not describe these sizes. It would be {share:.1%}, which allows "
+            f"{1 / share:.3g} times, and {fastest:.3g} times was measured."
+        )
+    at = f"{smallest} process{'es' * (smallest > 1)}"
+    told = (
+        f"Serial fraction {share:.1%} (Amdahl's law, {len(series.sizes)} world sizes): that part of the time at {at} "
+    )
+    return told + f"stays, so that no number of processes is more than {1 / share:.3g} times as fast."
+
+
+def also(verdict: Verdict) -> list[str]:
+    """What a step loses besides its main cause, as far as it is worth naming."""
+    others = [cause for cause in verdict.causes if cause.key != verdict.cause and cause.share >= WORTH_NAMING]
+    return [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in others]
+
+
+def suggestions(series: Series) -> list[tuple[Size, Advice]]:
+    """What to change at each world size, the best first."""
+    return [(size, advice) for size in series.sizes for advice in advise(size, series)]
+
+
+def gain_words(advice: Advice) -> str:
+    return f"{advice.gain:.2f} times the throughput, predicted" + ("" if advice.same_training else "; another training")
+
+
+def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
+    """The flags to write and the command that tries them beside what was measured, as far as there are any."""
+    processes = ["--num_processes", str(advice.num_processes)] if advice.num_processes != size.num_processes else []
+    flags = " ".join([*processes, *filter(None, [advice.shown_flags])])
+    if not flags or found.measured_in is None:
+        return [flags] if flags else []
+    words = ["recipes", "scale", "run", "--apply", advice.key, "--num_processes", str(size.num_processes)]
+    words += ["--recipe", series.recipe, "--scaling", series.scaling, "--name", series.name]
+    return [flags, shlex.join([*words, "--output", str(found.measured_in)])]
+
+
+def summary(found: Findings) -> str:
+    """For the terminal: the verdicts and the best advice at each world size."""
+    lines = []
+    for series in found.series:
+        lines += [series.title, *(f"  {verdict.words}" for verdict in series.verdicts), f"  {serial_words(series)}"]
+        best = {size.num_processes: (size, advice) for size, advice in reversed(suggestions(series))}
+        for world, (size, advice) in sorted(best.items()):
+            lines.append(f"  advice at {world}: {advice.title}: {gain_words(advice)}")
+            lines += [f"    {words}" for words in commands(found, series, size, advice)]
+        lines.append("")
+    for tried in found.applied:
+        lines.append(f"tried at {tried.num_processes}: {tried.title}: predicted {tried.predicted:.2f} times")
+        lines.append(f"  the throughput, measured {_with_quartiles(tried.measured, '.2f')}")
+    return "\n".join(lines).rstrip()
+
+
+# --- Tables ----------------------------------------------------------------------------------------------------------
+
+
+def results(series: Series) -> Table:
+    """A row for each world size; columns without a number are left out."""
+    columns: dict[str, Callable[[Size, Verdict], str]] = {
+        "processes": lambda size, _: str(size.num_processes),
+        "timings": lambda size, _: str(size.repeats),
+        "epoch (s)": lambda size, _: number(size.epoch_time.median),
+        "its quartiles (s)": lambda size, _: _quartiles(size),
+        "samples/s": lambda size, _: number(size.samples_per_second.median if size.samples_per_second else None),
+        "tokens/s": lambda size, _: number(size.tokens_per_second),
+        "speedup": lambda size, _: f"{size.speedup.median:.2f}",
+        "efficiency": lambda size, _: f"{size.efficiency.median:.1%}",
+        "band": lambda _, verdict: verdict.band or "reference",
+        "most is lost to": lambda _, verdict: CAUSES[verdict.cause] if verdict.cause else "",
+        "accuracy": lambda size, _: number(size.accuracy),
+    }
+    pairs = list(zip(series.sizes, series.verdicts, strict=True))
+    return _filled(series.title, {name: [cell(*pair) for pair in pairs] for name, cell in columns.items()})
+
+
+def step_parts(series: Series) -> Table | None:
+    """Where the time of a step goes, in milliseconds; None where that was not measured."""
+    sizes = [size for size in series.sizes if parts(size.typical)]
+    if not sizes:
+        return None
+    columns = {"processes": [str(size.num_processes) for size in sizes]}
+    columns["step"] = [_milliseconds(size.typical.step_time) for size in sizes]
+    for part in PARTS:
+        columns[part.replace("_", " ")] = [_milliseconds(parts(size.typical).get(part)) for size in sizes]
+    return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
+
+
+def losses(series: Series) -> Table | None:
+    """What a step loses to each cause, in milliseconds; None where that was not measured."""
+    verdicts = [verdict for verdict in series.verdicts if verdict.causes]
+    if not verdicts:
+        return None
+    columns = {"processes": [str(verdict.num_processes) for verdict in verdicts]}
+    for key, title in CAUSES.items():
+        of_key = [{cause.key: cause.seconds for cause in verdict.causes}.get(key) for verdict in verdicts]
+        columns[title] = [_milliseconds(seconds) for seconds in of_key]
+    columns["lost in all"] = [_milliseconds(verdict.lost) for verdict in verdicts]
+    columns["of it unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
+    return _filled(f"{series.title}: what an optimizer step loses, ms", columns)
+
+
+def tried(found: Findings) -> Table | None:
+    """Predicted beside measured, for the advice that was followed; None where none was."""
+    if not found.applied:
+        return None
+    headings = ["change", "processes", "predicted throughput (times)", "measured (times, with quartiles)"]
+    rows = [
+        [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f")]
+        for one in found.applied
+    ]
+    return Table("Advice that was tried: throughput over the one before", headings, rows)
+
+
+def _filled(caption: str, columns: dict[str, list[str]]) -> Table:
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    return Table(caption, list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
+
+
+def _quartiles(size: Size) -> str:
+    if size.repeats == 1:
+        return ""
+    return f"{number(size.epoch_time.low)} to {number(size.epoch_time.high)}"
+
+
+def _with_quartiles(spread: Spread, form: str) -> str:
+    if spread.low == spread.high:
+        return f"{spread.median:{form}}"
+    return f"{spread.median:{form}} ({spread.low:{form}} to {spread.high:{form}})"
+
+
+def number(value: float | None) -> str:
+    """Four digits that count, or all those before the point; empty for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".removesuffix(".")
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"

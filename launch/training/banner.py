@@ -1,0 +1,108 @@
+"""What a person reads of a run: the banner before the first step, the summary after the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from recipes.run.resolve import FIT, RunSpec, shown
+from recipes.scaling.timings import Timing
+
+
+def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
+    """What is about to train, from the run and from what was really loaded."""
+    from launch.training.results import parameter_count
+
+    total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
+    share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
+    lines = {
+        "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
+        "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
+        "data": data.description,
+        "engine": f"{run.engine.title}, {run.world_size} process{'es' * (run.world_size > 1)} on {run.hardware}",
+        "batch": f"micro {run.batch.micro} x accumulation {run.batch.accumulation} x world {run.batch.world}"
+        f" = global {run.batch.total}" + (f", {run.batch.reason}" if run.batch_source == FIT else ""),
+        "precision": precision(run),
+        "output": run["output_dir"],
+    }
+    changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
+    table = _table(lines)
+    for index, (name, setting) in enumerate(changed.items()):
+        table.add_row("" if index else "changed", escape(f"{name} = {shown(name, setting.value)} ({setting.source})"))
+    out.print(table)
+    idle = len(run.hardware.gpus) - run.local_world_size
+    if idle > 0:
+        out.print(
+            f"[yellow]advice[/yellow]  {idle} visible GPUs are idle: --num_processes {len(run.hardware.gpus)} uses all"
+        )
+
+
+def precision(run: RunSpec) -> str:
+    """The compute precision with the reason for it."""
+    name = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "fp32"
+    reason = run.setting("fp16" if run["fp16"] else "bf16").reason
+    weights = f"{name} weights, fp32 master copy" if run.engine.kind == "deepspeed" else f"{run['dtype']} weights"
+    return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
+
+
+def summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
+    """The end of a run, from the same numbers that run.json holds."""
+    out.print()
+    out.print(
+        _table({**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"})
+    )
+
+
+def timing(row: Timing | None, run: RunSpec, out: Console) -> None:
+    """That the run was measured, or why not, where it was to be."""
+    if not run["measure"]:
+        return
+    words = "no step came after a warm-up: nothing was added" if row is None else "a row was added"
+    out.print(_table({"timings": f"{run['measure']}: {words}"}))
+
+
+def sample(text: str, out: Console) -> None:
+    """What the demonstration's model writes."""
+    out.print("\n[bold]a sample from the trained model[/bold]")
+    out.print(escape(text), highlight=False)
+
+
+def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
+    """What the output folder already held."""
+    for note in earlier.notes:
+        out.print(f"[yellow]note[/yellow]  {escape(note)}", highlight=False)
+    if earlier.finished:
+        where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
+        out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
+    elif earlier.checkpoint:
+        out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
+
+
+def _table(lines: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in lines.items():
+        table.add_row(name, escape(str(value)))
+    return table
+
+
+def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "steps", f"{results['global_step']}, in {results['train_runtime']:.1f} s"
+    if results.get("first_loss") is not None:
+        yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"
+    for name in ("eval_loss", "eval_accuracy"):
+        if results.get(name) is not None:
+            yield name, f"{results[name]:.4f}"
+    if results.get("step_time"):
+        speed = f"{results['samples_per_second']:.1f} samples/s"
+        if results.get("tokens_per_second"):
+            speed += f", {results['tokens_per_second']:,.0f} tokens/s"
+        yield "speed", f"{speed}, {results['step_time'] * 1000:.0f} ms a step (after warm-up)"
+    if results.get("mfu") is not None:
+        yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
+    yield "peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB {results['peak_memory_of']}"

@@ -1,0 +1,358 @@
+"""Tokenizer and model for a run: loaded or made, with 4-bit weights and LoRA adapters where the run wants them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from launch.training.data import Data, require_fitting_length
+from launch.training.demo import demo_config, demo_tokenizer
+from recipes.errors import UserError, mistake
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
+
+# These number positions from `pad_token_id + 1`, so that many of their position embeddings are never used.
+OFFSET_POSITIONS = {
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+
+UNLOADABLE = (OSError, ValueError, ImportError, KeyError)  # what transformers raises for a model it cannot load
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 200
+
+
+def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token in any case."""
+    name = run["model_name_or_path"]
+    if name is None:
+        return demo_tokenizer()
+    _require_model_folder(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
+        )
+    except UNLOADABLE as error:
+        raise _unloadable(run, "tokenizer", error) from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token  # a new token would resize the embeddings
+    return tokenizer
+
+
+def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
+    """The model to train: a PreTrainedModel, or a PeftModel around it."""
+    set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
+    config = load_config(run, tokenizer, data.labels)
+    require_fitting_length(run, max_positions(config))
+    model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
+    model.config.use_cache = False  # with a cache, transformers overlooks where padding-free sequences begin
+    if run["padding_free"]:
+        _require_separate_sequences(run, model)
+    return _with_adapters(run, model) if run["use_peft"] else model
+
+
+def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The classes of a model that was trained to classify, in its order; empty for any other."""
+    config = load_config(run, tokenizer, labels=None)
+    names = [config.id2label[number] for number in sorted(config.id2label)]
+    heads = any("ForSequenceClassification" in name for name in config.architectures or ())
+    return names if heads else []
+
+
+def longest_sequence(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """`max_positions` of the run's model, before it is loaded."""
+    return max_positions(load_config(run, tokenizer, labels=None))
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Longest sequence the model can number, or None where it has no such limit."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not positions or positions < 0:  # DeBERTa says -1
+        return None
+    if text.model_type in OFFSET_POSITIONS and getattr(text, "position_embedding_type", "absolute") == "absolute":
+        return positions - (text.pad_token_id or 0) - 1
+    return positions
+
+
+def generate_sample(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
+) -> str:
+    """What the model writes after `prompt`: always the same for the same weights, and no random state is touched."""
+    was_training = model.training
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    model.eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        written = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.7,
+            use_cache=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    model.train(was_training)
+    return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def saved_sample(run: Mapping[str, Any]) -> str:
+    """A few lines by the model that a finished run saved in `output_dir`, loaded as anyone would load it.
+
+    Empty where no whole model was saved: ZeRO-3 may leave only its shards.
+    """
+    if not _has_weights(Path(run["output_dir"])):
+        return ""
+    tokenizer = AutoTokenizer.from_pretrained(run["output_dir"])
+    model = AutoModelForCausalLM.from_pretrained(run["output_dir"], dtype=torch.float32)
+    return SAMPLE_PROMPT + generate_sample(model, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS)
+
+
+# --- Loading ---------------------------------------------------------------------------------------------------------
+
+
+def _expanded(name: str) -> str:
+    return str(Path(name).expanduser())
+
+
+def _require_model_folder(name: str) -> None:
+    """A path is checked before the libraries see it: they would look for it on the Hub."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _require_files(path)
+    elif path.exists():
+        raise mistake("model_name_or_path", f"{name} is a file", "the folder that holds config.json and the weights")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise mistake("model_name_or_path", f"there is no folder {name}", "an existing folder, or a Hub id")
+
+
+def _require_files(path: Path) -> None:
+    if not (path / "config.json").exists():
+        adapters = (path / "adapter_config.json").exists()
+        what = "holds LoRA adapters without their base model" if adapters else "has no config.json"
+        fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
+        raise mistake("model_name_or_path", f"the folder {path} {what}", fix)
+    if not _has_weights(path):
+        raise mistake(
+            "model_name_or_path",
+            f"the folder {path} has a config.json and no weights",
+            "a folder with model.safetensors too, as save_pretrained writes it",
+        )
+
+
+def _has_weights(path: Path) -> bool:
+    return any(any(path.glob(pattern)) for pattern in WEIGHTS)
+
+
+def load_config(
+    run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None
+) -> PreTrainedConfig:
+    """The configuration of the run's model, with `labels` as its classes."""
+    name = run["model_name_or_path"]
+    try:
+        config = demo_config(tokenizer) if name is None else AutoConfig.from_pretrained(_expanded(name), **_origin(run))
+    except UNLOADABLE as error:
+        raise _unloadable(run, "model", error) from None
+    _require_decoder(run, config)
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = tokenizer.pad_token_id
+    if labels is not None:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+        config.problem_type = "single_label_classification"
+    return config
+
+
+def _require_decoder(run: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder
+    if run["task"] == "causal_lm" and encoder and not getattr(config, "is_decoder", False):
+        raise mistake(
+            "model_name_or_path",
+            f"{run['model_name_or_path']} is an encoder ({config.model_type}): it sees the words it has to predict",
+            "a decoder, or --task sequence_classification",
+        )
+
+
+def _from_scratch(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedModel:
+    if run["load_in_4bit"]:
+        raise mistake("load_in_4bit", "quantises trained weights, and there are none", "name a model_name_or_path")
+    if run["use_peft"]:
+        raise mistake("use_peft", "would freeze weights that were never trained", "name a model_name_or_path")
+    return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
+
+
+def _pretrained(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedModel:
+    options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
+    if run["load_in_4bit"]:
+        options |= _in_4_bits(run)
+    try:
+        return _auto_class(run).from_pretrained(_expanded(run["model_name_or_path"]), config=config, **options)
+    except (*UNLOADABLE, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise _unloadable(run, "model", error) from None
+
+
+def _require_separate_sequences(run: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Some models (OPT, BLOOM, Mamba, ...) let sequences that share a row see each other, and nobody complains."""
+    if is_deepspeed_zero3_enabled() or "flash" in (model.config._attn_implementation or ""):
+        return  # weights in shards, or kernels without a CPU: cannot be tried here
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]  # the second sequence is the same, what stands before it is not
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=model.device)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        one, other = (
+            model(input_ids=torch.tensor([row], device=model.device), position_ids=positions).logits for row in rows
+        )
+    model.train(was_training)
+    if not torch.allclose(one[:, 3:], other[:, 3:], atol=1e-4, rtol=1e-3):
+        raise mistake(
+            "padding_free",
+            f"a {model.config.model_type} model lets the sequences of a row see each other",
+            "--padding_free false",
+        )
+
+
+def _auto_class(run: Mapping[str, Any]) -> Any:
+    return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
+
+
+def _origin(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {"revision": run["model_revision"], "trust_remote_code": run["trust_remote_code"]}
+
+
+def _attention(run: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attn_implementation": run["attn_implementation"]} if run["attn_implementation"] else {}
+
+
+def _unloadable(run: Mapping[str, Any], what: str, error: Exception) -> UserError:
+    """The library's complaint as one line, under the flag it is about."""
+    name, text = run["model_name_or_path"], " ".join(str(error).split())
+    if "trust_remote_code" in text:
+        return mistake("trust_remote_code", f"{name} comes with Python code", "read it, then --trust_remote_code")
+    if run["attn_implementation"] and ("attn_implementation" in text or "ttention" in text):
+        return mistake("attn_implementation", _short(text), "--attn_implementation sdpa, or leave it out")
+    if "ignore_mismatched_sizes" in text:
+        return mistake(
+            "model_name_or_path",
+            f"{name} has a head for another number of classes than the data's",
+            "a model without a classification head, or data with the same classes",
+        )
+    if not Path(name).expanduser().exists():
+        what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
+    return mistake(
+        "model_name_or_path",
+        f"{name} cannot be loaded as a {what} ({_short(text)})",
+        "check the spelling, the network and `hf auth login`, and that the model fits --task",
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+# --- 4 bits and adapters ---------------------------------------------------------------------------------------------
+
+
+def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
+        bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
+        bnb_4bit_compute_dtype=_compute_dtype(run),
+    )
+    if is_deepspeed_zero3_enabled():
+        return {"quantization_config": quantization}  # ZeRO-3 places the weights itself and refuses a device map
+    return {"quantization_config": quantization, "device_map": {"": _device(run)}}
+
+
+def _compute_dtype(run: Mapping[str, Any]) -> torch.dtype:
+    if run["bf16"]:
+        return torch.bfloat16
+    return torch.float16 if run["fp16"] else torch.float32
+
+
+def _device(run: Mapping[str, Any]) -> int | str:
+    """Quantised weights are moved once, while loading: each process names its own GPU."""
+    if run["use_cpu"] or not torch.cuda.is_available():
+        return "cpu"
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.Module:
+    from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
+
+    checkpointing = bool(run["gradient_checkpointing"])
+    if run["load_in_4bit"]:
+        model = prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs=run["gradient_checkpointing_kwargs"],
+        )
+    elif checkpointing:
+        model.enable_input_require_grads()  # frozen embeddings would cut the recomputed blocks off the graph
+    classifies = run["task"] == "sequence_classification"
+    lora = LoraConfig(
+        r=run["lora_r"],
+        lora_alpha=run["lora_alpha"],
+        lora_dropout=run["lora_dropout"],
+        target_modules=_target_modules(run, model),
+        task_type=TaskType.SEQ_CLS if classifies else TaskType.CAUSAL_LM,
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:  # experts, for one, take no dropout
+        what = f"peft refuses this model: {_short(' '.join(str(error).split()))}"
+        raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
+
+
+def _target_modules(run: Mapping[str, Any], model: PreTrainedModel) -> list[str] | str:
+    """All linear layers, or the named ones, each of which must be there."""
+    wanted = run["lora_target_modules"]
+    if not wanted or wanted == ["all-linear"]:
+        return "all-linear"
+    names = [name for name, _ in model.named_modules()]
+    missing = [target for target in wanted if not any(name == target or name.endswith(f".{target}") for name in names)]
+    if missing:
+        raise mistake(
+            "lora_target_modules",
+            f"the model has no module {', '.join(missing)}",
+            "some of " + ", ".join(_adaptable(model)[:12]),
+        )
+    return wanted
+
+
+def _adaptable(model: PreTrainedModel) -> list[str]:
+    """Last names of the modules with a weight matrix, as LoRA targets are written."""
+    output = model.get_output_embeddings()
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
+            if module is not output
+        }
+    )

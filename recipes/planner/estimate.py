@@ -1,0 +1,205 @@
+"""A Hugging Face model, and what its micro-batches keep in memory: traced where it can be, else from its shape."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.errors import mistake
+from recipes.planner.footprint import Need, Weights, need, weight_bytes
+from recipes.run.resolve import RunSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from recipes.planner.trace import Adapters, Case, Traced
+
+
+class Estimator:
+    """What micro-batches of one model keep. Each trace is made once: two micro-batches tell every other."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = _with_padding(config)
+        self._weights: dict[tuple[str, Adapters | None], Weights] = {}
+        self._traced: dict[Case, Traced] = {}
+        self._equal: dict[tuple[str, Adapters | None], bool] = {}
+        self._untraceable = False
+
+    def need(self, run: RunSpec, micro: int) -> tuple[Need, bool]:
+        """What the run keeps at this micro-batch and its global batch, and whether a trace says so.
+
+        Raises `UserError` for adapters that this model cannot have.
+        """
+        accumulation = run.batch.micro * run.batch.accumulation // micro
+        micro_batch, was_traced = self.traced(run, micro)
+        return need(run, self.weights(run), micro_batch, accumulation=accumulation), was_traced
+
+    def weights(self, run: RunSpec) -> Weights:
+        from recipes.planner.trace import weigh
+
+        key = (run["task"], _adapters(run))
+        if key not in self._weights:
+            try:
+                self._weights[key] = weigh(self.config, *key)
+            except Exception as error:  # what a model or peft refuses, each has exceptions of its own for
+                said = " ".join(str(error).split())[:200]
+                if "Unrecognized configuration class" in said:
+                    what = f"there is no {run['task']} model of type {self.config.model_type}"
+                    fix = "a decoder, or an encoder with --task sequence_classification"
+                    raise mistake("model", what, fix) from None
+                if key[1] is None:
+                    what = f"cannot be built: {said}"
+                    raise mistake("model", what, "a config.json that transformers loads") from None
+                what = f"peft refuses this model: {said}"
+                raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
+        return self._weights[key]
+
+    def length(self, run: RunSpec) -> int:
+        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
+
+    def traced(self, run: RunSpec, micro: int) -> tuple[Traced, bool]:
+        """What a micro-batch keeps, and whether a trace says so."""
+        from recipes.planner.trace import at_batch
+
+        if self._untraceable:
+            return self._closed_form(run, micro), False
+        try:
+            if micro == 1 and self._case(run, 2) not in self._traced:
+                return self._trace(run, 1), True
+            two, three = self._trace(run, 2), self._trace(run, 3)
+        except Exception:  # a model's own code may fail in any way on tensors without data
+            self._untraceable = True
+            return self._closed_form(run, micro), False
+        try:
+            return at_batch(two, three, micro), True
+        except ValueError:
+            return self._trace(run, micro), True
+
+    def _case(self, run: RunSpec, micro: int) -> Case:
+        from recipes.planner.trace import ATTENTION, Case
+
+        half = weight_bytes(run) == 2
+        mixed = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
+        return Case(
+            batch=micro,
+            length=self.length(run),
+            task=run["task"],
+            dtype="bfloat16" if half else "float32",
+            autocast=None if run.engine.kind == "deepspeed" else mixed,  # DeepSpeed casts the model instead
+            checkpointing=bool(run["gradient_checkpointing"]),
+            mask=not run["packing"],
+            adapters=_adapters(run),
+            on_cuda=run.hardware.cuda,
+            attention=ATTENTION if run.hardware.cuda else "sdpa",
+        )
+
+    def _trace(self, run: RunSpec, micro: int) -> Traced:
+        from recipes.planner.trace import trace
+
+        case = self._case(run, micro)
+        if case not in self._traced:
+            self._traced[case] = self._of_equal_layers(run, case) or trace(self.config, case)
+        return self._traced[case]
+
+    def _of_equal_layers(self, run: RunSpec, case: Case) -> Traced | None:
+        """The trace of a deep model from two shallow ones, where that is one; seconds instead of minutes."""
+        from recipes.planner.trace import SHALLOW, layers_are_equal, of_depth, trace, with_layers
+
+        key = (case.task, case.adapters)
+        if key not in self._equal:
+            self._equal[key] = layers_are_equal(self.config, self.weights(run), *key)
+        if not self._equal[key]:
+            return None
+        shallow, deeper = (trace(with_layers(self.config, count), case) for count in (SHALLOW, SHALLOW + 1))
+        try:
+            return of_depth(shallow, deeper, self.config.get_text_config().num_hidden_layers)
+        except ValueError:
+            return None
+
+    def _closed_form(self, run: RunSpec, micro: int) -> Traced:
+        """82 bytes for each unit of width, token and layer, 12 for each logit, and autocast's copies of the weights.
+
+        About what traces of Llama and Qwen models come to in mixed precision; dropout takes more. Checkpointed, a layer
+        keeps its input, and one layer at a time the rest.
+        """
+        from recipes.planner.trace import Traced
+
+        text = self.config.get_text_config()
+        tokens = micro * self.length(run)
+        layer = 82 * tokens * text.hidden_size
+        layers = text.num_hidden_layers
+        kept = 4 * tokens * text.hidden_size * layers + layer if run["gradient_checkpointing"] else layer * layers
+        copies = 2 * self.weights(run).total if run["bf16"] or run["fp16"] else 0
+        vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
+        return Traced([(kept + copies, 12 * tokens * vocabulary, 0)], forward=1)
+
+
+def _adapters(run: RunSpec) -> Adapters | None:
+    from recipes.planner.trace import Adapters
+
+    if not run["use_peft"]:
+        return None
+    compute = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else "float32"
+    wanted = run["lora_target_modules"]
+    targets = tuple(wanted) if wanted and wanted != ["all-linear"] else "all-linear"
+    return Adapters(run["lora_r"], targets, run["lora_dropout"], compute if run["load_in_4bit"] else None)
+
+
+# --- The model -------------------------------------------------------------------------------------------------------
+
+
+def read_config(model: str) -> Any:
+    """The configuration of a Hub id, a folder, a config.json or a size. Raises `UserError`."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
+    if size and not Path(model).exists():
+        parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0)
+        if not 2e7 <= parameters <= 2e12:
+            raise mistake("model", f"{model} is no size that a Llama has", "20M to 2000B, such as 7B")
+        return _config_of_size(parameters)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # each library on the way has exceptions of its own
+        first = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
+        raise mistake("model", f"{model} cannot be read: {first}", "a Hub id, a folder, a config.json or 7B") from None
+
+
+def _config_of_size(parameters: float) -> Any:
+    """A Llama of about that many parameters: heads of 128, four times grouped; 128 units of width for each layer.
+
+    Llama 3's shape: 12.5 width^2 parameters a layer, and two tables of 128,256 words.
+    """
+    from transformers import LlamaConfig
+
+    vocabulary = 128_256 if parameters > 2e9 else 32_000
+    width = next(
+        width
+        for width in range(256, 1 << 16, 256)
+        if 12.5 * width**2 * (width // 128) + 2 * vocabulary * width >= parameters
+    )
+    layers = max(1, round((parameters - 2 * vocabulary * width) / (12.5 * width**2)))
+    heads = width // 128
+    attention = 2 * width**2 + 2 * width * 128 * max(1, heads // 4)
+    inner = ((parameters - 2 * vocabulary * width) / layers - attention) / (3 * width)  # what is left for the MLP
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=max(64, round(inner / 64) * 64),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        vocab_size=vocabulary,
+        max_position_embeddings=131_072,
+    )
+
+
+def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
+    """With a padding token, as the training gives it one: without, classifiers of decoders take one sequence only."""
+    if getattr(config.get_text_config(), "pad_token_id", None) is not None:
+        return config
+    config = copy.deepcopy(config)
+    config.get_text_config().pad_token_id = 0
+    return config

@@ -1,0 +1,372 @@
+"""What one micro-batch of a Hugging Face model keeps alive, found by running the model on tensors without data.
+
+The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes are real, memory is not.
+Imported only by the planner, once there is something to trace: it needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+
+from recipes.planner.footprint import Weights
+from recipes.planner.live_bytes import LiveBytes, Moment
+from recipes.quiet import silence
+
+ATTENTION = "recipes_traced"  # without "flash" in it: transformers would look for that package
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA of rank `rank` on `targets`, on frozen weights; `four_bits` names the dtype that 4-bit ones compute in."""
+
+    rank: int
+    targets: tuple[str, ...] | str = "all-linear"
+    dropout: float = 0.0
+    four_bits: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to trace. `autocast` and `dtype` name torch dtypes; `batch` counts sequences of `length` tokens."""
+
+    batch: int
+    length: int
+    task: str = "causal_lm"
+    dtype: str = "float32"
+    autocast: str | None = None
+    checkpointing: bool = False
+    attention: str = ATTENTION
+    mask: bool = True
+    adapters: Adapters | None = None
+    on_cuda: bool = True
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes alive after each operation of a micro-batch: (activations, logits, gradients), less parameters and buffers.
+
+    Logits are what has the vocabulary as its last dimension, gradients those of parameters that the micro-batch has
+    made so far, activations everything else. The first `forward` moments are those up to the loss.
+    """
+
+    moments: list[Moment]
+    forward: int
+
+
+def at_batch(two: Traced, three: Traced, batch: int) -> Traced:
+    """What a micro-batch of `batch` keeps, from those of two and of three sequences: each further one adds the same.
+
+    One sequence runs slightly other operations than two; telling it from them is 0.2 % off at most.
+    Raises `ValueError` where the two did not run the same operations.
+    """
+    return Traced(_further(two.moments, three.moments, batch - 2), two.forward)
+
+
+def _further(first: list[Moment], second: list[Moment], times: int) -> list[Moment]:
+    """`first`, and `times` the difference between the two."""
+    pairs = zip(first, second, strict=True)
+    return [(a + (x - a) * times, b + (y - b) * times, c + (z - c) * times) for (a, b, c), (x, y, z) in pairs]
+
+
+# --- Deep models of equal layers -------------------------------------------------------------------------------------
+
+SHALLOW = 3  # layers of the smaller of the two models that tell a deep one
+
+
+def layers_are_equal(config: PreTrainedConfig, weights: Weights, task: str, adapters: Adapters | None = None) -> bool:
+    """Whether each further layer of a deep model has the same parameters, and is of the same type."""
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    if layers <= SHALLOW + 1 or len(set(getattr(text, "layer_types", None) or [])) > 1:
+        return False
+    one, two = (weigh(with_layers(config, count), task, adapters).total for count in (SHALLOW, SHALLOW + 1))
+    return weights.total == one + (two - one) * (layers - SHALLOW)
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The same model with fewer layers; what lists a value a layer is cut."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def of_depth(shallow: Traced, deeper: Traced, layers: int) -> Traced:
+    """A model of `layers` equal layers, from those of SHALLOW and of one more: each further one adds the same.
+
+    Forward and backward each begin and end with other operations than the layers', so both ends are compared. What lies
+    between grows evenly from the one to the other, and is never fuller than both.
+    Raises `ValueError` where the deeper one did not just run one layer more.
+    """
+    moments: list[Moment] = []
+    forward = 0
+    for half in (slice(None, shallow.forward), slice(shallow.forward, None)):
+        deep_half = slice(half.start and deeper.forward, half.stop and deeper.forward)
+        one, two = shallow.moments[half], deeper.moments[deep_half]
+        shared = 2 * len(one) - len(two)  # less one layer
+        if not len(one) > shared > 0:
+            raise ValueError("a further layer runs other operations")
+        moments += _further(one[:shared], two[:shared], layers - SHALLOW)
+        moments += _further(one[-shared:], two[-shared:], layers - SHALLOW)
+        forward = forward or len(moments)
+    return Traced(moments, forward)
+
+
+def trace(config: PreTrainedConfig, case: Case) -> Traced:
+    """Run one micro-batch. Raises whatever the model raises that cannot run on tensors without data."""
+    with silence(), FakeTensorMode(), _attention_of_a_gpu():
+        model = _model(config, case)
+        live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
+        live.ignore([*model.parameters(), *model.buffers()])
+        inputs = _inputs(config, case)
+        with contextlib.ExitStack() as stack:
+            for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+                hook = parameter.register_post_accumulate_grad_hook(live.gradient)
+                stack.callback(hook.remove)
+            stack.enter_context(_Operations(case.on_cuda))
+            stack.enter_context(live)
+            loss = model(**inputs).loss
+            forward = len(live.moments)
+            loss.backward()
+    return Traced(live.moments, forward)
+
+
+def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
+    """The parameters of a model, without making them."""
+    with silence(), torch.device("meta"):
+        model = _auto_class(task).from_config(config)
+        if adapters:
+            model = _with_adapters(model, adapters)
+    layers = [layer for module in model.modules() if isinstance(module, torch.nn.ModuleList) for layer in module]
+    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    quantised = [module.weight for module in model.modules() if isinstance(module, _Linear4bit)]
+    return Weights(
+        total=_count(model.parameters()),
+        trained=_count(parameter for parameter in model.parameters() if parameter.requires_grad),
+        in_4_bits=_count(quantised),
+        trained_embedding=_count(table for table in tables if table.requires_grad),
+        largest_layer=max((_count(layer.parameters()) for layer in layers), default=0),
+        largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+        looked_up=0 if getattr(config, "tie_word_embeddings", False) else model.get_input_embeddings().weight.numel(),
+        outside_layers=_count(model.parameters()) - sum(_count(layer.parameters()) for layer in _outermost(layers)),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+    )
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _outermost(layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Layers that are in no other one, as experts are in theirs."""
+    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
+
+
+def _auto_class(task: str) -> Any:
+    return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
+
+
+def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
+    model = _auto_class(case.task).from_config(
+        config, attn_implementation=case.attention, dtype=getattr(torch, case.dtype)
+    )
+    model.config.use_cache = False
+    if case.adapters:
+        if case.checkpointing:
+            model.enable_input_require_grads()  # as launch/model.py does
+        model = _with_adapters(model, case.adapters)
+    model.train()
+    if case.checkpointing:
+        # Modes do not reach what autograd recomputes: they are entered there again.
+        again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), _Operations(case.on_cuda))}
+        model.gradient_checkpointing_enable(again)
+    if case.autocast:
+        from accelerate.utils import convert_outputs_to_fp32  # as Accelerator.prepare_model wraps it
+
+        dtype = getattr(torch, case.autocast)
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=dtype)(model.forward))
+    return model
+
+
+def _with_adapters(model: Any, adapters: Adapters) -> torch.nn.Module:
+    """As launch/model.py makes them, on weights that peft's and bitsandbytes' rules freeze, cast and quantise."""
+    from peft import LoraConfig, get_peft_model
+
+    if adapters.four_bits:
+        _quantise(model, getattr(torch, adapters.four_bits))
+    targets = adapters.targets if isinstance(adapters.targets, str) else list(adapters.targets)
+    lora = LoraConfig(r=adapters.rank, lora_dropout=adapters.dropout, target_modules=targets)
+    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # which fails on tensors without data
+        wrapped = get_peft_model(model, lora)
+    for layer in wrapped.modules():
+        if adapters.four_bits and hasattr(layer, "cast_input_dtype_enabled"):
+            layer.cast_input_dtype_enabled = False  # peft casts for ordinary layers only
+    return wrapped
+
+
+def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(case.batch, case.length, dtype=torch.long)
+    classifies = case.task == "sequence_classification"
+    inputs = {"input_ids": ids, "labels": torch.zeros(case.batch, dtype=torch.long) if classifies else ids.clone()}
+    if case.mask:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    return inputs
+
+
+# --- Where a CPU would run something else than a GPU -----------------------------------------------------------------
+
+_F, _T = torch.nn.functional, torch.Tensor
+# Operations that autocast runs in fp32 on CUDA and not on a CPU: "CUDA Ops that can autocast to float32" in torch.amp's
+# documentation, as far as transformers' models call them.
+_IN_FP32_ON_CUDA = {
+    _F.softmax, torch.softmax, _T.softmax, _F.log_softmax, torch.log_softmax, _T.log_softmax, _F.layer_norm,
+    _F.group_norm, _F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.softplus,
+    torch.exp, _T.exp, torch.log, _T.log, torch.pow, _T.pow, _T.__pow__, torch.rsqrt, _T.rsqrt, torch.sum, _T.sum,
+    torch.cumsum, _T.cumsum, torch.norm, _T.norm,
+}  # fmt: skip
+
+
+class _Operations(TorchFunctionMode):
+    """Runs in fp32 what CUDA's autocast runs in fp32 and a CPU's would not, and what has no shapes by its shapes.
+
+    Dropout is left as a CPU has it, with a mask in the tensor's own type where CUDA's kernel keeps a byte: with a byte
+    the published readings of BERT come out 2 to 15 % low, without 2 to 6 %. What else they hold is not known.
+    """
+
+    def __init__(self, on_cuda: bool = True) -> None:
+        super().__init__()
+        self.on_cuda = on_cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _GROUPED_MATMULS:
+            return _GroupedMatmul.apply(*args[:2])
+        if func is torch.is_autocast_enabled and not (args or kwargs) and self.on_cuda:
+            return torch.is_autocast_enabled("cpu")  # without a device the question is about CUDA
+        if not self.on_cuda or func not in _IN_FP32_ON_CUDA or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        args = [_in_fp32(value) for value in args]
+        kwargs = {name: _in_fp32(value) for name, value in kwargs.items()}
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+
+def _in_fp32(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+# Mixtures of experts call it, and it has no shapes for fp32: that is all torch's own stand-in refuses.
+_GROUPED_MATMULS = {
+    function
+    for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if function is not None
+}
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """Rows (tokens, in) times one of the matrices (experts, in, out) each: it keeps both, like any product."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)
+
+
+class _Product4bit(torch.autograd.Function):
+    """A product with a 4-bit matrix: unpacked for each use, and nothing of it kept (bitsandbytes' MatMul4Bit)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch.nn.functional.linear(rows, torch.empty_like(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ torch.empty_like(weight), None, None
+
+
+class _Linear4bit(torch.nn.Linear):
+    """Like bitsandbytes' layer of this name: computes in the dtype of its weight, answers in that of its input."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
+
+
+def _quantise(model: Any, compute: torch.dtype) -> None:
+    """What transformers' 4-bit loading and peft's preparation do: all but the output layer in 4 bits, the rest fp32."""
+    from transformers.pytorch_utils import Conv1D
+
+    output, last = model.get_output_embeddings(), list(model.children())[-1]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, (torch.nn.Linear, Conv1D)) or layer is output or layer is last:
+            continue
+        transposed = isinstance(layer, Conv1D)
+        rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
+        packed = _Linear4bit(columns, rows, bias=layer.bias is not None, dtype=compute)
+        packed.requires_grad_(False)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed)
+    model.requires_grad_(False)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps what a fused kernel keeps: queries, keys, values, the result and a log-sum-exp per query in fp32.
+
+    On a CPU scaled_dot_product_attention with dropout falls back to one that keeps every attention weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out, torch.empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and attention_mask is not None:  # transformers' sdpa_attention: without one the kernel shares them
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+@contextlib.contextmanager
+def _attention_of_a_gpu() -> Iterator[None]:
+    """Registers the fused attention under its name, with the masks that sdpa takes."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _fused_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    yield

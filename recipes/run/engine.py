@@ -1,0 +1,209 @@
+"""The engine that runs the processes: what an Accelerate YAML says, or what a launcher has put in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import mistake
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`kind`: single, ddp, deepspeed, fsdp or another of accelerate's types, lower case; `raw`: the YAML's content."""
+
+    kind: str
+    source: str
+    zero_stage: int = 0
+    offload_optimizer: str = "none"
+    offload_param: str = "none"
+    mixed_precision: str = "no"
+    dynamo_backend: str = "no"
+    num_processes: int | None = None
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def offloads(self) -> bool:
+        return (self.offload_optimizer, self.offload_param) != ("none", "none")
+
+    @property
+    def title(self) -> str:
+        names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}
+        if self.kind != "deepspeed":
+            return names.get(self.kind, self.kind)
+        moved = [
+            n
+            for n, where in (("optimizer", self.offload_optimizer), ("parameter", self.offload_param))
+            if where != "none"
+        ]
+        return f"DeepSpeed ZeRO-{self.zero_stage}" + (f", {' and '.join(moved)} offload" if moved else "")
+
+
+KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
+
+
+def shipped(name: str) -> Path:
+    """Where a shipped Accelerate YAML lies: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "accelerate_configs" / name
+    return inside if inside.exists() else package.parent / "accelerate_configs" / name
+
+
+def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `UserError` naming the flag `subject` where there is none."""
+    import yaml
+
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
+    except KeyError as error:
+        raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", str(path)) from None
+    except OSError as error:
+        raise mistake(
+            subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise mistake(subject, f"{path} is not valid YAML{line}", "a file with one `name: value` a line") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise mistake(subject, f"{path} holds a {type(content).__name__}, not settings", "one `name: value` a line")
+    return content
+
+
+@cache
+def _loader() -> Any:
+    """PyYAML's safe loader, which by itself lets the last of two equal keys win. Raises `KeyError` for them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise KeyError(key)
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def from_yaml(path: str | Path) -> Engine:
+    """Read an Accelerate YAML. What is illegal in it is for the rules to say; nothing here raises for it."""
+    raw = read_yaml(path, "--accelerate_config")
+    deepspeed, dynamo = _section(raw, "deepspeed_config"), _section(raw, "dynamo_config")
+    kind = str(raw.get("distributed_type") or "NO").upper()  # a bare NO is false in YAML
+    backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
+    processes = raw.get("num_processes")
+    json_zero = _zero_of_json(deepspeed)
+    return Engine(
+        kind=KINDS.get(kind, kind.lower()),
+        source=str(path),
+        zero_stage=_int(json_zero.get("stage", deepspeed.get("zero_stage", 2))) if kind == "DEEPSPEED" else 0,
+        offload_optimizer=_device(json_zero.get("offload_optimizer"), deepspeed.get("offload_optimizer_device")),
+        offload_param=_device(json_zero.get("offload_param"), deepspeed.get("offload_param_device")),
+        mixed_precision=_precision(raw.get("mixed_precision")),
+        dynamo_backend=str(backend).lower(),
+        num_processes=processes if isinstance(processes, int) and not isinstance(processes, bool) else None,
+        raw=raw,
+    )
+
+
+def from_deepspeed(config: str | Mapping[str, Any]) -> Engine:
+    """The engine of Trainer's own `--deepspeed`: a DeepSpeed JSON, or its content."""
+    content = config if isinstance(config, Mapping) else deepspeed_json({"deepspeed_config_file": config}) or {}
+    zero = _section(content, "zero_optimization")
+    return Engine(
+        kind="deepspeed",
+        source="--deepspeed" if isinstance(config, Mapping) else config,
+        zero_stage=_int(zero.get("stage", 0)),
+        offload_optimizer=_device(zero.get("offload_optimizer"), None),
+        offload_param=_device(zero.get("offload_param"), None),
+    )
+
+
+def from_environment(environment: Mapping[str, str]) -> Engine | None:
+    """The engine `accelerate launch` or torchrun has set up; None where a process was started by hand."""
+    found = Engine(
+        kind="single",
+        source="the launcher",
+        mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
+        dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+    )
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
+        file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if file.lower() != "none":
+            return replace(from_deepspeed(file), mixed_precision=found.mixed_precision)
+        return replace(
+            found,
+            kind="deepspeed",
+            zero_stage=_int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)),
+            offload_optimizer=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
+            offload_param=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
+        )
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
+        return replace(found, kind="fsdp")
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return replace(found, kind="ddp")
+    if "ACCELERATE_MIXED_PRECISION" in environment:
+        return found
+    return None
+
+
+def launch_environment(engine: Engine) -> dict[str, str]:
+    """The variables `accelerate launch` would export for a DeepSpeed YAML, for a world that was started without it."""
+    section = engine.raw.get("deepspeed_config") or {}
+    names = {
+        "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    }
+    given = {variable: str(section[key]).lower() for key, variable in names.items() if key in section}
+    return {"ACCELERATE_USE_DEEPSPEED": "true", **given}
+
+
+def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = raw.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _zero_of_json(section: Mapping[str, Any]) -> dict[str, Any]:
+    content = deepspeed_json(section)
+    zero = content.get("zero_optimization", {}) if content else {}
+    return zero if isinstance(zero, dict) else {}
+
+
+def deepspeed_json(section: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The DeepSpeed JSON a YAML points to; None where there is none or it cannot be read."""
+    import json
+
+    name = section.get("deepspeed_config_file")
+    if not name:
+        return None
+    try:
+        content = json.loads(Path(str(name)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _device(section: Any, plain: Any) -> str:
+    if isinstance(section, dict):
+        return str(section.get("device", "none"))
+    return str(plain).lower() if plain else "none"
+
+
+def _precision(value: Any) -> str:
+    return "no" if value in (None, False) else str(value).lower()
+
+
+def _int(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0

@@ -1,0 +1,76 @@
+"""fit.json: the micro-batch that `--fit` found in a real run, and the training, world and devices it was found for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.run.batch import Batch
+
+if TYPE_CHECKING:
+    from recipes.run.resolve import RunSpec
+
+NAME = "fit.json"
+_END_BYTES = 1 << 16
+
+# What a micro-batch's memory depends on, and what its split does.
+_SETTINGS = (
+    "recipe task model_name_or_path model_revision dtype bf16 fp16 tf32 use_peft lora_r lora_dropout "
+    "lora_target_modules load_in_4bit use_bnb_nested_quant ddp_comm_hook attn_implementation dataset_name "
+    "dataset_config dataset_train_split max_length packing padding_free optim optim_args gradient_checkpointing "
+    "gradient_checkpointing_kwargs gradient_as_bucket_view torch_compile use_liger_kernel deepspeed fsdp fsdp_config "
+    "global_batch_size memory_limit"
+).split()
+
+
+def identity(run: RunSpec) -> dict[str, Any]:
+    """What a fit holds for, as JSON gives it back."""
+    settings = {name: run[name] for name in _SETTINGS if name in run}
+    devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
+    world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
+    found = {**settings, **world, "engine": run.engine.title, "devices": devices}
+    found["data"] = fingerprint(run["dataset_name"])
+    return json.loads(json.dumps(found, default=str))
+
+
+def read(folder: str | Path) -> dict[str, Any]:
+    """The fit in a folder; empty where it is missing or damaged."""
+    file = Path(folder) / NAME
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {**content, "file": str(file)} if isinstance(content, dict) else {}
+
+
+def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:
+    """The batch of a fit that holds for just this run; None for any other."""
+    sizes: list[Any] = [found.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
+    if not all(type(size) is int and size > 0 for size in sizes) or found.get("holds_for") != identity(run):
+        return None
+    split = as_batch(found)
+    return split if split.total == run.batch.total and split.world == run.world_size else None
+
+
+def as_batch(found: dict[str, Any]) -> Batch:
+    """The batch that was found, with what was measured as its reason."""
+    reason = f"the largest that ran here: peak {found['peak_bytes'] / 2**30:.2f} GiB ({found['file']})"
+    return Batch(found["micro_batch"], found["accumulation"], found["world_size"], reason)
+
+
+def fingerprint(dataset_name: str | None) -> str | None:
+    """What tells a local file or folder from itself with other contents: names, sizes, both ends. None elsewhere."""
+    path = Path(dataset_name).expanduser() if dataset_name else None
+    if path is None or not path.exists():
+        return None
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_END_BYTES))
+            stream.seek(max(0, size - _END_BYTES))
+            digest.update(stream.read(_END_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,94 @@
+"""What this machine has, read once, without importing torch.
+
+GPUs are asked of the CUDA driver itself (libcuda through ctypes): it honours CUDA_VISIBLE_DEVICES exactly as torch
+does, creates no context, and answers in milliseconds. A machine without that library trains on its CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from dataclasses import asdict, dataclass
+
+from recipes.errors import UserError
+from recipes.run.gpus import find
+
+_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75  # cuda.h, CUdevice_attribute
+_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`gpus` visible to this process, `cores` usable CPU cores, and whether Liger kernels are installed."""
+
+    gpus: tuple[Gpu, ...] = ()
+    cores: int = 1
+    platform: str = "linux"
+    liger: bool = False
+
+    @property
+    def cuda(self) -> bool:
+        return bool(self.gpus)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The lowest compute capability among the GPUs; (0, 0) without one."""
+        return min((gpu.capability for gpu in self.gpus), default=(0, 0))
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Peak dense bf16 FLOP/s of one GPU; None for a card that is not listed, a slice of one (MIG), or no bf16."""
+        try:
+            return find(self.gpus[0].name).peak_flops if self.gpus else None
+        except UserError:
+            return None
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return f"CPU, {self.cores} core{'s' * (self.cores > 1)}"
+        return f"{len(self.gpus)} x {self.gpus[0].name}"
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def read() -> Hardware:
+    """Read this machine. Never raises: what cannot be read is absent."""
+    return Hardware(_cuda_gpus(), _usable_cores(), sys.platform, importlib.util.find_spec("liger_kernel") is not None)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # what a Slurm job or a container was given, not what the machine has
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cuda_gpus() -> tuple[Gpu, ...]:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_describe(cuda, index) for index in range(count.value))
+
+
+def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device, name, memory = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    return Gpu(name.value.decode(), (major.value, minor.value), memory.value)

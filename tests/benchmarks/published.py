@@ -1,0 +1,82 @@
+"""Readings of memory that others have published, and what ours predicts for the same training.
+
+    python -m tests.benchmarks.published
+
+Prints both, and what is predicted where dropout keeps a byte an element, as CUDA's kernel does, and not a mask in the
+tensor's own type, as a CPU and so a trace does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from transformers import BertConfig
+
+from recipes.planner.footprint import Need, need
+from recipes.planner.trace import Case, trace, weigh
+from recipes.run.hardware import Gpu, Hardware
+from recipes.run.resolve import resolve
+
+MIB = 2**20
+V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
+TASK = "sequence_classification"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """MiB that nvidia-smi showed while bert-large trained on 512 tokens a sequence."""
+
+    mib: int
+    batch: int
+    accumulation: int
+    fp16: bool = False
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        precision = "fp16" if self.fp16 else "fp32"
+        return f"{precision}, {self.batch}x{self.accumulation} of 512" + ", checkpointed" * self.checkpointing
+
+
+# Hugging Face's guide "Methods and tools for efficient training on a single GPU" (2023), on a V100, with 1343 MiB in
+# use before the model is loaded. Eager attention; zero_grad kept the gradients, and AdamW updated one parameter after
+# the other: transformers and torch of that time.
+BERT_LARGE = (
+    Reading(14949, 4, 1),
+    Reading(8681, 1, 4),
+    Reading(6775, 1, 4, checkpointing=True),
+    Reading(13939, 4, 1, fp16=True),
+    Reading(7275, 1, 4, fp16=True, checkpointing=True),
+)
+
+
+def bert_large() -> BertConfig:
+    return BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+
+
+def predicted(reading: Reading) -> Need:
+    flags = {"fp16": reading.fp16, "gradient_checkpointing": reading.checkpointing, "optim": "adamw_torch_fused"}
+    run = resolve(settings={"task": TASK, **flags}, world_size=1, hardware=V100, environment={}, demonstrate=False)
+    mixed = "float16" if run["fp16"] else None
+    case = Case(reading.batch, 512, TASK, attention="eager", autocast=mixed, checkpointing=reading.checkpointing)
+    config = bert_large()
+    kept = max(reading.accumulation, 2)  # gradients are there from the start, as zero_grad left them
+    return need(run, weigh(config, TASK), trace(config, case), kept, context=1343 * MIB)
+
+
+def _dropout_of_cuda(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False):
+    return torch.native_dropout(tensor, p, training)[0] if training and p else tensor
+
+
+def main() -> None:
+    print("| bert-large | MiB read | predicted | with CUDA's masks |\n|---|---|---|---|")
+    for reading in BERT_LARGE:
+        errors = [predicted(reading).gpu.total / MIB / reading.mib - 1]
+        with patch("torch.nn.functional.dropout", _dropout_of_cuda):
+            errors.append(predicted(reading).gpu.total / MIB / reading.mib - 1)
+        print(f"| {reading} | {reading.mib:,} | " + " | ".join(f"{error:+.1%}" for error in errors) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Predicted against resident bytes: small models through two real optimizer steps on this machine's CPU.
+
+    python -m tests.benchmarks.resident [--json]
+
+One process. After each case the allocator has given everything back (glibc is told to map every large tensor on its
+own), and the kernel's high-water mark of resident memory is reset before the next: what is measured is a case's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# Tensors of 64 KiB and more get pages of their own, which go back to the kernel when they are freed.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+LENGTH, MICRO = 192, 4
+
+_WIDE = {"hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 4000}
+_GPT2 = {"n_embd": 384, "n_layer": 2, "n_head": 6, "vocab_size": 4000, "bos_token_id": 0, "eos_token_id": 0}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_key_value_heads": 6}
+_LORA = "--use_peft true --lora_dropout 0"
+# The model, and what is changed of the recipe `standard`.
+CASES: dict[str, tuple[str, dict, str]] = {
+    "GPT-2": ("GPT2Config", _GPT2, ""),
+    "Llama": ("LlamaConfig", {**_WIDE, "intermediate_size": 1024}, ""),
+    "BERT": ("BertConfig", {**_WIDE, "intermediate_size": 1536}, "--task sequence_classification"),
+    "Qwen2": ("Qwen2Config", {**_WIDE, "intermediate_size": 1024, "num_key_value_heads": 2}, ""),
+    "Qwen3-MoE": ("Qwen3MoeConfig", {**_WIDE, **_EXPERTS}, ""),
+    "Llama, LoRA": ("LlamaConfig", {**_WIDE, "intermediate_size": 1024}, _LORA),
+    "Llama, checkpointing": ("LlamaConfig", {**_WIDE, "intermediate_size": 1024}, "--gradient_checkpointing true"),
+    "GPT-2, accumulation 2": ("GPT2Config", _GPT2, "--gradient_accumulation_steps 2"),
+}
+
+
+def run_of(flags: str):
+    from recipes.run.hardware import Hardware
+    from recipes.run.resolve import resolve
+
+    words = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
+    if "--gradient_accumulation_steps" not in words:
+        words += ["--gradient_accumulation_steps", "1"]
+    return resolve(["--recipe", "standard", *words], hardware=Hardware(cores=2), environment={}, demonstrate=False)
+
+
+def config_of(case: str):
+    import transformers
+
+    name, settings, _ = CASES[case]
+    return getattr(transformers, name)(**settings)
+
+
+def predicted(case: str) -> int:
+    from recipes.planner.estimate import Estimator
+
+    needed, _ = Estimator(config_of(case)).need(run_of(CASES[case][2]), MICRO)
+    return needed.gpu.total
+
+
+def resident(case: str, folder: Path) -> int:
+    """The most bytes that two optimizer steps had resident beyond what was resident before the model was made."""
+    run = run_of(CASES[case][2])
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc(5)
+    _two_steps(config_of(case), run, folder)
+    return _resident_bytes("VmHWM") - before
+
+
+def _two_steps(config, run, folder: Path) -> None:
+    import torch
+    from transformers import PrinterCallback, TrainingArguments
+
+    from launch.training.model import _auto_class, _with_adapters
+    from launch.training.trainer import Meter, RecipeTrainer
+    from recipes.factories import training_arguments
+
+    torch.manual_seed(0)
+    config.use_cache = False
+    model = _auto_class(run).from_config(config, dtype=torch.float32)
+    if run["use_peft"]:
+        model = _with_adapters(run, model)
+    rows = torch.randint(0, 1000, (2 * run.batch.total, LENGTH))
+    labels = torch.zeros(len(rows), dtype=torch.long) if run["task"] == "sequence_classification" else rows
+    mask = torch.ones(LENGTH, dtype=torch.long)
+    mask[-1] = 0  # where nothing is padded, transformers leaves the mask out
+    pairs = zip(rows, labels, strict=True)
+    data = [{"input_ids": row, "labels": label, "attention_mask": mask} for row, label in pairs]
+    own = {"output_dir": str(folder), "max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
+    args = training_arguments(run, TrainingArguments, {**own, "logging_strategy": "no"})
+    meter = Meter()
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, callbacks=[meter])
+    trainer.meter = meter
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def _resident_bytes(field: str) -> int:
+    gc.collect()
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def measure() -> dict[str, dict[str, int]]:
+    from recipes.quiet import silence
+
+    with tempfile.TemporaryDirectory() as folder, silence():
+        resident("Llama, LoRA", Path(folder))  # what is loaded once, and MKL's own buffers
+        found = {case: {"resident_bytes": resident(case, Path(folder))} for case in CASES}
+        return {case: {"predicted_bytes": predicted(case), **row} for case, row in found.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):  # read when a process starts
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tests.benchmarks.resident", *sys.argv[1:]],
+            {**os.environ, **ALLOCATOR},
+        )
+    found = measure()
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    print(
+        f"| two steps of {MICRO} x {LENGTH} tokens, fp32 | predicted MiB | resident MiB | off by |\n|---|---|---|---|"
+    )
+    for case, row in found.items():
+        ratio = row["predicted_bytes"] / row["resident_bytes"] - 1
+        print(f"| {case} | {row['predicted_bytes'] / 2**20:.0f} | {row['resident_bytes'] / 2**20:.0f} | {ratio:+.1%} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

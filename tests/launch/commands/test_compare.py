@@ -1,0 +1,217 @@
+"""`recipes compare`: what differs between the records of real runs, and which of them meets a target."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.cli import main
+from launch.commands.compare import Run, Target, differing_settings, other_training, results
+from tests.support.running import train_here
+
+EVALUATED = ["--dataset_train_split", "train[:90%]", "--dataset_test_split", "train[90%:]", "--eval_strategy", "epoch"]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, texts, tmp_path_factory):
+    """A folder with the runs `plain`, `changed` (another rate from a file, another recipe) and `diverged`."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = folder / "mine.yaml"
+    config.write_text("learning_rate: 0.01\n")
+    flags = {
+        "plain": [*EVALUATED, "--max_steps", "5"],
+        "changed": [*EVALUATED, "--max_steps", "5", "--recipe", "fast", "--config", str(config)],
+        "diverged": ["--max_steps", "5", "--learning_rate", "1e30", "--max_grad_norm", "0"],
+    }
+    for name, words in flags.items():
+        train_here(tiny_model, texts, folder / name, *words)
+    return folder
+
+
+@pytest.fixture
+def compare(runs, capsys):
+    """The exit code and the JSON of a comparison of runs, by their names."""
+
+    def compared(*words):
+        names = [str(runs / word) if (runs / word).is_dir() else word for word in words]
+        code = main(["compare", *names, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return compared
+
+
+def of(runs, name) -> Run:
+    return Run(name, runs / name, json.loads((runs / name / "run.json").read_text()))
+
+
+def with_record(run: Run, **changes) -> Run:
+    return Run("other", run.path, {**copy.deepcopy(run.record), **changes})
+
+
+def test_a_setting_stands_under_its_source_with_its_value_and_source_in_each_run(compare, runs):
+    _, found = compare("plain", "changed")
+    assert found["settings"]["file"]["learning_rate"] == [
+        {"value": 5e-5, "source": "library default"},
+        {"value": 0.01, "source": str(runs / "mine.yaml")},
+    ]
+
+
+def test_what_only_the_recipe_chose_stands_under_the_recipe(compare):
+    _, found = compare("plain", "changed")
+    assert [entry["source"] for entry in found["settings"]["recipe"]["logging_steps"]] == [
+        "recipe standard",
+        "recipe fast",
+    ]
+
+
+def test_where_a_run_wrote_to_is_no_difference(compare):
+    _, found = compare("plain", "changed")
+    names = {name for settings in found["settings"].values() for name in settings}
+    assert not names & {"output_dir", "config"}
+
+
+def test_a_run_does_not_differ_from_itself(compare):
+    _, found = compare("plain", "plain")
+    assert found["settings"] == found["surroundings"] == {} and found["other_training"] == []
+
+
+def test_results_are_those_of_the_records(compare, runs):
+    _, found = compare("plain", "changed")
+    records = [of(runs, name).record for name in ("plain", "changed")]
+    for name in ("final_loss", "eval_loss", "step_time", "samples_per_second", "peak_memory_bytes", "train_runtime"):
+        assert found["results"][name] == [record[name] for record in records]
+
+
+def test_a_run_that_failed_is_shown_with_its_status_and_error(compare):
+    _, found = compare("plain", "diverged")
+    assert found["runs"][1]["status"] == "failed" and "NotANumber" in found["runs"][1]["error"]
+
+
+def test_tables_name_every_run(runs, capsys):
+    assert main(["compare", str(runs / "plain"), str(runs / "changed" / "run.json"), str(runs / "diverged")]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("plain", "changed", "diverged", "NotANumber"))
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(runs, tmp_path, capsys):
+    other = tmp_path / "plain"
+    other.mkdir()
+    (other / "run.json").write_text((runs / "plain" / "run.json").read_text())
+    main(["compare", str(runs / "plain"), str(other), "--json"])
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == [str(runs / "plain"), str(other)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("seed", 7, "seed"),
+        ("global_batch_size", 32, "global batch"),
+        ("dataset_name", "other", "data"),
+        ("max_steps", 9, "length"),
+    ],
+)
+def test_another_training_is_named(runs, name, value, what):
+    plain = of(runs, "plain")
+    settings = {**plain.record["settings"], name: {"value": value, "source": "command line", "reason": ""}}
+    assert other_training([plain, with_record(plain, settings=settings)]) == [f"{what} ({name})"]
+
+
+def test_a_file_with_other_contents_is_other_data(runs):
+    plain = of(runs, "plain")
+    assert other_training([plain, with_record(plain, data="other")]) == ["data (the contents of one name)"]
+
+
+def test_it_says_first_that_the_training_is_not_the_same(runs, capsys):
+    main(["compare", str(runs / "plain"), str(runs / "diverged")])
+    assert capsys.readouterr().out.startswith("not the same training, so results differ for that too: other data")
+
+
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [(["eval_loss", "100"], 0), (["eval_loss", "0"], 1), (["samples_per_second", "0"], 0), (["train_runtime", "0"], 1)],
+)
+def test_the_exit_code_says_whether_a_run_meets_the_target(compare, target, code):
+    assert compare("plain", "changed", "--target", *target)[0] == code
+
+
+def test_every_target_is_to_be_met_by_one_run(compare, runs):
+    losses = {name: of(runs, name).record["eval_loss"] for name in ("plain", "changed")}
+    better, worse = sorted(losses, key=losses.__getitem__)
+    code, found = compare(better, worse, "--target", "eval_loss", str(losses[better]), "--target", "global_step", "5")
+    assert (code, found["meets_all"]) == (0, [better])
+    assert found["targets"][0]["margin"] == [0, pytest.approx(losses[better] - losses[worse])]
+
+
+def test_a_run_without_the_result_does_not_meet_it(compare):
+    _, found = compare("diverged", "plain", "--target", "eval_loss", "100")
+    assert found["targets"][0]["met"] == [False, True]
+
+
+def test_a_loss_that_is_no_number_meets_nothing(runs):
+    run = with_record(of(runs, "plain"), eval_loss=math.nan)
+    assert not Target("eval_loss", 1e9).met(run)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_less_is_better_for_a_loss_and_more_for_a_speed(value, wanted):
+    run = Run("run", Path("run"), {"eval_loss": value, "tokens_per_second": value})
+    assert Target("eval_loss", wanted).met(run) == (value <= wanted)
+    assert Target("tokens_per_second", wanted).met(run) == (value >= wanted)
+
+
+@given(st.dictionaries(st.sampled_from(["bf16", "optim", "new_one"]), st.booleans()))
+def test_only_what_differs_is_shown(values):
+    entries = {name: {"value": value, "source": "command line"} for name, value in values.items()}
+    changed = {name: {**entry, "value": not entry["value"]} for name, entry in entries.items()}
+    one, other = (Run("run", Path("run"), {"settings": settings}) for settings in (entries, changed))
+    assert differing_settings([one, one]) == {}
+    assert set(differing_settings([one, other]).get("command line", {})) == set(values)
+
+
+def test_a_result_that_no_run_has_is_no_row(runs):
+    assert "mfu" not in results([of(runs, "plain")] * 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "holds no run.json"),
+        ("{", "is damaged"),
+        ("[]", "is no record of a run"),
+        ('{"status": "finished"}', "is no record of a run"),
+        ('{"status": "running", "settings": {"seed": {"value": 1, "source": "default"}}}', "is unfinished"),
+    ],
+)
+def test_what_is_no_record_is_a_mistake_with_its_reason(runs, tmp_path, capsys, text, words):
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    assert main(["compare", str(runs / "plain"), str(tmp_path)]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_runs_names_them(runs, capsys):
+    assert main(["compare", str(runs / "plain"), str(runs)]) == 2
+    assert str(runs / "changed") in capsys.readouterr().err.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["eval_los", "1"], "Fix: eval_loss."),
+        (["eval_loss", "low"], "is no number"),
+        (["eval_loss", "nan"], "is no number"),
+        (["zzz", "1"], "one of "),
+    ],
+)
+def test_a_target_that_means_nothing_is_a_mistake(runs, capsys, words, said):
+    assert main(["compare", str(runs / "plain"), str(runs / "changed"), "--target", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_one_run_alone_is_a_mistake(runs, capsys):
+    assert main(["compare", str(runs / "plain")]) == 2
+    assert "two or more" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""`recipes explain`: what two real ranks counted, and that its reasons follow from the numbers."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.explain.command import TOPICS, Measured, Row, cpu_computes_in, reason
+
+COMMAND = [sys.executable, "-m", "launch", "explain", "both"]
+
+
+def measured(topic):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(["explain", topic, "--json"]) == 0
+    return json.loads(output.getvalue())
+
+
+@pytest.fixture(scope="module")
+def accumulation():
+    return measured("accumulation")["rows"]
+
+
+@pytest.fixture(scope="module")
+def amp():
+    return measured("amp")["rows"]
+
+
+@pytest.fixture(scope="module")
+def both():
+    return measured("both")["rows"]
+
+
+# --- Accumulation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ddp_synchronises_at_each_micro_batch_unless_it_is_told_not_to(accumulation):
+    assert [row["synchronisations"] for row in accumulation] == [1, 8, 1, 1]
+
+
+@pytest.mark.slow
+def test_each_synchronisation_sends_the_whole_gradient(accumulation):
+    assert [row["sent_bytes"] / accumulation[0]["sent_bytes"] for row in accumulation] == [1, 8, 1, 1]
+
+
+@pytest.mark.slow
+def test_the_gradient_is_the_same_with_and_without_no_sync(accumulation):
+    assert max(row["difference"] for row in accumulation[:3]) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_divided_makes_the_gradient_as_many_times_as_large(accumulation):
+    assert accumulation[3]["gradient"] / accumulation[0]["gradient"] == pytest.approx(8, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_smaller_micro_batches_take_less_memory(accumulation):
+    assert all(row["peak_bytes"] < 0.9 * accumulation[0]["peak_bytes"] for row in accumulation[1:])
+
+
+# --- Mixed precision -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_small_gradients_become_zero_in_fp16_and_a_scaler_saves_them(amp):
+    fp16, scaled = amp[2:]
+    assert fp16["lost"] > 0.1 and scaled["lost"] < 0.01
+
+
+@pytest.mark.slow
+def test_bf16_and_scaled_fp16_train_like_fp32(amp):
+    assert [amp[1]["loss"], amp[3]["loss"]] == pytest.approx([amp[0]["loss"]] * 2, abs=0.02)
+
+
+@pytest.mark.slow
+def test_autocast_sends_as_much_as_fp32(amp):
+    assert len({row["sent_bytes"] for row in amp}) == 1
+
+
+# --- Both ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_accumulation_in_16_bits_has_the_gradient_of_the_whole_batch(both):
+    assert [row["difference"] < limit for row, limit in zip(both[:4], (1e-6, 1e-6, 0.02, 0.01), strict=True)] == [
+        True
+    ] * 4
+
+
+@pytest.mark.slow
+def test_accumulation_in_16_bits_synchronises_once(both):
+    assert {row["synchronisations"] for row in both} == {1}
+
+
+@pytest.mark.slow
+def test_clipping_what_is_still_scaled_leaves_next_to_nothing(both):
+    assert both[4]["gradient"] < 1e-4 * both[3]["gradient"] and both[4]["loss"] > both[3]["loss"]
+
+
+# --- How it ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started():
+    """The command with both ranks of its own, and these."""
+    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(ranks := [int(word) for word in children.read_text().split()]) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    yield process, ranks
+    process.kill()
+    process.communicate()
+
+
+def has_ended(pid) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_ctrl_c_ends_both_ranks(started):
+    process, ranks = started
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert all(has_ended(rank) for rank in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_rank_that_dies_is_told_in_words(started):
+    process, ranks = started
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (1, "rank 1 was ended by SIGKILL\n")
+    assert all(has_ended(rank) for rank in ranks)
+
+
+def test_without_a_topic_it_names_them(capsys):
+    assert main(["explain"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{topic}: " in printed for topic in TOPICS)
+
+
+# --- Reasons ---------------------------------------------------------------------------------------------------------
+
+PLAIN = Row(1.0, 100, 1, 100, 2.0, 1.0, 0.0, 0.0, 0)
+
+
+def said(topic, index, **changes) -> str:
+    """The reason of a row like the first but for these numbers."""
+    rows = [PLAIN] * len(TOPICS[topic].variants)
+    rows[index] = replace(PLAIN, **changes)
+    found = Measured("nccl", 1, 1, 5.0, "", tuple(rows))
+    return reason(topic, TOPICS[topic].variants[index], rows[index], found)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(2.0, "takes 2.0 times as long here"), (1.01, "as fast here"), (0.5, "2.0 times as fast here")],
+)
+def test_bf16_is_called_faster_only_where_it_was(seconds, words):
+    assert said("amp", 1, seconds=seconds).endswith(words)
+
+
+@pytest.mark.parametrize(("peak_bytes", "words"), [(150, "50% more"), (100, "as much"), (75, "25% less")])
+def test_memory_is_called_less_only_where_it_was(peak_bytes, words):
+    assert f"{words} memory" in said("amp", 3, peak_bytes=peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(None, "loss no number instead of 2.00"), (2.0, "loss 2.00 as well"), (3.0, "loss 3.00 instead")],
+)
+def test_what_a_loss_that_is_not_divided_does_is_told_as_it_came(loss, words):
+    assert words in said("accumulation", 3, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("flags", "known"), [({"avx2"}, False), ({"avx512_bf16"}, True), ({"amx_bf16", "avx2"}, True), (set(), None)]
+)
+def test_a_cpu_computes_in_bf16_if_it_says_so(flags, known):
+    assert cpu_computes_in("bf16", frozenset(flags)) is known

@@ -1,0 +1,269 @@
+"""`--fit`: the largest micro-batch that really runs, found in real processes under a real limit of memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from launch.fit import search as fit
+from launch.fit.search import Board, ProbeFailed
+from launch.host.world import World
+from recipes.errors import UserError
+from recipes.run.resolve import resolve
+from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
+from tests.support.wide import LENGTH, texts_of, wide_model
+
+LIMIT = 1.64  # GB: a process runs a micro-batch of 2, and one that has already taken `BALLAST` runs 1
+BALLAST = 0.36
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("wide")
+    model, data = wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [LENGTH, 40] * 16)
+    flags = f"--recipe standard --model_name_or_path {model} --dataset_name {data} --max_length {LENGTH}"
+    return [*flags.split(), *"--global_batch_size 4 --max_steps 3 --save_steps 2 --logging_steps 1".split()]
+
+
+@pytest.fixture(scope="module")
+def second_rank_has_less(training, tmp_path_factory):
+    """Fitted and trained in one command, in a world whose second rank has less memory left than the first."""
+    folder = tmp_path_factory.mktemp("fitted")
+    ballast = f"import os\nballast = bytearray(b'x') * int({BALLAST}e9 * (os.environ.get('RANK') == '1'))\n"
+    (folder / "sitecustomize.py").write_text(ballast)  # for the probes, which Python starts anew
+    (folder / "train.py").write_text(f"{ballast}import runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n")
+    search = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    flags = [*training, "--fit", "--memory_limit", str(LIMIT)]
+    done = launch_quickly(*flags, output=folder / "out", env={"PYTHONPATH": search}, script=folder / "train.py")
+    assert done.code == 0, done.output
+    return folder / "out", done
+
+
+@pytest.fixture
+def found(second_rank_has_less):
+    return json.loads((second_rank_has_less[0] / "fit.json").read_text())
+
+
+# --- What is found ---------------------------------------------------------------------------------------------------
+
+
+def test_what_one_rank_cannot_run_does_not_fit(found):
+    larger, largest = found["probes"]
+    assert (larger["micro_batch"], larger["fits"], larger["ranks"][1]) == (2, False, "out_of_memory")
+    assert larger["ranks"][0] != "out_of_memory"
+    assert (largest["micro_batch"], largest["fits"], largest["ranks"]) == (1, True, ["fits", "fits"])
+    assert 0 < found["peak_bytes"] <= found["limit_bytes"] == LIMIT * 1e9
+
+
+def test_the_run_that_follows_trains_with_it_at_the_same_global_batch(second_rank_has_less, found):
+    settings = second_rank_has_less[1].record["settings"]
+    assert second_rank_has_less[1].record["status"] == "finished"
+    assert settings["per_device_train_batch_size"]["value"] == found["micro_batch"] == 1
+    assert settings["per_device_train_batch_size"]["source"] == "fit.json"
+    assert "the largest that ran here: peak" in settings["per_device_train_batch_size"]["reason"]
+    assert found["micro_batch"] * found["accumulation"] * found["world_size"] == 4
+    assert settings["global_batch_size"]["value"] == found["global_batch_size"] == 4
+
+
+def test_the_next_run_takes_it_without_another_probe(second_rank_has_less, training):
+    folder, first = second_rank_has_less
+    longer = ["4" if word == "3" else word for word in training]
+    again = launch_quickly(*longer, "--fit", "--memory_limit", str(LIMIT), output=folder)
+    assert (again.code, again.record["global_step"]) == (0, 4), again.output
+    assert "the largest that ran here" in again.output and "micro 2" not in again.output
+    assert losses(again)[:2] == losses(first)[:2]  # it went on from step 2
+
+
+def test_a_command_fits_alone_and_says_how_to_train_with_it(training, tmp_path):
+    one = ["1" if word == "4" else word for word in training[2:]]
+    words = ["-m", "launch", "fit", "--num_processes", "1", *one, "--output_dir", str(tmp_path)]
+    done = run([sys.executable, *words, "--memory_limit", "2"], tmp_path, cwd=ROOT)
+    assert done.code == 0 and not done.record, done.output
+    assert "micro 1 x accumulation 1: runs, peak" in done.output
+    assert "train with it: recipes submit local --processes_per_node 1 -- --model_name_or_path" in done.output
+    assert json.loads((tmp_path / "fit.json").read_text())["micro_batch"] == 1
+
+
+# --- What a fit holds for --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def argv(second_rank_has_less, training):
+    return [*training, "--memory_limit", str(LIMIT), "--output_dir", str(second_rank_has_less[0])]
+
+
+def micro_batch(argv, *more, processes=2):
+    setting = resolve([*argv, *more], world_size=processes).setting("per_device_train_batch_size")
+    return setting.value, setting.source
+
+
+def test_a_fit_holds_for_its_own_training_alone(argv):
+    assert micro_batch(argv) == micro_batch(argv, "--learning_rate", "1e-3") == (1, "fit.json")
+    assert micro_batch(argv, processes=1) == (4, "batch arithmetic")
+    for other in ("--gradient_checkpointing true", "--optim sgd", "--dtype bfloat16", "--packing"):
+        assert micro_batch(argv, *other.split()) == (2, "batch arithmetic"), other
+    for name, value in (("--global_batch_size", "8"), ("--max_length", "64"), ("--memory_limit", "2")):
+        other = [value if before == name else word for before, word in zip(["", *argv], argv, strict=False)]
+        assert micro_batch(other)[1] == "batch arithmetic", name
+
+
+def test_what_is_written_down_wins_over_a_fit(argv, tmp_path):
+    (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 2\n")
+    assert micro_batch(argv, "--per_device_train_batch_size", "2") == (2, "command line")
+    assert micro_batch(argv, "--config", str(tmp_path / "run.yaml")) == (2, str(tmp_path / "run.yaml"))
+
+
+def test_the_check_shows_it(argv, capsys):
+    from launch.cli import main
+
+    assert main(["check", "--num_processes", "2", *argv]) == 0
+    assert "batch 1 x 2 x 2 = 4: the largest that ran here: peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'])
+def test_a_damaged_fit_is_ignored(content, argv, tmp_path):
+    (tmp_path / "fit.json").write_text(content)
+    assert micro_batch([*argv[:-1], str(tmp_path)]) == (2, "batch arithmetic")
+
+
+@pytest.mark.parametrize("flag", ["--per_device_train_batch_size", "--gradient_accumulation_steps"])
+def test_there_is_nothing_to_find_where_the_split_is_written_down(flag, tmp_path, capsys):
+    from launch.train import main
+
+    assert main(["--fit", flag, "2", "--output_dir", str(tmp_path)]) == 2
+    assert f"{flag[2:]}: is what --fit finds" in capsys.readouterr().err
+
+
+# --- What a probe's end means ----------------------------------------------------------------------------------------
+
+_PROBE = """
+import json, os, signal, sys, time
+folder = sys.argv[1]
+request = json.load(open(folder + "/request.json"))
+rank = int(request["argv"][0])
+
+def says(kind, words=""):
+    with open(folder + "/verdict.json", "w") as file:
+        json.dump({"kind": kind, "peak_bytes": 100 + rank, "words": words, "problems": []}, file)
+
+"""
+
+
+@pytest.fixture
+def probe(monkeypatch, tmp_path):
+    """Has every probe be a process with this source."""
+
+    def becomes(source: str) -> None:
+        (tmp_path / "probe.py").write_text(_PROBE + source)
+        monkeypatch.setattr(fit, "PROBE", tmp_path / "probe.py")
+
+    return becomes
+
+
+@pytest.fixture
+def ranks_agree(probe):
+    """What two ranks, threads here, agree on when their probes, processes with this source, have ended."""
+    from torch.distributed import TCPStore
+
+    def agreed(source: str) -> dict:
+        probe(source)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        spec = resolve(["--global_batch_size", "16"], world_size=2)
+
+        def of_rank(rank: int):
+            world = World(2, rank, 2)
+            board = Board(world, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
+            try:
+                return fit._probed(spec, [str(rank)], world, board, 8, 10**9)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(2) as threads:
+            one, other = threads.map(of_rank, range(2))
+        assert str(one) == str(other)
+        return one
+
+    return agreed
+
+
+@pytest.mark.parametrize(("most", "tried"), [(8, [4, 8, 16]), (3, [16, 8, 4, 2])])
+def test_it_goes_up_from_the_guess_while_it_runs_or_down_until_it_does(most, tried, probe, tmp_path, monkeypatch):
+    monkeypatch.setattr(fit, "_guess", lambda run, limit: tried[0])
+    probe(f"says('fits' if request['micro_batch'] <= {most} else 'out_of_memory')")
+    run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path), "--memory_limit", "4"])
+    assert fit.fit(run, ["0"], World()).batch.micro == max(size for size in tried if size <= most)
+    assert [done["micro_batch"] for done in json.loads((tmp_path / "fit.json").read_text())["probes"]] == tried
+
+
+def test_where_not_even_one_example_fits_it_says_what_takes_less(probe, tmp_path):
+    probe("says('out_of_memory', 'asked for 2 GiB')")
+    run = resolve(["--global_batch_size", "1", "--output_dir", str(tmp_path), "--memory_limit", "1"])
+    with pytest.raises(UserError, match="not even a micro-batch of 1 runs") as refused:
+        fit.fit(run, ["0"], World())
+    assert "in 953.7 MiB: asked for 2 GiB. Fix: --gradient_checkpointing true" in str(refused.value)
+    assert not (tmp_path / "fit.json").exists()
+
+
+def test_it_fits_where_it_ran_on_every_rank_and_the_peak_is_the_highest(ranks_agree):
+    assert ranks_agree("says('fits')") == {"fits": True, "peak_bytes": 101, "words": "", "ranks": ["fits"] * 2}
+
+
+def test_a_rank_that_waits_for_one_without_memory_is_ended(ranks_agree):
+    began = time.monotonic()
+    agreed = ranks_agree("if rank: says('out_of_memory', 'asked for more')\nelse: time.sleep(60)")
+    assert (agreed["fits"], agreed["words"]) == (False, "asked for more")
+    assert agreed["ranks"] == ["stopped", "out_of_memory"] and time.monotonic() - began < 20
+
+
+def test_a_probe_that_the_system_kills_had_no_memory_left(ranks_agree):
+    agreed = ranks_agree("if rank: os.kill(os.getpid(), signal.SIGKILL)\nsys.exit('Connection closed by peer')")
+    assert (agreed["fits"], agreed["words"]) == (False, "killed by the system")
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGSEGV)", "sys.exit('no kernel image for it')"])
+def test_another_failure_says_nothing_about_memory(ranks_agree, end):
+    failed = ranks_agree(f"print('loading the model', flush=True)\nif rank: {end}\ntime.sleep(1)\nsays('fits')")
+    assert isinstance(failed, ProbeFailed)
+    assert "failed on rank 1, which says nothing about memory" in str(failed) and "loading the model" in str(failed)
+
+
+def test_a_mistake_that_a_probe_finds_is_told_as_one(ranks_agree):
+    assert isinstance(ranks_agree("says('mistake')"), UserError)
+
+
+def test_nothing_is_left_of_a_fit_that_is_told_to_stop(training, tmp_path):
+    one = ["1" if word == "4" else word for word in training]
+    words = [sys.executable, str(ROOT / "launch" / "train.py"), *one, "--fit", "--output_dir", str(tmp_path)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert any("from micro" in line for line in process.stdout)
+        children = wait_for(lambda: children_of(process.pid))
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, "Traceback" in output) == (75, False), output
+    wait_for(lambda: not any(alive(child) for child in children))
+    assert not (tmp_path / "fit.json").exists()
+
+
+def wait_for(found):
+    deadline = time.monotonic() + 60
+    while not (answer := found()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert answer
+    return answer
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def alive(pid: str) -> bool:
+    return Path("/proc", pid).exists()

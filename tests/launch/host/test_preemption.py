@@ -1,0 +1,212 @@
+"""Told to stop, wherever the signal lands: one agreed step, a valid checkpoint, and a run that goes on as if nothing
+had happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from launch.host.signals import EXIT_CODE
+from launch.output.checkpoints import newest_valid
+from tests.support.running import ROOT, SCRIPT, fork, launch_quickly, losses, model_flags, read_record, train_here
+
+STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
+
+
+@dataclass
+class Run:
+    """A training in processes of its own, to be told to stop in the middle. `starter` is what starts the script."""
+
+    flags: list[str]
+    output: Path
+    starter: tuple[str, ...] = (sys.executable,)
+
+    def __enter__(self):
+        self.log = tempfile.TemporaryFile()
+        self.start([str(SCRIPT), *self.flags, "--output_dir", str(self.output)])
+        return self
+
+    def start(self, words: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [*self.starter, *words],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+
+    def __exit__(self, *exception):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def said(self) -> str:
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode()
+
+    def wait_until_said(self, words: str) -> None:
+        deadline = time.monotonic() + 120
+        while words not in self.said():
+            assert time.monotonic() < deadline, f"{words!r} was never said:\n{self.said()}"
+            time.sleep(0.01)
+
+    def ranks(self) -> list[int]:
+        """Processes of the training script; the launcher, which names it too, is not among them."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                workers = "pt_data_worker" in (folder / "comm").read_text()
+            except OSError:
+                continue
+            if str(self.output) in words and not any("accelerate" in word for word in words[:3]) and not workers:
+                found.append(int(folder.name))
+        return sorted(found)
+
+    def end(self) -> str:
+        """Everything it said, once it and all its ranks have ended."""
+        self.process.wait(120)
+        deadline = time.monotonic() + 60
+        while self.ranks() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self.said()
+
+
+class Forked(Run):
+    """One rank without a launcher, in a process that need not import everything: for what comes after that."""
+
+    def start(self, words: list[str]) -> None:
+        self.process = fork(dict(os.environ), words, self.log.fileno())
+
+    def __exit__(self, *exception):
+        self.process.kill()
+
+    def ranks(self) -> list[int]:
+        return [self.process.pid]
+
+    def end(self) -> str:
+        self.process.join(120)
+        return self.said()
+
+
+def launcher(config: str, *words: str) -> partial[Run]:
+    file = str(ROOT / "accelerate_configs" / config)
+    return partial(Run, starter=(sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *words))
+
+
+ONE_PROCESS = launcher("single.yaml")
+TWO_RANKS = launcher("standard.yaml", "--num_processes", "2", "--main_process_port", "0")
+
+
+def stopped(run: Run, tell) -> str:
+    with run:
+        run.wait_until_said("step 5/")
+        tell(run)
+        return run.end()
+
+
+@pytest.fixture
+def flags(tiny_model, texts):
+    return [*model_flags(tiny_model, texts), *STEPS]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model, texts, tmp_path_factory):
+    """The same training, never stopped, in one process."""
+    return train_here(tiny_model, texts, tmp_path_factory.mktemp("whole"), *STEPS)
+
+
+def assert_resumable(output: Path) -> int:
+    """Preempted, with a valid checkpoint of its last step and no final model; returns that step."""
+    newest, damaged = newest_valid(output)
+    assert newest is not None and not damaged
+    assert read_record(output)["status"] == "preempted"
+    assert not (output / "model.safetensors").exists()
+    return newest.step
+
+
+TELL = {
+    "SIGTERM": lambda run: os.kill(run.ranks()[0], signal.SIGTERM),
+    "SIGUSR1": lambda run: os.kill(run.ranks()[0], signal.SIGUSR1),
+    "the last rank": lambda run: os.kill(run.ranks()[-1], signal.SIGTERM),
+    "the launcher": lambda run: os.kill(run.process.pid, signal.SIGTERM),
+    "the launcher twice": lambda run: [(time.sleep(0.3), run.process.send_signal(signal.SIGTERM)) for _ in range(2)],
+    "everybody": lambda run: os.killpg(run.process.pid, signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (Forked, "SIGUSR1"),
+        (ONE_PROCESS, "the launcher"),
+        (TWO_RANKS, "the launcher twice"),
+        (TWO_RANKS, "everybody"),
+    ],
+    ids=["SIGUSR1", "the launcher of one process", "the launcher of two ranks, twice", "two ranks and their launcher"],
+)
+def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, told, flags, tmp_path):
+    stopped(start(flags, tmp_path), TELL[told])
+    assert 5 <= assert_resumable(tmp_path) < 100
+
+
+def test_the_exit_code_says_try_again(flags, tmp_path):
+    run = Run(flags, tmp_path)
+    output = stopped(run, TELL["SIGTERM"])
+    assert run.process.returncode == EXIT_CODE == 75
+    assert "told to stop by SIGTERM at step" in output and "run the same command again" in output
+    assert "Traceback" not in output
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(flags, tiny_model, texts, tmp_path, uninterrupted):
+    stopped(Forked(flags, tmp_path), TELL["SIGTERM"])
+    again = train_here(tiny_model, texts, tmp_path, *STEPS)
+    assert "resuming from" in again.output
+    assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-6)
+
+
+def test_two_ranks_of_which_the_last_was_told_go_on_as_if_it_had_not_been(flags, tmp_path, uninterrupted):
+    stopped(TWO_RANKS(flags, tmp_path), TELL["the last rank"])
+    again = launch_quickly(*flags, output=tmp_path, processes=2)
+    assert "resuming from" in again.output
+    assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-3)
+
+
+def test_a_signal_during_a_save_lets_it_end(flags, tmp_path):
+    def during_a_save(run):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            unfinished = [f for f in tmp_path.glob("checkpoint-*") if not (f / "trainer_state.json").exists()]
+            if unfinished:
+                return os.kill(run.ranks()[0], signal.SIGTERM)
+        raise AssertionError("no save was seen")
+
+    often = ["2" if word == "1000" else word for word in flags]
+    stopped(Forked([*often, "--save_total_limit", "1000"], tmp_path), during_a_save)
+    assert_resumable(tmp_path)
+
+
+def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
+    with Run(flags, tmp_path) as run:
+        time.sleep(2)
+        os.kill(run.process.pid, signal.SIGTERM)
+        output = run.end()
+    assert run.process.returncode == EXIT_CODE, output
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_the_checkpoint_survives_beside_the_best_one(tiny_model, texts, tmp_path):
+    """At its end Trainer deletes the last checkpoint where another one is the best and one is to be kept."""
+    first_is_best = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()
+    every_second = "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 1".split()
+    split = "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --logging_steps 1".split()
+    flags = [*model_flags(tiny_model, texts), *first_is_best, *every_second, *split, "--learning_rate", "1e-3"]
+    stopped(Forked([*flags, "--max_steps", "150"], tmp_path), TELL["SIGTERM"])
+    assert assert_resumable(tmp_path) >= 5
+    assert (tmp_path / "checkpoint-2").exists()

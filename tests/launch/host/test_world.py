@@ -1,0 +1,74 @@
+"""The world and the engine: read from what the launcher announced, and never guessed."""
+
+import pytest
+
+from launch.host.world import World, launched, on_launched_engine
+from recipes.errors import UserError
+from recipes.run.engine import from_environment
+from recipes.run.hardware import Hardware
+from recipes.run.resolve import resolve
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+ZERO_3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+}
+
+
+def engine_of(recipe, environment, **settings):
+    run = resolve(settings={"recipe": recipe, **settings}, hardware=Hardware(), environment=environment)
+    return on_launched_engine(run).engine
+
+
+def test_a_process_started_by_hand_is_alone():
+    assert launched({}) == World(1, 0, 1)
+
+
+def test_torchrun_announces_its_world():
+    assert launched(TORCHRUN) == World(size=8, rank=5, local_size=4)
+
+
+def test_rank_0_speaks_and_the_first_rank_of_each_node_speaks_of_errors():
+    ranks = [World(8, rank, 4) for rank in range(8)]
+    assert [world.rank for world in ranks if world.speaks] == [0]
+    assert [world.rank for world in ranks if world.speaks_of_errors] == [0, 4]
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_cannot_find_each_other_are_refused(variable):
+    with pytest.raises(UserError, match="a model of their own"):
+        launched({variable: "4"})
+
+
+def test_one_process_a_node_under_slurm_with_a_launcher_inside_is_fine():
+    assert launched({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}).size == 8
+
+
+def test_the_launched_engine_is_what_the_environment_says():
+    engine = from_environment({**TORCHRUN, **ZERO_3})
+    assert (engine.kind, engine.zero_stage, engine.offload_param) == ("deepspeed", 3, "cpu")
+
+
+def test_the_engine_of_a_deepspeed_file_is_what_the_file_says(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    environment = {**TORCHRUN, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    assert from_environment(environment).title == "DeepSpeed ZeRO-3, parameter offload"
+
+
+def test_a_launched_deepspeed_wins_over_the_recipes_own():
+    assert engine_of("memory", {**TORCHRUN, **ZERO_3}).zero_stage == 3
+
+
+def test_a_memory_recipe_under_plain_ddp_brings_its_own_engine():
+    assert engine_of("memory", TORCHRUN).title == "DeepSpeed ZeRO-2, optimizer offload"
+
+
+def test_another_recipe_takes_the_engine_that_was_launched():
+    assert engine_of("fast", TORCHRUN).kind == "ddp"
+
+
+def test_trainers_own_deepspeed_argument_is_the_engine():
+    content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert engine_of("standard", TORCHRUN, deepspeed=content).title == "DeepSpeed ZeRO-2, optimizer offload"

@@ -1,0 +1,373 @@
+"""Jobs for Azure ML, through Azure's own parser to the body that would be sent. Nothing here has run on Azure."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.cli import main
+from launch.jobs import azure as azure_job
+from launch.jobs import azure_workspace
+from launch.jobs.azure import Azure
+from launch.jobs.azure_check import training_in
+from launch.jobs.job import job_of
+from recipes.catalog import RECIPES
+from recipes.run.hardware import Gpu, Hardware
+from recipes.run.resolve import resolve
+from tests.support.azure import NAMES, in_a_job, loopback
+from tests.support.hostile import HOSTILE
+from tests.support.running import ROOT, launch, losses, model_flags, read_record
+
+FOLDER = ROOT / "azureml"
+SHIPPED = ["standard", "fast", "memory"]
+
+
+def job(recipe="standard", nodes=1, processes=4, argv=()):
+    hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes, cores=8)
+    world = nodes * processes
+    run = resolve(
+        ["--recipe", recipe, *argv], world_size=world, local_world_size=processes, hardware=hardware, environment={}
+    )
+    return job_of(run, nodes, processes, argv)
+
+
+def sent(file: Path) -> dict:
+    """The body of the request that Azure's SDK would make of a YAML."""
+    azure = pytest.importorskip("azure.ai.ml")
+    return azure.load_job(str(file))._to_job()._to_rest_object().as_dict()["properties"]
+
+
+@pytest.fixture
+def rendered():
+    """Writes a job beside the shipped ones, where its relative paths hold."""
+    written = []
+
+    def write(text: str) -> Path:
+        file = FOLDER / f"rendered-{os.getpid()}-{len(written)}.yaml"
+        written.append(file)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    yield write
+    for file in written:
+        file.unlink()
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_shipped_job_is_what_the_renderer_writes_and_its_comments(recipe):
+    shipped = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
+    assert shipped == yaml.safe_load(azure_job.render(job(recipe), Azure(compute="gpu-cluster")))
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_azures_own_parser_takes_a_shipped_job(recipe):
+    body = sent(FOLDER / f"{recipe}.yaml")
+    assert body["distribution"] == {"distributionType": "PyTorch", "processCountPerInstance": 1}
+    assert body["resources"]["shmSize"] == "16g"
+    assert body["outputs"]["run"]["mode"] == "ReadWriteMount"
+
+
+def test_a_shipped_job_grows_with_the_set_option_that_its_comment_names():
+    azure = pytest.importorskip("azure.ai.ml")
+    comment = " ".join(line.lstrip("# ") for line in (FOLDER / "fast.yaml").read_text().splitlines()[:8])
+    words = dict(re.findall(r"([\w.]+)=(\S+)", comment))
+    assert set(words) == {"compute", "resources.instance_count", "inputs.processes_per_node"}
+    job = azure.load_job(str(FOLDER / "fast.yaml"), params_override=[{name: words[name]} for name in words])
+    body = job._to_job()._to_rest_object().as_dict()["properties"]
+    assert (body["resources"]["instanceCount"], body["inputs"]["processes_per_node"]["value"]) == (2, "8")
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))
+def test_azures_own_parser_takes_a_rendered_job(recipe, rendered):
+    azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data="azureml:texts:1")
+    body = sent(rendered(azure_job.render(job(recipe, nodes=2), azure)))
+    assert body["resources"]["instanceCount"] == 2
+    assert body["queueSettings"]["jobTier"] == "Spot"
+    assert body["inputs"]["data"]["uri"].endswith("texts:1")
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_every_reference_in_a_command_is_an_input_or_an_output(recipe):
+    content = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
+    for kind, name in re.findall(r"\$\{\{(\w+)\.(\w+)\}\}", content["command"]):
+        assert name in content[kind]
+
+
+def as_azure_runs_it(body: dict, outputs: str, **inputs: object) -> str:
+    """The command with Azure's references filled in."""
+    values = {"outputs.run": outputs, **{f"inputs.{name}": str(value) for name, value in inputs.items()}}
+    return re.sub(r"\$\{\{([\w.]+)\}\}", lambda found: values[found.group(1)], body["command"])
+
+
+def test_arguments_arrive_as_they_were_typed(rendered, tmp_path):
+    body = sent(rendered(azure_job.render(job(argv=HOSTILE), Azure(compute="c"))))
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train.py").write_text(
+        "import json, sys, pathlib; pathlib.Path('words.json').write_text(json.dumps(sys.argv[1:]))"
+    )
+    environment = {"WORLD_SIZE": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = as_azure_runs_it(body, "out", processes_per_node=1).replace(
+        "accelerate_configs", f"{ROOT}/accelerate_configs"
+    )
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path, env={**os.environ, **environment})
+    words = json.loads((tmp_path / "words.json").read_text())
+    assert words[2 : 2 + len(HOSTILE)] == HOSTILE
+
+
+def test_the_check_reads_a_command_as_bash_does():
+    content = yaml.safe_load(azure_job.render(job(argv=HOSTILE), Azure(compute="c")))
+    assert training_in(content).flags[2 : 2 + len(HOSTILE)] == HOSTILE
+
+
+def test_another_run_has_another_place_for_its_checkpoints():
+    def place(*argv, **named):
+        return azure_job.output_of(job(argv=argv), Azure(compute="c", **named))
+
+    assert place("--seed", "1") == place("--seed", "1") != place("--seed", "2")
+    assert place(data="azureml:a:1") != place(data="azureml:b:1")
+    assert place("--seed", "1", job_name="mine") == place("--seed", "2", job_name="mine")
+
+
+def test_a_job_of_two_nodes_with_two_processes_each_trains_as_one_world(rendered, tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), "--max_steps", "2", "--report_to", "none"]
+    body = sent(rendered(azure_job.render(job(nodes=2, processes=2, argv=flags), Azure(compute="c"))))
+    command = as_azure_runs_it(body, shlex.quote(str(tmp_path / "out")), processes_per_node=2)
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}  # as Azure ML sets them
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-c", command], cwd=ROOT, env={**os.environ, **environment, "NODE_RANK": rank, "RANK": rank}
+        )
+        for rank in ("0", "1")
+    ]
+    assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    assert (read_record(tmp_path / "out")["world_size"], read_record(tmp_path / "out")["status"]) == (4, "finished")
+
+
+def test_the_upload_holds_the_code_and_nothing_else(tmp_path):
+    assets = pytest.importorskip("azure.ai.ml._utils._asset_utils")
+    ignore = assets.get_ignore_file(str(ROOT))
+    for path in (".git/HEAD", ".venv/bin/python", "outputs/fast/checkpoint-2/model.safetensors", "tests/running.py"):
+        assert ignore.is_file_excluded(str(ROOT / path)), path
+    for path in ("launch/train.py", "recipes/catalog.py", "accelerate_configs/fast.yaml"):
+        assert not ignore.is_file_excluded(str(ROOT / path)), path
+
+
+def test_the_environment_pins_what_ci_tests():
+    pins = {
+        line.partition("==")[0].lower(): line.strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    }
+    for line in (FOLDER / "environment" / "requirements.txt").read_text().splitlines():
+        name = line.partition("==")[0].lower()
+        assert line.startswith("#") or line == pins[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("", "--compute NAME"),
+        ("--compute c --shm_size 64gigs", "16g"),
+        ("--compute c --spot", "--instance_type"),
+        ("--compute c -- --output_dir out", "--output_uri"),
+        ("--compute c --environment two&words", "azureml:NAME:VERSION"),
+        ("--compute c --workspace_name lab", "--subscription_id"),
+        ("--compute c --dry_run --output elsewhere.yaml", "azureml/mine.yaml"),
+        (f"--compute c --dry_run --output {FOLDER}/fast.yaml", "another name"),
+        ("--compute c --data here.jsonl", "azureml:NAME:VERSION"),
+        ("--compute c --output_uri ./here", "azureml://datastores"),
+        ("--compute c -- --dataset_name ./here.jsonl", "--data with an asset or uri"),
+        ("--compute c -- --model_name_or_path ~/model", "on this machine only"),
+        ("--compute c --data azureml:d:1 -- --dataset_name x/y", "given twice"),
+        ("--compute c -- --fresh", "--output_uri"),
+        ("--compute c -- --run_name AccountKey=abcdefghijklmnopqrstuvwxyz==", "looks like a secret"),
+    ],
+)
+def test_a_mistake_is_one_line(words, advice, capsys):
+    assert main(["submit", "azureml", *words.split()]) == 2
+    assert advice in capsys.readouterr().err
+
+
+# --- What Azure takes and should not, and what it says ----------------------------------------------------------------
+
+
+def changed(path: str, value: object) -> str:
+    """azureml/fast.yaml with one value changed, or taken out where it is None."""
+    content = yaml.safe_load((FOLDER / "fast.yaml").read_text())
+    *folders, last = path.split(".")
+    section = content
+    for name in folders:
+        section = section.setdefault(name, {})
+    section[last] = value
+    if value is None:
+        del section[last]
+    return yaml.safe_dump(content)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "subject", "what"),
+    [
+        # Azure's SDK sends these.
+        ("command", "cp ${{outputs.model}}", "command", "outputs.model is not defined"),
+        ("command", "cat {inputs.data}", "command", "${{inputs.data}}"),
+        ("compute", None, "compute", "missing"),
+        ("compute", "two words", "compute", "azureml:NAME"),
+        ("resources.shm_size", "64 gigs", "resources.shm_size", "16g"),
+        ("resources.instance_count", 0, "resources.instance_count", "1 or more"),
+        ("environment_variables.NAMES", ["a"], "environment_variables.NAMES", "no text"),
+        ("environment_variables.HF_TOKEN", "hf_" + "a1B2c3D4" * 4, "environment_variables", "key vault"),
+        ("distribution.process_count_per_instance", 4, "distribution.process_count_per_instance", "once for each"),
+        ("distribution", None, "distribution.type", "only set for pytorch"),
+        # And of these it says, in many lines, what is one.
+        ("resources.instance_cnt", 2, "resources.instance_cnt", "Unknown field"),
+        ("resources.instance_count", "two", "resources.instance_count", "Not a valid integer"),
+        ("distribution.process_count_per_instance", "x", "distribution.process_count_per_instance", ""),
+        ("command", None, "command", "Missing data"),
+        ("command", "cat ${{inputs.data}}", "command", "inputs.data is not defined"),
+        ("type", "comand", "azureml", "Unsupported job type"),
+        ("inputs.data", {"type": "uri_fodler", "path": "azureml:a:1"}, "inputs.data.type", "uri_file, uri_folder"),
+        ("outputs.run.mode", "rw", "outputs.run.mode", "rw_mount"),
+        ("queue_settings", {"job_tier": "cheap"}, "queue_settings.job_tier", "none of spot, basic"),
+        ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "Can't find"),
+        ("environment", {"image": "a", "build": {"path": "environment"}}, "environment", "not both"),
+    ],
+)
+def test_what_is_wrong_with_a_job_is_one_line_with_its_place(path, value, subject, what):
+    pytest.importorskip("azure.ai.ml")
+    problems = azure_workspace.problems_of(changed(path, value), FOLDER)
+    assert [problem.subject for problem in problems] == [subject]
+    assert what in str(problems[0]) and "\n" not in str(problems[0])
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_shipped_job_and_the_training_in_it_are_legal(recipe, capsys):
+    assert main(["check", "--azureml", str(FOLDER / f"{recipe}.yaml")]) == 0
+    assert f"legal: {recipe}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advice"),
+    [
+        ("--recipe fast", "--recipe fast --lerning_rate 1", "--learning_rate"),
+        ("instance_count: 1", "instance_count: 3", "global_batch_size"),
+        ("fast.yaml ", "single.yaml ", "single.yaml"),
+        ("launch/train.py", "my_own.py", "starts no launch/train.py"),
+        ("type: command", "type: [", "not valid YAML"),
+        (
+            "--report_to mlflow \\",
+            "--report_to mlflow",
+            "--output_dir ${{outputs.run}}",
+        ),  # a line's end ends the command
+        ("processes_per_node: 4", "processes_per_node: '3'", "global_batch_size"),
+        ("processes_per_node: 4", "processes_per_node: 0", "1 or more"),
+        ("mode: rw_mount", "mode: upload", "rw_mount"),
+        ("type: command", "type: command\nx: &x [*x]", "Unknown field"),
+    ],
+)
+def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys):
+    text = (FOLDER / "fast.yaml").read_text().replace(old, new).replace("path: environment", f"path: {FOLDER}")
+    (tmp_path / "mine.yaml").write_text(text)
+    assert main(["check", "--azureml", str(tmp_path / "mine.yaml")]) == 2
+    assert advice in capsys.readouterr().err
+
+
+# --- Over the wire, to a workspace on this machine --------------------------------------------------------------------
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    pytest.importorskip("azure.ai.ml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(NAMES))
+    with loopback(tmp_path, monkeypatch) as workspace:
+        yield workspace
+
+
+SUBMIT = "submit azureml --recipe fast --nodes 2 --processes_per_node 8 --compute gpus -- --seed 1".split()
+
+
+def submitted(workspace) -> str:
+    """The name of the job that was submitted."""
+    assert main(SUBMIT) == 0
+    return next(iter(workspace.jobs))
+
+
+def test_the_job_that_is_sent_is_the_one_that_a_dry_run_prints(workspace, rendered, capsys):
+    body = workspace.jobs[submitted(workspace)]
+    main([*SUBMIT[:-3], "--dry_run", *SUBMIT[-3:]])
+    shown = sent(rendered(capsys.readouterr().out.partition("$schema")[2].join(["$schema", ""])))
+    for name in ("command", "distribution", "resources", "inputs", "outputs", "environmentVariables", "displayName"):
+        assert body[name] == shown[name], name
+    assert body["computeId"].endswith("/computes/gpus")
+    assert "/environments/" in body["environmentId"] and "/codes/" in body["codeId"]
+
+
+def test_the_code_is_uploaded_and_nothing_else(workspace):
+    folder = ROOT / "outputs" / f"upload-{os.getpid()}" / "checkpoint-1"
+    folder.mkdir(parents=True)
+    try:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        submitted(workspace)
+    finally:
+        shutil.rmtree(folder.parent)
+    names = [name.removeprefix(f"{ROOT.name}/") for name in workspace.blobs]
+    assert {"launch/train.py", "recipes/catalog.py", "accelerate_configs/fast.yaml"} <= set(names)
+    assert any(name.endswith("environment/Dockerfile") for name in names)
+    unwanted = re.compile(r"(^|/)(\.git|\.venv|tests|outputs)/|checkpoint-|safetensors|__pycache__")
+    assert [name for name in names if unwanted.search(name)] == []
+
+
+def test_status_and_logs_find_the_job_again(workspace, capsys):
+    name = submitted(workspace)
+    folder = str(Path("outputs") / name)
+    workspace.log = b"step 1/2 loss 3\n"
+    assert main(["status"]) == 0 and "Running" in capsys.readouterr().out
+    threading.Timer(1, lambda: setattr(workspace, "status", "Completed")).start()
+    assert main(["logs", "-f", folder]) == 0 and "step 1/2 loss 3" in capsys.readouterr().out
+    workspace.blobs[f"ExperimentRun/dcid.{name}/user_logs/std_log.txt"] = b"step 2/2 loss 1\n"
+    assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
+
+
+def test_what_the_service_refuses_is_one_line(workspace, capsys):
+    workspace.refuse = "Unknown compute target 'gpus'."
+    assert main(SUBMIT) == 2
+    assert "Azure says: (UserError) Unknown compute target 'gpus'" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_login_it_says_how_to_log_in(workspace, monkeypatch, capsys):
+    monkeypatch.delenv("IDENTITY_ENDPOINT")
+    assert main(SUBMIT) == 2
+    assert "az login" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_workspace_it_says_how_to_name_one(workspace, capsys):
+    Path("config.json").unlink()
+    assert main(SUBMIT) == 2
+    assert "--workspace_name" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_the_sdk_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(azure_workspace, "sdk_is_installed", lambda: False)
+    assert main(SUBMIT) == 2
+    assert "pip install -e '.[azureml]'" in capsys.readouterr().err
+
+
+def test_mlflow_in_a_job_tracks_the_run(workspace, tiny_model, texts, tmp_path):
+    pytest.importorskip(
+        "azureml.mlflow", reason="needs pip install azureml-mlflow mlflow-skinny, which slow every start"
+    )
+    flags = [*model_flags(tiny_model, texts), *"--max_steps 2 --logging_steps 1 --report_to mlflow".split()]
+    outcome = launch(*flags, output=tmp_path / "out", processes=2, config="standard.yaml", env=in_a_job(workspace))
+    assert outcome.code == 0, outcome.output
+    metrics = [metric for _, body in workspace.tracked for metric in body.get("metrics", [])]
+    tracked = [metric["value"] for metric in metrics if metric["key"] == "loss"]
+    assert tracked == pytest.approx(losses(outcome))
+    assert workspace.tracked[-1][1]["status"] == "FINISHED"

@@ -1,0 +1,192 @@
+"""Runs on a real Slurm: a private cluster of two nodes, started here. What is submitted is what a user would submit."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
+from tests.support.running import Outcome, losses, read_record, train_here
+from tests.support.slow_model import write_slow_model
+from tests.support.slurm import Cluster, installed
+
+if not installed() and os.environ.get("CI"):
+    pytest.fail("Slurm is not installed, and in CI it must be", pytrace=False)
+
+pytestmark = pytest.mark.skipif(not installed(), reason="needs Debian's slurmctld, slurmd and slurm-client")
+
+STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 64".split()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+    one_core = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # two nodes: what the jobs may use, they inherit from here
+    cluster.start()
+    yield cluster
+    cluster.stop()
+    os.sched_setaffinity(0, one_core)
+
+
+def recipes(cluster: Cluster, folder, *words: str) -> Outcome:
+    """What the `recipes` command says in `folder`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words],
+        cwd=folder,
+        env={**os.environ, **cluster.environment},
+        capture_output=True,
+        text=True,
+    )
+    return Outcome(done.returncode, done.stdout + done.stderr, {})
+
+
+def submit(cluster: Cluster, folder, *words: str) -> tuple[str, Outcome]:
+    """The id of a job that `recipes submit slurm` submitted from `folder`, and what the command said."""
+    said = recipes(cluster, folder, "submit", "slurm", "--recipe", "standard", *words)
+    found = re.search(r"submitted job (\d+)", said.output)
+    return found.group(1) if found else "", said
+
+
+def log(folder) -> str:
+    return "".join(file.read_text() for file in folder.glob("*.log"))
+
+
+def wait_for_step(cluster: Cluster, folder, step: int) -> None:
+    cluster.wait_until(lambda: f"step {step}/" in log(folder), 120)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model, texts, tmp_path_factory):
+    """40 steps in one process, never stopped."""
+    return train_here(tiny_model, texts, tmp_path_factory.mktemp("whole"), *STEPS[:-2], "--max_steps", "40")
+
+
+@pytest.fixture(scope="module")
+def slow_flags(tiny_model, texts, tmp_path_factory):
+    """40 steps of a second each, when two nodes share the global batch."""
+    model = write_slow_model(tmp_path_factory.mktemp("slow") / "model", tiny_model, 0.5)
+    return [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "40", "--output_dir", "run"]
+
+
+def finished(folder) -> Outcome:
+    record = read_record(folder / "run")
+    assert record["status"] == "finished", log(folder)
+    return Outcome(0, log(folder), record)
+
+
+@pytest.fixture(scope="module")
+def preempted(cluster, slow_flags, tmp_path_factory):
+    """The folder of a run of two nodes that a job of higher priority interrupted, its job, and what submitting said."""
+    folder = tmp_path_factory.mktemp("preempted")
+    job, said = submit(cluster, folder, "--nodes", "2", "--partition", "low", "--", *slow_flags)
+    wait_for_step(cluster, folder, 5)
+    cluster.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3")
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(folder)
+    return folder, job, said
+
+
+def test_what_is_submitted_is_named_with_its_log(preempted):
+    folder, job, said = preempted
+    assert said.code == 0 and f"scancel {job}" in said.output and str(folder / f"standard-{job}.log") in said.output
+
+
+def test_two_nodes_are_one_world_and_train_what_one_process_trains(preempted, uninterrupted):
+    assert finished(preempted[0]).record["world_size"] == 2
+    assert losses(finished(preempted[0])) == pytest.approx(losses(uninterrupted), rel=1e-4)
+
+
+def test_a_preempted_run_is_requeued_and_goes_on(preempted):
+    assert "told to stop by SIGTERM at step" in log(preempted[0]) and "resuming from" in log(preempted[0])
+
+
+def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
+    # Slurm's shortest limit is a minute, in which at most 9 steps of six seconds fit; the third start is quick.
+    model = write_slow_model(tmp_path / "slow", tiny_model, 3.0, restarts=2)
+    flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "20", "--output_dir", str(tmp_path / "run")]
+    job, _ = submit(
+        cluster, tmp_path, "--nodes", "2", "--time", "1", "--signal_seconds", "5", "--max_restarts", "20", "--", *flags
+    )
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500) == "COMPLETED", log(tmp_path)
+    assert log(tmp_path).count("requeued, restart") >= 2
+    whole = train_here(tiny_model, texts, tmp_path / "whole", *STEPS[:-2], "--max_steps", "20")
+    assert losses(finished(tmp_path)) == pytest.approx(losses(whole), rel=1e-4)
+
+
+@dataclass
+class Cancelled:
+    """A run of two nodes that was cancelled after its third step, and what the commands said of it, in this order."""
+
+    folder: Path
+    job: str
+    submitted: str
+    refused: Outcome
+    running: str
+    followed: str
+    ended: str
+
+
+@pytest.fixture(scope="module")
+def cancelled(cluster, slow_flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cancelled")
+    job, said = submit(cluster, folder, "--nodes", "2", "--", *slow_flags)
+    second, refused = submit(cluster, folder, "--", *slow_flags)
+    assert second == ""
+    wait_for_step(cluster, folder, 3)
+    running = recipes(cluster, folder, "status", "run").output
+    cluster.run("scancel", job)
+    followed = recipes(cluster, folder, "logs", "-f", "run").output
+    ended = recipes(cluster, folder, "status", "run").output
+    return Cancelled(folder, job, said.output, refused, running, followed, ended)
+
+
+def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, cancelled):
+    assert cluster.wait_for(cancelled.job, "COMPLETED", "CANCELLED") == "CANCELLED"
+    cluster.wait_until(lambda: read_record(cancelled.folder / "run").get("status") == "preempted")
+    assert "requeued" not in log(cancelled.folder)
+
+
+def test_a_run_is_found_again(cancelled):
+    assert "recipes logs -f run" in cancelled.submitted
+    assert f"slurm {cancelled.job}" in cancelled.running and "RUNNING" in cancelled.running
+    assert "step" in cancelled.running
+    assert "told to stop by SIGTERM at step" in cancelled.followed
+    assert "CANCELLED, preempted" in cancelled.ended
+
+
+def test_two_runs_do_not_share_a_folder(cancelled):
+    refused = cancelled.refused
+    assert refused.code == 2 and f"job {cancelled.job}, which is still to end" in refused.output
+
+
+def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):
+    job, _ = submit(cluster, tmp_path, "--", "--dataset_name", str(tmp_path / "missing.jsonl"))
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
+    assert "there is no file or folder" in log(tmp_path)
+
+
+def test_an_unknown_partition_is_one_line(cluster, tmp_path):
+    job, said = submit(cluster, tmp_path, "--partition", "nowhere")
+    assert (job, said.code) == ("", 2)
+    assert said.output.count("\n") == 1 and "--partition with one that `sinfo` lists" in said.output
+
+
+def test_a_silent_controller_is_one_line(cluster, tmp_path):
+    conf = (cluster.folder / "slurm.conf").read_text()
+    (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", conf) + "MessageTimeout=2\n")
+    silent = Cluster.__new__(Cluster)
+    silent.environment = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+    _, said = submit(silent, tmp_path)
+    assert said.code == 2 and "scontrol ping" in said.output.splitlines()[-1]
+
+
+def test_arguments_arrive_as_they_were_typed(cluster, tmp_path):
+    file = tmp_path / "job.sh"
+    file.write_text(script_that_prints_its_words("slurm", HOSTILE, tmp_path))
+    job = cluster.run("sbatch", "--parsable", f"--output={tmp_path}/out.log", str(file)).strip()
+    cluster.wait_for(job, "COMPLETED", "FAILED")
+    assert received(tmp_path) == HOSTILE

@@ -1,0 +1,148 @@
+"""`recipes status` and `recipes logs` of local runs; Slurm's and Azure ML's are in the files of those targets."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.cli import main
+from launch.jobs.local import running
+from launch.jobs.tail import follow, last_words
+from launch.output import record, submission
+from launch.output.submission import Submission
+from tests.support.running import model_flags, read_record, train_here
+
+NOTE = '{"target": "%s", "title": "a", "log": %s}'
+RECIPES = [sys.executable, "-m", "launch"]
+
+
+def wait_until(true, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def status(folder, capsys) -> str:
+    capsys.readouterr()
+    assert main(["status", str(folder)]) == 0
+    return capsys.readouterr().out.splitlines()[1]
+
+
+@pytest.fixture
+def orphan(tiny_model, texts, tmp_path):
+    """The output folder of a run whose `recipes submit local` was killed at step 5, and the run's process group."""
+    folder = tmp_path / "run"
+    flags = [*model_flags(tiny_model, texts), "--max_steps", "100000", "--output_dir", str(folder)]
+    submit = subprocess.Popen([*RECIPES, "submit", "local", "--", *flags], stdout=subprocess.DEVNULL)
+    log = folder / "train.log"
+    wait_until(lambda: log.exists() and "step 5/" in log.read_text())
+    group = int(Path(f"/proc/{submit.pid}/task/{submit.pid}/children").read_text())
+    submit.kill()
+    submit.wait()
+    yield folder, group
+    kill_writers(log)
+
+
+def kill_writers(log: Path) -> None:
+    """Every process whose output goes to the log, the ranks first: none may hear of its launcher's death and save."""
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: -int(folder.name)):
+        with contextlib.suppress(OSError):  # gone, or not ours
+            if (process / "fd" / "1").samefile(log):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_model, texts, capsys):
+    folder, group = orphan
+    assert "local" in status(folder, capsys) and "running" in status(folder, capsys)
+    second = ["submit", "local", "--", *model_flags(tiny_model, texts), "--output_dir", str(folder)]
+    assert main(second) == 2 and "another run is writing to" in capsys.readouterr().err
+    steps = len((folder / "train.log").read_text())
+    wait_until(lambda: len((folder / "train.log").read_text()) > steps)
+    os.kill(group, signal.SIGTERM)
+    assert main(["logs", "-f", str(folder)]) == 0
+    assert "told to stop by SIGTERM at step" in capsys.readouterr().out
+    assert read_record(folder)["status"] == "preempted" and "preempted" in status(folder, capsys)
+
+
+def test_a_run_that_was_killed_is_not_running(orphan, capsys):
+    folder, _ = orphan
+    kill_writers(folder / "train.log")
+    wait_until(lambda: not running(folder / "train.log"))
+    assert read_record(folder)["status"] == "running"  # it could not say anything else any more
+    assert "ended without a word" in status(folder, capsys)
+
+
+def test_a_run_that_was_started_by_hand_is_shown_too(tiny_model, texts, tmp_path, capsys):
+    train_here(tiny_model, texts, tmp_path / "run", "--max_steps", "1")
+    assert "started by hand  finished" in status(tmp_path, capsys)
+    assert main(["logs", str(tmp_path)]) == 2
+    assert "without `recipes submit`" in capsys.readouterr().err
+
+
+def test_the_newest_run_comes_first(tmp_path, capsys):
+    for name, day in (("old", 1), ("new", 3), ("middle", 2)):
+        record.write(tmp_path / name, {"status": "finished", "started": f"2026-01-0{day}T00:00:00+0000"})
+    assert main(["status", str(tmp_path)]) == 0
+    assert [Path(line.split()[0]).name for line in capsys.readouterr().out.splitlines()[1:]] == ["new", "middle", "old"]
+
+
+@pytest.mark.parametrize("command", ["status", "logs"])
+def test_without_a_run_it_says_so(command, tmp_path, capsys):
+    assert main([command, str(tmp_path)]) == 2
+    assert "no run was submitted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"target": "local"}', '{"target": 1, "more": 2}', NOTE % ("mars", '"x"'), NOTE % ("local", "5")],
+)
+def test_a_damaged_note_is_no_note(text, tmp_path):
+    (tmp_path / submission.NAME).write_text(text)
+    assert submission.noted(tmp_path) is None
+
+
+def test_a_note_comes_back_as_it_was(tmp_path):
+    note = Submission("slurm", "a title", "/logs/a.log", "7")
+    submission.note(tmp_path, note)
+    assert submission.noted(tmp_path) == note
+
+
+def test_a_submission_that_failed_at_its_start_is_not_the_run_before_it(tmp_path, capsys):
+    record.write(tmp_path / "run", {"status": "finished", "ended": "2026-01-01T00:00:00+0000"})
+    later = {"submitted": "2026-01-02T00:00:00+0000", "exit_code": 1}
+    submission.note(tmp_path / "run", Submission("local", "a title", str(tmp_path / "log"), **later))
+    assert "failed before it trained" in status(tmp_path, capsys)
+
+
+def test_a_log_is_followed_through_a_character_that_comes_in_two_parts(tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_bytes("é".encode()[:1])
+    answers = iter([False, True])
+
+    def ended():
+        if done := next(answers):
+            log.write_bytes("é".encode())
+        return done
+
+    follow(log, ended, ask_every=0)
+    assert capsys.readouterr().out == "é"
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("", ""),
+        ("one\ntwo\n\n", "two"),
+        ("0: step 3/9  loss 1\nTraceback\n", "0: step 3/9  loss 1"),
+        ("x" * 200, "x" * 77 + "..."),
+    ],
+)
+def test_the_last_words_of_a_log_are_about_a_step(text, last, tmp_path):
+    (tmp_path / "log").write_text(text)
+    assert last_words(tmp_path / "log") == last

@@ -1,0 +1,182 @@
+"""`recipes submit`: checked before it goes, readable before it goes, and what is shown is what runs."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from launch.cli import main
+from launch.jobs import local as local_job
+from launch.jobs import slurm as slurm_job
+from launch.jobs.job import job_of
+from launch.jobs.slurm import Slurm
+from recipes.errors import UserError
+from recipes.run.hardware import Gpu, Hardware
+from recipes.run.resolve import resolve
+from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
+from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
+
+GOLDEN = ROOT / "tests" / "launch" / "jobs" / "golden"
+STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
+RECIPES = [sys.executable, "-m", "launch"]
+
+
+def job(recipe="standard", nodes=1, processes=1, argv=(), gpu=True):
+    hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes if gpu else (), cores=8)
+    world = nodes * processes
+    spec = resolve(
+        ["--recipe", recipe, *argv], world_size=world, local_world_size=processes, hardware=hardware, environment={}
+    )
+    return job_of(spec, nodes, processes, argv)
+
+
+FULL = Slurm(
+    partition="gpu", account="lab", time="1-00:00:00", gpus_per_node="a100:4", cpus_per_task=32, module=("cuda/12.6",)
+)
+RENDERED = {
+    "local-1x1.sh": lambda: local_job.render(job("fast", argv=("--run_name", "a b"), gpu=False)),
+    "local-2x2.sh": lambda: local_job.render(job(nodes=2, processes=2, gpu=False)),
+    "slurm-2x4.sbatch": lambda: slurm_job.render(job("memory", 2, 4, ("--learning_rate", "1e-5")), FULL),
+    "slurm-1x1-container.sbatch": lambda: slurm_job.render(job("fast"), Slurm(container_image="nvcr.io/pytorch:26.01")),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_what_is_rendered_is_the_golden_file(name):
+    """To accept a change: `ACCEPT_GOLDEN=1 pytest tests/launch/jobs/test_submit.py`, and read the difference."""
+    text = RENDERED[name]().replace(sys.executable, "python").replace(str(ROOT), "/checkout")
+    if os.environ.get("ACCEPT_GOLDEN"):
+        (GOLDEN / name).write_text(text)
+    assert text == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_every_script_is_bash(name):
+    subprocess.run(["bash", "-n"], input=RENDERED[name](), text=True, check=True)
+
+
+@pytest.mark.parametrize("name", [name for name in RENDERED if name.startswith("slurm")])
+def test_no_directive_holds_a_shell_variable(name):
+    directives = [line for line in RENDERED[name]().splitlines() if line.startswith("#SBATCH")]
+    assert directives and not any("$" in line for line in directives)
+
+
+def test_arguments_arrive_as_they_were_typed(tmp_path):
+    text = script_that_prints_its_words("local", HOSTILE, tmp_path)
+    subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)
+    assert received(tmp_path) == HOSTILE
+    assert not (tmp_path / "broken").exists()
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tiny_model, texts, tmp_path_factory):
+    """A run of two local nodes with two processes each: the script that a dry run wrote, run by hand."""
+    folder = tmp_path_factory.mktemp("rehearsed")
+    flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(folder / "out")]
+    words = ["submit", "local", "--nodes", "2", "--processes_per_node", "2", "--dry_run"]
+    assert main([*words, "--output", str(folder / "job.sh"), "--", *flags]) == 0
+    assert not (folder / "out").exists()
+    return run(["bash", str(folder / "job.sh")], folder / "out", cwd=folder)
+
+
+def test_what_a_dry_run_prints_trains_when_it_is_run_by_hand(rehearsed):
+    assert (rehearsed.code, rehearsed.record.get("status")) == (0, "finished"), rehearsed.output
+
+
+def test_two_local_nodes_are_one_world_and_train_what_one_process_trains(rehearsed, tiny_model, texts, tmp_path):
+    assert rehearsed.record["world_size"] == 4
+    alone = train_here(tiny_model, texts, tmp_path / "alone", *STEPS)
+    assert losses(rehearsed) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_no_rank_aborts_at_its_end(rehearsed):
+    """As gloo does where DDP's buckets outlive the process group."""
+    assert "terminate called" not in rehearsed.output
+
+
+@pytest.mark.parametrize(
+    ("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")], ids=["ctrl-c", "SIGTERM"]
+)
+def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), "--max_steps", "5000", "--output_dir", str(tmp_path)]
+    command = [*RECIPES, "submit", "local", "--processes_per_node", processes, "--", *flags]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job:
+        assert "no GPU here" in job.stdout.readline()
+        for line in job.stdout:
+            if "step 5/" in line:
+                break
+        job.send_signal(number)
+        job.communicate(timeout=120)
+    assert job.returncode != 0
+    assert read_record(tmp_path)["status"] == "preempted"
+    assert list(tmp_path.glob("checkpoint-*/trainer_state.json"))
+
+
+# --- Nothing illegal is submitted ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("submit slurm --recipe fas", "Fix: fast"),
+        ("submit slurm -- --lerning_rate 1", "learning_rate"),
+        ("submit slurm --nodes 3 -- --global_batch_size 16", "--global_batch_size 15 or 18"),
+        ("submit slurm --recipe memory -- --optim adamw_bnb_8bit", "--optim adamw_torch"),
+        ("submit slurm --recipe baseline --nodes 2", "--recipe standard"),
+        ("submit slurm --gpus_per_node many", "--gpus_per_node 4"),
+        ("submit slurm --job_name $HOME", "letters, digits"),
+        ("submit slurm --dry_run -- --hub_token abc", "hf auth login"),
+        ("submit local --output job.sh", "--dry_run"),
+        ("submit slurm -- --fresh", "another --output_dir"),
+        ("submit slurm --job_name a/b", "letters, digits"),
+        ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
+        ("submit local --dry_run --output /nowhere/job.sh", "a folder that can"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_sent(words, advice, capsys, monkeypatch):
+    monkeypatch.setattr(slurm_job, "submit", lambda text: pytest.fail("it was sent"))
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert advice in printed.err and not printed.out
+
+
+@pytest.mark.parametrize("secret", ["hf_" + "a1B2c3D4" * 4, "--run_name=ghp_" + "a1B2c3D4" * 5])
+def test_what_looks_like_a_secret_is_never_written_into_a_job(secret):
+    with pytest.raises(UserError, match="others can read it"):
+        job(argv=("--run_name", secret) if not secret.startswith("--") else (secret,))
+
+
+def test_a_configuration_names_its_recipe(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("recipe: memory\n")
+    assert main(["submit", "local", "--dry_run", "--", "--config", str(tmp_path / "mine.yaml")]) == 0
+    script = capsys.readouterr().out
+    assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
+
+
+def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert job(argv=("--output_dir", "~/run")).folder == tmp_path / "run"
+
+
+def test_without_sbatch_it_says_where_there_is_one(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert main(["submit", "slurm"]) == 2
+    assert "there is no sbatch" in capsys.readouterr().err
+
+
+def test_train_pys_flags_before_the_dashes_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["submit", "slurm", "--learning_rate", "1e-4"])
+    assert "come after --" in capsys.readouterr().err
+
+
+def test_the_command_starts_quickly_also_for_a_dry_run():
+    """No torch: what takes seconds is imported by the training, not by what submits it."""
+    code = (
+        "import sys; from launch.cli import main; main(['submit', 'slurm', '--dry_run']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,160 @@
+"""The output folder: nothing of anybody's is overwritten, moved by surprise, or written by two runs at once."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from tests.support.running import losses, read_record, train_here
+
+FOUR_STEPS = "--max_steps 4 --save_steps 2 --save_total_limit 9 --logging_steps 1 --learning_rate 1e-3".split()
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny_model, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    train_here(tiny_model, texts, folder, *FOUR_STEPS)
+    return folder
+
+
+@pytest.fixture
+def finished(finished_run, tmp_path):
+    return shutil.copytree(finished_run, tmp_path / "finished")
+
+
+@pytest.fixture
+def stopped(finished):
+    """As it was when the run had been killed after its second step."""
+    shutil.rmtree(finished / "checkpoint-4")
+    (finished / "model.safetensors").unlink()
+    (finished / "run.json").write_text(json.dumps({**read_record(finished), "status": "running"}))
+    return finished
+
+
+def test_fresh_does_not_move_the_current_folder(finished, tiny_model, texts, monkeypatch):
+    monkeypatch.chdir(finished)
+    outcome = train_here(tiny_model, texts, ".", *FOUR_STEPS, "--fresh")
+    assert outcome.code == 2 and "is or holds the current folder" in outcome.output
+    assert (finished / "checkpoint-4").exists()
+
+
+def test_fresh_leaves_a_folder_alone_that_holds_no_run(tiny_model, texts, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    train_here(tiny_model, texts, tmp_path / "out", *FOUR_STEPS, "--fresh")
+    assert (tmp_path / "out" / "thesis.txt").exists() and not (tmp_path / "out.old-1").exists()
+
+
+def test_the_model_that_is_trained_is_not_overwritten(tiny_model, texts, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    before = (model / "model.safetensors").read_bytes()
+    outcome = train_here(model, texts, model, *FOUR_STEPS)
+    assert outcome.code == 2 and "would be overwritten" in outcome.output
+    assert (model / "model.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_that_is_named_does_not_overwrite_a_finished_run(finished, tiny_model, texts):
+    before = (finished / "model.safetensors").read_bytes()
+    named = ["--resume_from_checkpoint", str(finished / "checkpoint-2")]
+    outcome = train_here(tiny_model, texts, finished, *FOUR_STEPS, *named)
+    assert outcome.code == 2 and (finished / "model.safetensors").read_bytes() == before
+
+
+def test_a_checkpoint_that_is_named_says_what_it_ignores(finished, tiny_model, texts, tmp_path):
+    named = ["--resume_from_checkpoint", str(finished / "checkpoint-2")]
+    flags = ["0.5" if word == "1e-3" else word for word in FOUR_STEPS]
+    outcome = train_here(tiny_model, texts, tmp_path / "other", *flags, *named)
+    assert "learning_rate 0.5 is ignored by a resume: 0.001 is kept" in outcome.output
+
+
+def test_a_second_run_is_refused_while_one_is_writing(tiny_model, texts, tmp_path):
+    import fcntl
+
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)  # as a run holds it
+    try:
+        outcome = train_here(tiny_model, texts, tmp_path, *FOUR_STEPS)
+    finally:
+        os.close(handle)
+    assert outcome.code == 2 and "another run is writing" in outcome.output
+
+
+def test_the_folder_is_free_again_after_a_run(finished, tiny_model, texts):
+    assert train_here(tiny_model, texts, finished, *FOUR_STEPS).code == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--label_smoothing_factor 0.1",
+        "--data_seed 9",
+        "--neftune_noise_alpha 5",
+        "--train_sampling_strategy sequential",
+    ],
+)
+def test_a_changed_objective_or_order_is_reported(flags, stopped, tiny_model, texts):
+    outcome = train_here(tiny_model, texts, stopped, *FOUR_STEPS, *flags.split())
+    assert f"{flags.split()[0][2:]} changes from" in outcome.output
+
+
+def test_data_with_other_contents_are_another_training(stopped, finished_run, tiny_model, texts, tmp_path):
+    moved = tmp_path / texts.name
+    moved.write_text(texts.read_text().replace("Example 3 ", "Sample 3 "))
+    record = json.loads((stopped / "run.json").read_text())
+    record["settings"]["dataset_name"]["value"] = str(moved)  # as if the file at this path had been replaced
+    (stopped / "run.json").write_text(json.dumps(record))
+    outcome = train_here(tiny_model, moved, stopped, *FOUR_STEPS)
+    assert outcome.code == 2 and "not what it holds now" in outcome.output
+
+
+# Patience 2, and the first evaluation stays the best: it stops at the third, in step 6.
+STOPS_EARLY = (
+    "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 9 --load_best_model_at_end "
+    "--metric_for_best_model loss --greater_is_better true --early_stopping_patience 2 --max_steps 16 "
+    "--learning_rate 1e-3 --logging_steps 1 --dataset_train_split train[:90%] --dataset_test_split train[90%:]"
+).split()
+
+
+@pytest.fixture(scope="module")
+def stopped_early(tiny_model, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("early")
+    train_here(tiny_model, texts, folder, *STOPS_EARLY)
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_early_stopping_stops_at_the_same_step_after_a_resume(step, stopped_early, tiny_model, texts, tmp_path):
+    assert read_record(stopped_early)["global_step"] == 6
+    folder = shutil.copytree(stopped_early, tmp_path / "run")
+    for later in range(step + 2, 8, 2):
+        shutil.rmtree(folder / f"checkpoint-{later}")
+    (folder / "run.json").write_text(json.dumps({**read_record(folder), "status": "running"}))
+    resumed = train_here(tiny_model, texts, folder, *STOPS_EARLY)
+    assert "resuming from" in resumed.output and resumed.record["global_step"] == 6
+
+
+def test_a_trained_classifier_keeps_the_numbers_of_its_classes(tiny_model, tmp_path):
+    """Where its classes are numbered otherwise than the data's would be, it is not trained on swapped labels."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(0)
+    names = {0: "pos", 1: "neg"}
+    labels = {name: number for number, name in names.items()}
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, id2label=names, label2id=labels)
+    model.score.weight.data.mul_(20)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    rows = [{"text": f"row {n}", "label": "NEG" if n % 3 else "POS"} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    flags = ["--task", "sequence_classification", "--max_steps", "1"]
+    outcome = train_here(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "out", *flags)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    expected = [
+        model(**tokenizer(row["text"], return_tensors="pt"), labels=torch.tensor([labels[row["label"].lower()]])).loss
+        for row in rows
+    ]
+    assert losses(outcome)[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-4)

@@ -1,0 +1,203 @@
+"""`recipes scale run`, `train.py --measure` and what they find out about trainings that are slow for a known reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.scaling.advice import Advice, advise, applied
+from recipes.scaling.timings import PARTS, Timing, append, read
+from recipes.scaling.verdicts import Verdict, analyse
+from tests.support import emulated
+from tests.support.running import ROOT, run
+
+LINK = "3mbit"
+needs_links = pytest.mark.skipif(
+    not emulated.can_emulate_links(), reason="emulating a link needs root, ip netns and tc with tbf"
+)
+Measured = Callable[..., Timing]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model, texts, tmp_path_factory) -> Measured:
+    model = emulated.write_paced_model(tmp_path_factory.mktemp("paced") / "model", tiny_model)
+    return lambda processes, batch, *flags, **where: emulated.timing(model, texts, processes, batch, *flags, **where)
+
+
+@pytest.fixture(scope="module")
+def alone(measured) -> list[Timing]:
+    """One process with all the work, and with the share that two would have."""
+    return [measured(1, 16), dataclasses.replace(measured(1, 8), scaling="weak")]
+
+
+@pytest.fixture(scope="module")
+def healthy(measured) -> Timing:
+    return measured(2, 16)
+
+
+@pytest.fixture(scope="module")
+def on_a_slow_link(measured) -> Timing:
+    with emulated.link(LINK) as namespace:
+        return measured(2, 16, namespace=namespace)
+
+
+def verdict(alone: list[Timing], row: Timing) -> Verdict:
+    return analyse([*alone, row])[0].verdicts[-1]
+
+
+def advice(alone: list[Timing], row: Timing) -> list[Advice]:
+    series = analyse([*alone, row])[0]
+    return advise(series.sizes[-1], series)
+
+
+# --- Why it is slow ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_healthy_run_is_not_accused(alone, healthy):
+    assert verdict(alone, healthy).cause is None
+
+
+@pytest.mark.slow
+@needs_links
+def test_slow_link_is_negative_scaling_by_communication(alone, on_a_slow_link):
+    found = verdict(alone, on_a_slow_link)
+    assert (found.band, found.cause) == ("negative scaling", "communication")
+
+
+@pytest.mark.slow
+@needs_links
+def test_compression_on_a_slow_link_gains_what_was_predicted(alone, on_a_slow_link, measured):
+    compression = next(one for one in advice(alone, on_a_slow_link) if one.key == "compression")
+    with emulated.link(LINK) as namespace:
+        after = measured(2, 16, *shlex.split(compression.shown_flags), namespace=namespace)
+    gained = on_a_slow_link.step_time / after.step_time
+    assert gained == pytest.approx(compression.gain, rel=0.25)
+
+
+@pytest.mark.slow
+def test_slow_data_is_told_from_the_rest(alone, measured):
+    assert verdict(alone, measured(2, 16, SLOW_DATA="0.2")).cause == "data"
+
+
+@pytest.mark.slow
+def test_contended_run_is_told_from_the_rest(alone, measured):
+    assert verdict(alone, measured(2, 16, ON_ONE_CORE="yes")).cause == "contention"
+
+
+@pytest.mark.slow
+def test_straggler_is_told_from_the_rest(alone, measured):
+    assert verdict(alone, measured(2, 16, PACE_OF_RANK_1="2.5")).cause == "straggler"
+
+
+# --- What is counted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_accumulation_exchanges_gradients_once_a_step(healthy):
+    assert (healthy.accumulation, healthy.syncs) == (2, 1)
+
+
+@pytest.mark.slow
+def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
+    each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
+    assert measured(2, 16, "--accelerator_config", each).syncs == 2
+
+
+@pytest.mark.slow
+def test_parts_of_a_step_add_up_to_it(healthy):
+    assert sum(getattr(healthy, part) for part in PARTS) == pytest.approx(healthy.step_time)
+
+
+@pytest.mark.slow
+def test_bytes_of_an_exchange_are_those_of_the_gradients(healthy, tiny_model):
+    from safetensors import safe_open
+
+    with safe_open(tiny_model / "model.safetensors", "pt") as weights:
+        parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
+    assert healthy.sync_bytes == pytest.approx(4 * parameters, rel=0.01)
+
+
+@pytest.mark.slow
+def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
+    from tests.support.running import losses, train_here
+
+    flags = ["--max_steps", "6", "--logging_steps", "1"]
+    plain = train_here(tiny_model, texts, tmp_path / "plain", *flags)
+    measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.csv"))
+    assert losses(measured) == losses(plain)
+    assert (tmp_path / "measured/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+    assert read([tmp_path / "t.csv"])[0].samples == 3 * 16
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+
+def recipes(*words: str, folder: Path):
+    return run([sys.executable, "-m", "launch", "scale", "run", *words], folder, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model, texts, tmp_path):
+    slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
+    command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
+    rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
+    append(tmp_path / "timings.jsonl", rows)
+
+    words = ["--apply", "compression", "--repeats", "1", "--steps", "1", "--output", str(tmp_path)]
+    done = recipes(*words, folder=tmp_path)
+
+    tried = applied(read([tmp_path / "timings.jsonl"]))
+    assert done.code == 0, done.output
+    assert [(one.title, one.num_processes) for one in tried] == [("compress gradients to fp16 on the wire", 2)]
+    assert tried[0].predicted == pytest.approx(advice(rows[:2], rows[2])[0].gain)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num_processes", "1", "3"], "global batch of 16 cannot be shared by 3"),
+        (["--recipe", "baseline"], "baseline trains in one process"),
+        (["--output_dir", "here"], "--output_dir: is decided by the measurement"),
+        (["--learning_rat", "1"], "--learning_rate"),
+        (["--num_proceses", "1"], "--num_processes"),
+        (["--apply"], "first recipes scale run"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(words, says, tmp_path, capsys):
+    from launch.cli import main
+
+    assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_timings_of_another_training_are_not_mixed(alone_row, tmp_path, capsys):
+    from launch.cli import main
+
+    append(tmp_path / "timings.jsonl", [alone_row])
+    assert main(["scale", "run", "--learning_rate", "1", "--output", str(tmp_path)]) == 2
+    assert "holds timings of demonstration with --seed 1, not --learning_rate 1" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+@pytest.fixture
+def alone_row() -> Timing:
+    return Timing(1, 10.0, name="demonstration", command="--seed 1")
+
+
+def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():
+    import argparse
+
+    from launch.scaling.run import points
+
+    options = argparse.Namespace(num_processes=[1, 2, 4], recipe=None, scaling=["strong", "weak"])
+    found = [(point.num_processes, point.global_batch, point.series) for point in points(options, [])]
+    both = ("strong", "weak")
+    expected = [(1, 16, both[:1]), (1, 4, both[1:]), (2, 16, both[:1]), (2, 8, both[1:]), (4, 16, both)]
+    assert sorted(found) == sorted(expected)

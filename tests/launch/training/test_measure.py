@@ -1,0 +1,59 @@
+"""FLOPs, parameters and MFU, against numbers worked out by hand."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch.training.results import checkpoint_bytes, flops_per_token, parameter_count, utilisation
+from recipes.run.hardware import Gpu, Hardware
+from recipes.run.resolve import resolve
+
+H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=16)
+
+
+def llama(tied):
+    config = LlamaConfig(
+        vocab_size=10,
+        hidden_size=4,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+BODY = 2 * (4 * 4 * 4 + 3 * 4 * 8 + 2 * 4) + 4  # attention, MLP and norms of two layers, and the last norm
+
+
+@pytest.mark.parametrize(("tied", "expected"), [(True, BODY + 40), (False, BODY + 80)])
+def test_tied_weights_count_once(tied, expected):
+    assert parameter_count(llama(tied)) == expected
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_untied_input_embedding_costs_no_flops(tied):
+    assert flops_per_token(llama(tied), length=16) == 6 * (BODY + 40) + 6 * 2 * 4 * 16
+
+
+def test_only_what_is_trained_goes_into_a_checkpoint():
+    model = llama(tied=True).requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    assert checkpoint_bytes(model) == 4 * (4 + 8)
+
+
+def test_mfu_is_the_share_of_the_peak_of_all_gpus():
+    run = resolve(settings={"packing": True, "max_length": 16}, hardware=H100, world_size=2, environment={})
+    model = llama(tied=True)
+    speed = 989e12 * 2 / flops_per_token(model, 16)
+    assert utilisation(run, model, speed) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("settings", [{"packing": False}, {"packing": True, "use_peft": True}])
+def test_mfu_is_not_claimed_where_the_formula_does_not_hold(settings):
+    run = resolve(settings=settings, hardware=H100, environment={})
+    assert utilisation(run, llama(tied=True), 1e6) is None
+
+
+def test_a_bare_module_is_counted_too():
+    assert parameter_count(torch.nn.Linear(3, 2)) == 8

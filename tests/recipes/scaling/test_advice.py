@@ -1,0 +1,118 @@
+"""What is advised, and whether it gains what it promises: in simulated trainings, where the change can be made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from recipes.scaling.advice import BEFORE, Advice, advise, applied
+from recipes.scaling.timings import Timing
+from recipes.scaling.verdicts import analyse
+from tests.support.simulated import Training, measured, train
+
+# 64 examples a step, of 3 ms each, in micro-batches of 4, and 100 MB of gradients in four buckets at 40 GB/s.
+WELL = Training(
+    global_batch=64,
+    largest_micro_batch=4,
+    forward=1e-3,
+    backward=2e-3,
+    launch=1e-4,
+    optimizer=1e-3,
+    asynchronous=False,
+    gradients=1e8,
+    buckets=4,
+    bandwidth=4e10,
+    latency=1e-6,
+)
+WORLD = 4
+SLOW_LINK = replace(WELL, bandwidth=1e9)
+
+
+def advice(training: Training, **known: object) -> dict[str, Advice]:
+    """What is advised at four processes, by key. `known` is what a measurement adds and no simulation knows."""
+    rows = [_told(row, known) for row in measured(training, WORLD, 3, Random(1))]
+    series = next(one for one in analyse(rows) if one.scaling == "strong")
+    return {one.key: one for one in advise(series.sizes[-1], series)}
+
+
+def _told(row: Timing, known: dict) -> Timing:
+    row = replace(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
+    if not row.communication or not row.link_bandwidth:
+        return row
+    alone = 2 * (WORLD - 1) / WORLD * row.sync_bytes / row.link_bandwidth
+    return replace(row, overlap=max(0.0, 1 - row.communication / alone))
+
+
+def gained(before: Training, after: Training) -> float:
+    speeds = [one.global_batch / train(one, WORLD, one.global_batch, Random(2)).step for one in (before, after)]
+    return speeds[1] / speeds[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after"),
+    [
+        ("compression", SLOW_LINK, replace(SLOW_LINK, gradients=5e7)),
+        ("sync_once", replace(SLOW_LINK, every_micro_batch=True), SLOW_LINK),
+        ("workers", replace(WELL, loading=4e-3, workers=0), replace(WELL, loading=4e-3, workers=2)),
+        ("workers", replace(WELL, loading=9e-3, workers=2), replace(WELL, loading=9e-3, workers=4)),
+        ("straggler", replace(WELL, slow_computing=1.6), WELL),
+        ("uncontended", replace(WELL, contention=0.3), WELL),
+        ("logging", replace(WELL, log=0.3, log_every=2), replace(WELL, log=0.3, log_every=20)),
+        ("saving", replace(WELL, checkpoint=0.5, save_every=4), replace(WELL, checkpoint=0.5, save_every=20)),
+    ],
+)
+def test_a_change_gains_what_was_predicted(key, before, after):
+    assert gained(before, after) == pytest.approx(advice(before)[key].gain, rel=0.25)
+
+
+def test_accumulation_that_makes_communication_small_is_another_training():
+    found = advice(SLOW_LINK)["accumulation"]
+    times = found.flags["global_batch_size"] // WELL.global_batch
+    longer = replace(SLOW_LINK, global_batch=times * WELL.global_batch)
+    assert not found.same_training
+    assert gained(SLOW_LINK, longer) == pytest.approx(found.gain, rel=0.1)
+
+
+def test_a_larger_micro_batch_saves_what_a_pass_costs_anyway():
+    small = replace(WELL, largest_micro_batch=4, launch=2e-2)
+    found = advice(small, pass_overhead=2e-2)["micro_batch"]
+    twice = replace(small, largest_micro_batch=8)
+    assert found.flags == {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    assert gained(small, twice) == pytest.approx(found.gain, rel=0.1)
+
+
+def test_nothing_is_advised_where_nothing_is_lost():
+    assert advice(WELL) == {}
+
+
+def test_what_keeps_the_training_comes_before_what_changes_it():
+    kept = [one.same_training for one in advice(SLOW_LINK).values()]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_latency_is_not_answered_with_compression():
+    assert "compression" not in advice(replace(WELL, latency=3e-3, gradients=1e6, bandwidth=1e11))
+
+
+def test_buckets_are_advised_where_all_gradients_wait_for_the_last():
+    one_bucket = replace(WELL, buckets=1, bandwidth=1e10)
+    found = advice(one_bucket)["bucket_size"]
+    buckets = round(WELL.gradients / (found.flags["ddp_bucket_cap_mb"] * 2**20))
+    assert gained(one_bucket, replace(one_bucket, buckets=buckets)) == pytest.approx(found.gain, rel=0.25)
+
+
+def test_fewer_processes_are_advised_where_more_are_slower():
+    rows = [Timing(1, 100.0, samples=1000), Timing(4, 217.4, samples=1000)]
+    series = analyse(rows)[0]
+    found = advise(series.sizes[-1], series)
+    assert [(one.key, one.num_processes) for one in found] == [("fewer", 1)]
+    assert found[0].gain == pytest.approx(2.174)
+
+
+def test_a_tried_change_is_compared_with_the_run_beside_it():
+    rows = [Timing(2, time, samples=100, applied=f"{BEFORE}: less") for time in (10.0, 12.0)]
+    rows += [Timing(2, time, samples=100, applied="less", predicted=1.9) for time in (5.0, 6.0)]
+    found = applied(rows)
+    assert [(one.title, one.predicted, one.measured.median) for one in found] == [("less", 1.9, 2.0)]

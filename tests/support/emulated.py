@@ -1,0 +1,134 @@
+"""Trainings whose slowness has a known cause: compute that waits instead of working, on a link of a known rate.
+
+As a script it is a rank of such a training: it enters the network namespace named in the environment, and then runs
+launch/train.py. A forward pass waits as if a GPU computed it, so that what else the machine does changes little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.scaling.timings import Timing, read
+
+_CODE = """\
+import os
+import time
+
+from transformers import LlamaForCausalLM
+
+
+class PacedLlamaForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        seconds = float(os.environ["PACE"]) * len(input_ids)
+        if os.environ["RANK"] == "1":
+            seconds *= float(os.environ.get("PACE_OF_RANK_1", 1))
+        if "ON_ONE_CORE" in os.environ:
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+        else:
+            time.sleep(seconds)
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+"""
+STEPS = 6
+
+
+def write_paced_model(folder: Path, tiny_model: Path) -> Path:
+    """The tiny model with a pause of $PACE seconds an example. With $ON_ONE_CORE all processes work on one instead."""
+    shutil.copytree(tiny_model, folder)
+    (folder / "modeling_paced.py").write_text(_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_paced.PacedLlamaForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@contextlib.contextmanager
+def link(rate: str) -> Iterator[str]:
+    """A network namespace whose loopback passes `rate`, tc's spelling, in all; yields its name. Needs root."""
+    name = f"recipes-{os.getpid()}"
+    _ip("netns", "add", name)
+    try:
+        _ip("-n", name, "link", "set", "lo", "mtu", "1500", "up")
+        _ip("netns", "exec", name, *f"tc qdisc add dev lo root tbf rate {rate} burst 32kb latency 400ms".split())
+        yield name
+    finally:
+        _ip("netns", "delete", name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def can_emulate_links() -> bool:
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        return False
+    try:
+        with link("100mbit"):
+            return True
+    except subprocess.CalledProcessError:
+        return False
+
+
+def timing(
+    model: Path, texts: Path, processes: int, batch: int, *flags: str, namespace: str = "", **environment: str
+) -> Timing:
+    """The row of a training of `batch` examples a step in micro-batches of at most 4, paced at 40 ms an example."""
+    from tests.support.running import fork_ranks, launchers_environment
+
+    words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "16"]
+    words += ["--dataset_name", str(texts), "--max_steps", str(STEPS + 3), "--save_strategy", "no"]
+    words += ["--run_name", "paced", "--global_batch_size", str(batch), "--optim", "sgd"]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
+        words += [*flags, "--output_dir", f"{folder}/out", "--measure", f"{folder}/timing.jsonl"]
+        paced = {"PACE": "0.04", "NETWORK_NAMESPACE": namespace, **environment}
+        own = {**launchers_environment(processes, "standard.yaml", words), **paced}
+        if namespace:
+            own["GLOO_SOCKET_IFNAME"] = "lo"
+        codes = fork_ranks(processes, own, [__file__, *words], log.fileno())
+        log.seek(0)
+        assert not any(codes), log.read().decode()
+        return read([Path(folder) / "timing.jsonl"])[0]
+
+
+def _enter(namespace: str) -> None:
+    with Path("/var/run/netns", namespace).open() as handle:
+        if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "cannot enter", namespace)
+
+
+def _load_slowly(seconds: float) -> None:
+    """Every micro-batch takes so long to be put together."""
+    from launch.training.batches import Pad
+
+    collate = Pad.__call__
+
+    def slow(self, rows):
+        time.sleep(seconds)
+        return collate(self, rows)
+
+    Pad.__call__ = slow  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    cores = sorted(os.sched_getaffinity(0))
+    own = 0 if "ON_ONE_CORE" in os.environ else int(os.environ["RANK"]) % len(cores)
+    os.sched_setaffinity(0, {cores[own]})  # as many threads in every world: one
+    if os.environ["NETWORK_NAMESPACE"]:
+        _enter(os.environ["NETWORK_NAMESPACE"])
+    if "SLOW_DATA" in os.environ:
+        _load_slowly(float(os.environ["SLOW_DATA"]))
+    script = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+    sys.argv[0] = str(script)
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,0 +1,53 @@
+"""Arguments that a careless quoting breaks, and a stand-in for train.py that notes what it was given."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from launch.jobs import local as local_job
+from launch.jobs import slurm as slurm_job
+from launch.jobs.job import Job, job_of
+from launch.jobs.slurm import Slurm
+from recipes.run.hardware import Hardware
+from recipes.run.resolve import resolve
+
+_AWKWARD = [
+    'a b', ' a', 'b ', 'a  b', '', "'", '"', "''", '"\'"', '\\', '\\\\', '\\n', 'a\nb', '\n', 'a\tb', '\r', '$HOME',
+    '$', '$(touch broken)', '`touch broken`', '${PATH}', '${{inputs.x}}', '{inputs.x}', '${{ outputs.model }}',
+    '$$', '!', '!!', '*', '?', '[a]', '{a,b}', '~', '#', '# no comment', ';', '; touch broken', '|', '||', '&',
+    '&&', '>', '< broken', '(', ')', '%', '%j', '%x-%j', '^', '=', 'a=b', '-', '-x', '+', ',', ':', '@', '/', '//',
+    '.', '..', 'é', '漢字', '😀', '\xa0', '\u202e', '\u2028', '\x01', '\x7f', '\x1b[31m', '<<EOF', 'EOF', 'yes', 'no',
+    'null', '1e-5', '0x10', '- a', 'a: b', '{', '}', '[', ']', '|-', '>-', '&anchor', '*alias', '!tag', '%TAG',
+    '@at', '`', "'a' 'b'", '"a" "b"', 'a\'b"c', "$'a'", "\\'", '\\$HOME', '$\\HOME', "x" * 2000, 'a\\\nb', '{{x}}',
+    '{%x%}', '$[[x]]', '${x:-y}', '$((1+1))', '$1', '$@',
+]  # fmt: skip
+HOSTILE = (_AWKWARD + [f"{first} {second}" for first, second in zip(_AWKWARD, reversed(_AWKWARD), strict=True)])[:200]
+
+_NOTE = """\
+import json, sys
+from pathlib import Path
+Path({file!r}).write_text(json.dumps(sys.argv[1:]))
+"""
+
+
+def hostile_job(words: list[str], folder: Path) -> Job:
+    """A job whose script writes the words it got, after those of the recipe, to a file."""
+    script = folder / "note the words.py"
+    script.write_text(_NOTE.format(file=str(folder / "words.json")))
+    job = job_of(resolve(["--recipe", "standard"], hardware=Hardware(cores=2), environment={}), 1, 1, words)
+    return replace(job, script=str(script))
+
+
+def script_that_prints_its_words(target: str, words: list[str], folder: Path) -> str:
+    job = hostile_job(words, folder)
+    return local_job.render(job) if target == "local" else slurm_job.render(job, Slurm())
+
+
+def received(folder: Path) -> list[str]:
+    """The words that arrived, without the recipe's own two."""
+    return json.loads((folder / "words.json").read_text())[2:]
+
+
+assert len(HOSTILE) == 200

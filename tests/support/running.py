@@ -1,0 +1,154 @@
+"""Starting train.py from a test: in this process for one rank, through the real launchers for more."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "train.py"
+
+
+@dataclass
+class Outcome:
+    """`code` the exit code, `output` what was printed, `record` the run.json if there is one."""
+
+    code: int
+    output: str
+    record: dict
+
+
+def model_flags(model: Path, data: Path) -> list[str]:
+    flags = {"model_name_or_path": model, "dataset_name": data, "max_length": 64}
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def train_here(model: Path, data: Path, output: Path | str, *flags: str) -> Outcome:
+    """One rank, in this process: everything is imported already."""
+    from launch.train import main
+
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _kept_environment():
+        code = main([*model_flags(model, data), "--output_dir", str(output), *flags])
+    return Outcome(code, stdout.getvalue() + stderr.getvalue(), read_record(Path(output)))
+
+
+def launch(
+    *flags: str, output: Path, processes: int = 1, config: str | None = None, env: dict[str, str] | None = None
+) -> Outcome:
+    """Through `accelerate launch`, as a user starts it."""
+    chosen = ["--config_file", str(ROOT / "accelerate_configs" / config)] if config else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *chosen, "--num_processes", str(processes)]
+    return run([*command, "--main_process_port", "0", str(SCRIPT), *flags, "--output_dir", str(output)], output, env)
+
+
+def launch_quickly(
+    *flags: str,
+    output: Path,
+    processes: int = 2,
+    config: str = "standard.yaml",
+    env: dict[str, str] | None = None,
+    script: Path = SCRIPT,
+) -> Outcome:
+    """As `launch`, without the launcher's own process: its environment, and ranks that need not import everything.
+
+    They are forked from a process that has. Exit code 1 if one of theirs is not 0, as the launcher's is.
+    """
+    words = [*flags, "--output_dir", str(output)]
+    environment = {**launchers_environment(processes, config, words), **(env or {})}
+    with tempfile.TemporaryFile() as log:
+        codes = fork_ranks(processes, environment, [str(script), *words], log.fileno())
+        log.seek(0)
+        return Outcome(int(any(codes)), log.read().decode(), read_record(output))
+
+
+def launchers_environment(processes: int, config: str, words: list[str]) -> dict[str, str]:
+    """What `accelerate launch` sets for its processes, by its own functions."""
+    from accelerate.commands import launch as launcher
+
+    file = str(ROOT / "accelerate_configs" / config)
+    options = ["--config_file", file, "--num_processes", str(processes), str(SCRIPT), *words]
+    args, yaml, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(options))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(yaml.deepspeed_config)
+        return launcher.prepare_deepspeed_cmd_env(args)[1]
+    return launcher.prepare_multi_gpu_env(args)
+
+
+def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log: int) -> list[int]:
+    """Exit codes of the ranks of a world on this machine, each running the script `argv`, their output in `log`."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank in range(processes):
+        own = {**environment, **{name: str(value) for name, value in world.items()}}
+        own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        ranks.append(fork(own, argv, log))
+    for process in ranks:
+        process.join(540)  # DeepSpeed's first run compiles
+        process.kill()
+    return [process.exitcode for process in ranks]
+
+
+def fork(environment: dict[str, str], argv: list[str], log: int) -> BaseProcess:
+    """`python argv...`, its output in `log`, started in a process that has imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    process = context.Process(target=_run_script, args=(environment, argv, DupFd(log)))
+    process.start()
+    return process
+
+
+def _run_script(environment: dict[str, str], argv: list[str], log: DupFd) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(log.detach(), 1)
+    os.dup2(1, 2)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def run(command: list[str], output: Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Outcome:
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **(env or {})},
+        timeout=500,
+        cwd=cwd,
+    )
+    return Outcome(done.returncode, done.stdout, read_record(output))
+
+
+def read_record(output: Path) -> dict:
+    file = output / "run.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def losses(outcome: Outcome) -> list[float]:
+    return [entry["loss"] for entry in outcome.record["log_history"] if "loss" in entry]
+
+
+@contextlib.contextmanager
+def _kept_environment():
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

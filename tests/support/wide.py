@@ -1,0 +1,41 @@
+"""A tiny model whose memory is nearly all logits, so that a micro-batch takes much memory and little time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+LENGTH = 512  # tokens of a long text
+BASE = 0.56e9  # about what a process takes once everything is imported
+
+
+def wide_model(folder: Path) -> Path:
+    """About 0.4 GB for each example of `LENGTH` tokens in a micro-batch."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from launch.training.demo import demo_tokenizer
+
+    tokenizer = demo_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64_000,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=LENGTH,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def texts_of(file: Path, lengths: list[int]) -> Path:
+    """Texts of just so many tokens, the last of which ends them."""
+    lines = [{"text": (f"{n} " + "words " * length)[: length - 1]} for n, length in enumerate(lengths)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file

@@ -17,7 +17,7 @@ from recipes import __version__
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import Problem, UserError, mistake
 from recipes.rules.check import check, check_deep
-from recipes.run.resolve import FIT, RunSpec, Setting, nearest, resolve, shown
+from recipes.run import FIT, RunSpec, Setting, nearest, resolve, shown, with_fit
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -180,7 +180,7 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
     if options.azureml:
         run, problems = submit.read_azureml(Path(options.azureml), rest)
     else:
-        run = resolve(rest, world_size=options.num_processes, accelerate_config=options.accelerate_config)
+        run = with_fit(resolve(rest, world_size=options.num_processes, accelerate_config=options.accelerate_config))
         problems = check(run, accelerate_config_given=options.accelerate_config is not None)
     errors = [problem for problem in problems if problem.severity == "error"]
     if options.deep and not errors:

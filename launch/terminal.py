@@ -14,11 +14,11 @@ from recipes.errors import Problem
 _WIDTH = 110
 
 
-def console(speaks: bool = True, stderr: bool = False) -> Console:
-    """Where rank 0 speaks. Output to a file or a pipe is not wrapped at 80 columns."""
+def console(is_main: bool = True, stderr: bool = False) -> Console:
+    """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(
-        file=stream, quiet=not speaks, width=None if stream.isatty() else _WIDTH, soft_wrap=not stream.isatty()
+        file=stream, quiet=not is_main, width=None if stream.isatty() else _WIDTH, soft_wrap=not stream.isatty()
     )
 
 

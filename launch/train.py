@@ -24,7 +24,7 @@ from launch.training.help import train_help
 from launch.training.out_of_memory import Watch, noticed
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run.resolve import RunSpec, resolve
+from recipes.run import RunSpec, resolve
 from recipes.scaling.timings import require_room
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ def main(argv: list[str] | None = None) -> int:
         stop.listen()
         world = launched()
         run = on_launched_engine(resolve(argv, world_size=world.size, local_world_size=world.local_size))
-        print_problems(require_legal(run), console(world.speaks))
+        print_problems(require_legal(run), console(world.is_main))
         if run["fit"] or run["fit_only"]:
             run = fit(run, argv, world, again=run["fit_only"])
         if not run["fit_only"]:
             train(run, world, stop, argv)
     except UserError as error:
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
-        print_problems(problems, console(world.speaks_of_errors, stderr=True))
+        print_problems(problems, console(world.is_local_main, stderr=True))
         return 2
     except (KeyboardInterrupt, Preempted, Exception) as error:
         words = failure.explain_failure(error, run)
@@ -79,7 +79,6 @@ def train_joined(
     """Data, model, Trainer, train, record."""
     from launch.host import memory
     from launch.output.resume import (
-        decided_by_rank_0,
         find_earlier_run,
         move_older_run_aside,
         require_disk_space,
@@ -93,14 +92,14 @@ def train_joined(
     from launch.training.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
-    out = console(world.speaks)
+    out = console(world.is_main)
     require_one_batch(run, world)
     if run["measure"]:
-        decided_by_rank_0(world, lambda: require_room(run["measure"]))
+        world.decide(lambda: require_room(run["measure"]))
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
-    run.lower("max_length", longest, "the longest sequence of this model")
-    earlier = decided_by_rank_0(world, lambda: find_earlier_run(run, world))
+    run = run.limited("max_length", longest, "the longest sequence of this model")
+    earlier = world.decide(lambda: find_earlier_run(run, world))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
         banner.timing(None, run, out)
@@ -110,8 +109,8 @@ def train_joined(
     if run["memory_limit"]:  # what a library that reads data makes of a lack of memory is anybody's guess
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
-    decided_by_rank_0(world, lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
-    decided_by_rank_0(world, lambda: move_older_run_aside(run))
+    world.decide(lambda: require_disk_space(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
+    world.decide(lambda: move_older_run_aside(run))
     trainer = watch.trainer = build_trainer(run, args, model, tokenizer, data, out)
     trainer.add_callback(StopWhenTold(stop, world))
     banner.banner(run, model, data, out)
@@ -127,7 +126,7 @@ def train_joined(
     banner.summary(record.results, run, out)
     if run["measure"]:
         banner.timing(add_timing(run, world, trainer, record.results, argv), run, out)
-    if run.demonstration and world.speaks:
+    if run.demonstration and world.is_main:
         banner.sample(saved_sample(run), out)
     trainer.accelerator.free_memory()  # DDP's buckets and DeepSpeed's engine go before the process group does
 

@@ -1,7 +1,8 @@
 """The recipes. `standard` states everything it changes; every other recipe is a base and a diff, with its reasons.
 
-A setting is `(value, reason)`. Where the value depends on the machine or on the rest of the run, a small function
-takes the run and returns the pair, so that what it decided is printed with why. Nothing here imports torch.
+A setting is `(value, reason)`. Where the value depends on the machine or on the rest of the run, a
+small function takes the run and returns the pair, so that what it decided is printed with why.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Choice = tuple[Any, str]  # a value and its reason
-Setting = Choice | Callable[[Any], Choice]
+Value = Choice | Callable[[Any], Choice]
 
-_EVERYWHERE: Mapping[str, Setting] = dict(
+_EVERYWHERE: Mapping[str, Value] = dict(
     restore_callback_states_from_checkpoint=(True, "early stopping goes on counting after a resume"),
 )
 
@@ -26,7 +27,7 @@ class Recipe:
     purpose: str
     engine: str
     micro_batch_cap: int
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, Value] = field(default_factory=dict)
 
     def but(self, name: str, purpose: str, **changes: Any) -> Recipe:
         """This recipe with a few named values changed."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from recipes import catalog, legal
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run.resolve import RunSpec, resolve
+from recipes.run import RunSpec, resolve
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.output import record
 from recipes.errors import UserError, mistake
-from recipes.run.resolve import BATCH, COMMAND_LINE, FIT, LIBRARY, nearest
+from recipes.run import BATCH, COMMAND_LINE, FIT, LIBRARY, nearest
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (

@@ -14,7 +14,7 @@ from launch import plots
 from recipes.errors import mistake
 from recipes.planner.plan import CLOSED_FORM_MARGIN, MARGIN, Choice, Plan, Planned, plan_memory
 from recipes.planner.speed import ASSUMED_MFU
-from recipes.run.resolve import with_flags
+from recipes.run import with_flags
 
 _GIB = 2**30
 _COLOURS = (plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.YELLOW, plots.PURPLE, plots.GREY)

@@ -17,8 +17,8 @@ from launch.doctor.network import invalid_gpu
 from launch.host import memory
 from launch.host.memory import in_words
 from recipes.legal.source import version
+from recipes.run import resolve
 from recipes.run.hardware import Hardware
-from recipes.run.resolve import resolve
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")

@@ -20,8 +20,8 @@ from launch.host.signals import end_with_parent
 from launch.host.world import World, joined, launched, on_launched_engine, prepare_environment
 from launch.output import record
 from recipes.errors import UserError
+from recipes.run import RunSpec, resolve
 from recipes.run.batch import Batch
-from recipes.run.resolve import RunSpec, at_batch, resolve
 
 REQUEST, VERDICT = "request.json", "verdict.json"
 STEPS = 2
@@ -55,7 +55,7 @@ def _requested(request: dict[str, Any], world: World, folder: Path) -> RunSpec:
     settings = {**_ALONE, "output_dir": str(folder)}
     run = resolve(request["argv"], settings=settings, world_size=world.size, local_world_size=world.local_size)
     batch = Batch(request["micro_batch"], request["accumulation"], world.size, "a probe of --fit")
-    return at_batch(on_launched_engine(run), batch, "--fit")
+    return on_launched_engine(run).at_batch(batch, "--fit")
 
 
 def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def _train(run: RunSpec, args: Any, limit_bytes: int) -> None:
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
     longest = longest_sequence(run, tokenizer)
-    run.lower("max_length", longest, "the longest sequence of this model")
+    run = run.limited("max_length", longest, "the longest sequence of this model")
     data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, STEPS * run.batch.total)
-    trainer = build_trainer(run, args, model, tokenizer, data, console(speaks=False))
+    trainer = build_trainer(run, args, model, tokenizer, data, console(is_main=False))
     trainer.remove_callback(StopOnNotANumber)  # the same example over and over: what it learns does not matter
     trainer.train()
     if trainer.state.global_step != STEPS:

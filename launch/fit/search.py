@@ -27,8 +27,7 @@ from launch.host.world import World
 from launch.output import record
 from launch.training.out_of_memory import other_ways
 from recipes.errors import Problem, UserError, mistake
-from recipes.run import fitted
-from recipes.run.resolve import FIT, RunSpec, at_batch
+from recipes.run import FIT, RunSpec, fitted
 
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
 PROBE = Path(__file__).resolve().with_name("probe.py")
@@ -48,11 +47,11 @@ def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> Run
     found = board.of_rank_0("kept", lambda: {} if again else _kept(run))
     if not found:
         found = _search(run, argv, world, board)
-        board.of_rank_0("written", lambda: record.write(run["output_dir"], found, fitted.NAME))
-        found["file"] = str(Path(run["output_dir"]) / fitted.NAME)
+        board.of_rank_0("written", lambda: record.write(run["output_dir"], found, FIT))
+        found["file"] = str(Path(run["output_dir"]) / FIT)
     batch = fitted.as_batch(found)  # rank 0's word: another node may have other devices
-    terminal.console(world.speaks).print(f"fit   {batch}: {batch.reason}", highlight=False)
-    return at_batch(run, batch, FIT)
+    terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
+    return run.at_batch(batch, FIT)
 
 
 def _kept(run: RunSpec) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[s
     share = run.batch.micro * run.batch.accumulation
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     limit, guess = board.of_rank_0("start", lambda: _start(run))
-    out, probes = terminal.console(world.speaks), []
+    out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
         verdict = _probed(run, argv, world, board, size, limit)

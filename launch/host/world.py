@@ -7,16 +7,18 @@ import gc
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from recipes.errors import mistake
+from recipes.errors import UserError, mistake
+from recipes.run import RunSpec, with_fit
 from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, launch_environment, shipped
-from recipes.run.resolve import RunSpec, with_fit
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,31 @@ class World:
     local_size: int = 1
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process prints: rank 0 does."""
         return self.rank == 0
 
     @property
-    def speaks_of_errors(self) -> bool:
+    def is_local_main(self) -> bool:
         """The first rank of every node: what is missing on one node only must not go unsaid."""
         return self.rank % self.local_size == 0
+
+    def decide(self, decision: Callable[[], T]) -> T:
+        """One rank decides, all hear it: the result of `decision`, called on rank 0; its `UserError` on every rank."""
+        if self.size == 1:
+            return decision()
+        import torch.distributed as dist
+
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer = [decision(), None]
+            except UserError as error:
+                answer = [None, error.problems]
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise UserError(*answer[1])
+        return answer[0]
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.errors import UserError, mistake
+from recipes.run import RunSpec
 from recipes.run.engine import shipped
-from recipes.run.resolve import RunSpec
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # also where its environment is not activated

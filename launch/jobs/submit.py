@@ -28,10 +28,10 @@ from launch.output.submission import LOCAL_LOG, Submission, note, noted
 from launch.training import out_of_memory
 from recipes.errors import Problem, UserError, mistake
 from recipes.rules.check import check, require_legal
+from recipes.run import RunSpec, resolve, with_fit, with_flags
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
 from recipes.run.hardware import read as read_hardware
-from recipes.run.resolve import RunSpec, resolve, with_flags
 
 AZUREML = SCRIPT.parents[1] / "azureml"
 _IN_THE_IMAGE = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
@@ -347,7 +347,7 @@ def _resolved(
     elsewhere: frozenset[str] | None,
 ) -> RunSpec:
     recipe = resolve(argv, hardware=hardware).recipe  # --recipe's, or that of --config's file
-    return resolve(
+    run = resolve(
         argv,
         world_size=options.nodes * processes_per_node,
         local_world_size=processes_per_node,
@@ -355,6 +355,7 @@ def _resolved(
         accelerate_config=str(shipped(recipe.engine)),
         elsewhere=elsewhere,
     )
+    return with_fit(run)
 
 
 def _print(problems: list[Problem]) -> None:

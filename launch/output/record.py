@@ -15,8 +15,8 @@ from launch.host.memory import ran_out
 from launch.host.signals import Preempted
 from launch.host.world import World
 from recipes import legal
+from recipes.run import HIDDEN, RunSpec, Setting, shown
 from recipes.run.fitted import fingerprint
-from recipes.run.resolve import HIDDEN, RunSpec, Setting, shown
 
 NAME = "run.json"
 OUT_OF_MEMORY = "out_of_memory.json"
@@ -77,7 +77,7 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
     """
     record, content = Record(), started(run, world.size)
     status, error_text = "failed", None
-    if world.speaks:
+    if world.is_main:
         write(run["output_dir"], content)
     try:
         yield record
@@ -91,7 +91,7 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
             status = "out_of_memory"
         raise
     finally:
-        if world.speaks:
+        if world.is_main:
             content |= {"status": status, "ended": now(), **record.results}
             write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
 

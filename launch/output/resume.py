@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from launch.host.world import World
 from launch.output import record, submission
 from launch.output.checkpoints import Checkpoint, judged, newest_valid, numbered, set_aside
 from recipes.errors import UserError, mistake
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,6 @@ class Earlier:
     step: int = 0
     finished: bool = False
     notes: list[str] = field(default_factory=list)
-
-
-def decided_by_rank_0(world: World, decide: Callable[[], Any]) -> Any:
-    """The result of `decide`, run on rank 0 alone and known to all; a `UserError` there is raised on every rank."""
-    if world.size == 1:
-        return decide()
-    import torch.distributed as dist
-
-    answer: list[Any] = [None, None]
-    if world.rank == 0:
-        try:
-            answer = [decide(), None]
-        except UserError as error:
-            answer = [None, error.problems]
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise UserError(*answer[1])
-    return answer[0]
 
 
 def require_one_batch(run: RunSpec, world: World) -> None:
@@ -62,11 +44,11 @@ def require_one_batch(run: RunSpec, world: World) -> None:
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
     """The output folder, made and found good, and locked against a second run."""
-    handle = decided_by_rank_0(world, lambda: _made_and_locked(run))
+    handle = world.decide(lambda: _made_and_locked(run))
     try:
         yield
     finally:
-        if world.speaks:
+        if world.is_main:
             os.close(handle)
 
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.output import record
-from recipes.run import fitted
+from recipes.run import FIT
 
 NAME = "submission.json"
 TARGETS = ("local", "slurm", "azureml")
 LOCAL_LOG = "train.log"
-KEPT_HERE = (NAME, LOCAL_LOG, fitted.NAME)  # they belong to no one run, and --fresh moves none of them aside
+KEPT_HERE = (NAME, LOCAL_LOG, FIT)  # they belong to no one run, and --fresh moves none of them aside
 
 
 @dataclass(frozen=True)

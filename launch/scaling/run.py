@@ -27,8 +27,8 @@ from launch.jobs.submit import job_here
 from launch.output import record
 from recipes import legal
 from recipes.errors import mistake
+from recipes.run import nearest, with_flags
 from recipes.run.hardware import read as read_hardware
-from recipes.run.resolve import nearest, with_flags
 from recipes.scaling.advice import BEFORE, Advice, advise
 from recipes.scaling.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
 from recipes.scaling.verdicts import Series, Size, analyse, milliseconds

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recipes.run.resolve import FIT, RunSpec, shown
+from recipes.run import FIT, RunSpec, shown
 from recipes.scaling.timings import Timing
 
 

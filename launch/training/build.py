@@ -21,7 +21,7 @@ from launch.training.trainer import (
 )
 from recipes.errors import mistake
 from recipes.factories import training_arguments
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 
 def build_arguments(run: RunSpec) -> TrainingArguments:

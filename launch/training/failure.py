@@ -12,7 +12,7 @@ from launch.host.signals import EXIT_CODE, Preempted
 from launch.host.world import World
 from launch.terminal import console
 from launch.training.out_of_memory import OutOfMemory
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 
 def explain_failure(error: BaseException, run: RunSpec | None) -> str | None:
@@ -61,8 +61,8 @@ def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
 def print_failure(words: str, error: BaseException, world: World) -> None:
     """On the rank that failed, whichever it is; what all know together is said once."""
     together = isinstance(error, (KeyboardInterrupt, Preempted)) or type(error).__name__ == "ProbeFailed"
-    speaks = world.speaks or not together
-    rank = f"rank {world.rank}: " if world.size > 1 and not world.speaks else ""
+    speaks = world.is_main or not together
+    rank = f"rank {world.rank}: " if world.size > 1 and not world.is_main else ""
     console(speaks, stderr=True).print(escape(f"{rank}{words}"), style="red", highlight=False)
 
 

@@ -24,7 +24,7 @@ from launch.output import record
 from launch.output.record import OUT_OF_MEMORY
 from recipes.errors import UserError
 from recipes.rules.check import check
-from recipes.run.resolve import COMMAND_LINE, RunSpec, resolve, with_flags
+from recipes.run import COMMAND_LINE, RunSpec, resolve, with_flags
 
 
 class OutOfMemory(RuntimeError):

@@ -10,7 +10,7 @@ import torch
 
 from launch.training.trainer import RecipeTrainer
 from recipes.planner.speed import flops_are_known, model_flops
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> dict[str, Any]:

@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from launch.host.world import World
-from launch.output.resume import decided_by_rank_0
 from launch.training.timeline import MeasuredTrainer
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 from recipes.scaling.timings import PARTS, Timing, append, name_of
 
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 6
@@ -48,7 +47,7 @@ def add_timing(
     if not trainer.steps_measured:
         return None
     timing = _measured(run, trainer, results, argv)
-    decided_by_rank_0(world, lambda: append(run["measure"], [timing]))
+    world.decide(lambda: append(run["measure"], [timing]))
     return timing
 
 

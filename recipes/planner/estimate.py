@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
 from recipes.planner.footprint import Need, Weights, need, weight_bytes
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

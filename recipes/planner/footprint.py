@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from recipes.planner.trace import Traced

@@ -14,10 +14,9 @@ from recipes.planner.estimate import Estimator, read_config
 from recipes.planner.footprint import Components
 from recipes.planner.speed import ASSUMED_MFU, StepTime, step_time
 from recipes.rules.check import require_legal
-from recipes.run import gpus
+from recipes.run import RunSpec, gpus, resolve, with_flags
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import RunSpec, resolve, with_flags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.planner.footprint import FP32, HALF, Weights
-from recipes.run.resolve import RunSpec
+from recipes.run import RunSpec
 
 # What well-tuned trainings of language models reach of an H100's dense bf16 peak, as their authors publish it:
 # MosaicML's llm-foundry 34.9 % at 760M parameters to 46.4 % at 7B, torchtitan 33 to 39 % at 8B.

@@ -13,10 +13,11 @@ from recipes import legal
 from recipes.errors import Problem
 from recipes.legal import moved
 from recipes.rules.settings import deepspeed_file, is_true, rule, uses_deepspeed
-from recipes.run.resolve import belongs, nearest
+from recipes.run import nearest
+from recipes.run.command_line import belongs
 
 if TYPE_CHECKING:
-    from recipes.run.resolve import RunSpec
+    from recipes.run import RunSpec
 
 SECTIONS = (
     "deepspeed_config",

@@ -10,8 +10,8 @@ import recipes.rules.accelerate_yaml  # noqa: F401 - registers its rules
 from recipes import legal
 from recipes.errors import Problem, UserError
 from recipes.rules.settings import RULES
+from recipes.run import RunSpec
 from recipes.run.engine import read_yaml
-from recipes.run.resolve import RunSpec
 
 
 def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:

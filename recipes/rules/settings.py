@@ -19,7 +19,7 @@ from recipes.run.engine import deepspeed_json, read_yaml, shipped
 from recipes.scaling.timings import SUFFIXES, WARM_UP_STEPS
 
 if TYPE_CHECKING:
-    from recipes.run.resolve import RunSpec
+    from recipes.run import RunSpec
 
 Rule = Callable[["RunSpec"], Iterator[Problem]]
 RULES: list[Rule] = []

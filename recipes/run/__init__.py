@@ -1,0 +1,21 @@
+"""One run: what the user wrote, the recipe, the machine and the engine, put together."""
+
+from recipes.run.command_line import nearest, with_flags
+from recipes.run.fitted import with_fit
+from recipes.run.resolve import resolve
+from recipes.run.spec import BATCH, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, shown
+
+__all__ = [
+    "BATCH",
+    "COMMAND_LINE",
+    "FIT",
+    "HIDDEN",
+    "LIBRARY",
+    "RunSpec",
+    "Setting",
+    "nearest",
+    "resolve",
+    "shown",
+    "with_fit",
+    "with_flags",
+]

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.run.batch import Batch
+from recipes.run.spec import FIT, RunSpec
 
-if TYPE_CHECKING:
-    from recipes.run.resolve import RunSpec
-
-NAME = "fit.json"
 _END_BYTES = 1 << 16
 
 # What a micro-batch's memory depends on, and what its split does.
@@ -37,12 +34,20 @@ def identity(run: RunSpec) -> dict[str, Any]:
 
 def read(folder: str | Path) -> dict[str, Any]:
     """The fit in a folder; empty where it is missing or damaged."""
-    file = Path(folder) / NAME
+    file = Path(folder) / FIT
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return {**content, "file": str(file)} if isinstance(content, dict) else {}
+
+
+def with_fit(run: RunSpec) -> RunSpec:
+    """The run at the micro-batch that `--fit` found for just this training here, if its output folder holds one."""
+    if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
+        return run
+    found = batch(run, read(run["output_dir"])) if run["output_dir"] else None
+    return run.at_batch(found, FIT) if found else run
 
 
 def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.run.resolve import with_flags
+from recipes.run import with_flags
 from recipes.scaling.timings import Timing
 from recipes.scaling.verdicts import (
     WORTH_NAMING,

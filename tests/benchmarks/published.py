@@ -16,8 +16,8 @@ from transformers import BertConfig
 
 from recipes.planner.footprint import Need, need
 from recipes.planner.trace import Case, trace, weigh
+from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 
 MIB = 2**20
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)

@@ -38,8 +38,8 @@ CASES: dict[str, tuple[str, dict, str]] = {
 
 
 def run_of(flags: str):
+    from recipes.run import resolve
     from recipes.run.hardware import Hardware
-    from recipes.run.resolve import resolve
 
     words = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
     if "--gradient_accumulation_steps" not in words:

@@ -81,7 +81,7 @@ def run_recipe(size: str, steps: int, length: int, recipe: str, **changes) -> tu
 
     import recipes
     from launch.training.trainer import Meter, RecipeTrainer, apply_ddp_settings
-    from recipes.run.resolve import resolve
+    from recipes.run import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         own = {"max_steps": steps + Meter.WARM_UP_STEPS + 2, "learning_rate": RATE, "save_strategy": "no"}

@@ -198,7 +198,7 @@ def train(case: Case):
 
     from launch.training.trainer import RecipeTrainer, apply_ddp_settings
     from recipes.factories import training_arguments
-    from recipes.run.resolve import resolve
+    from recipes.run import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         world = {"global_batch_size": case.micro * case.accumulation, "max_steps": STEPS, "learning_rate": RATE}

@@ -8,7 +8,7 @@ import pytest
 
 from launch.cli import main
 from recipes.catalog import RECIPES
-from recipes.run.resolve import resolve
+from recipes.run import resolve
 
 
 def test_list_names_every_recipe(capsys):

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from recipes.catalog import RECIPES
+from recipes.run import resolve
 from recipes.run.engine import from_yaml, shipped
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 
 CPU = Hardware(cores=2)
 T4 = Hardware((Gpu("Tesla T4", (7, 5), 16 * 2**30),), cores=8)

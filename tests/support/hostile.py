@@ -10,8 +10,8 @@ from launch.jobs import local as local_job
 from launch.jobs import slurm as slurm_job
 from launch.jobs.job import Job, job_of
 from launch.jobs.slurm import Slurm
+from recipes.run import resolve
 from recipes.run.hardware import Hardware
-from recipes.run.resolve import resolve
 
 _AWKWARD = [
     'a b', ' a', 'b ', 'a  b', '', "'", '"', "''", '"\'"', '\\', '\\\\', '\\n', 'a\nb', '\n', 'a\tb', '\r', '$HOME',

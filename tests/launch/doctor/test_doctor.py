@@ -46,8 +46,8 @@ from launch.jobs.azure_check import training_in
 from launch.jobs.job import Job, job_of
 from launch.jobs.slurm import Slurm
 from recipes.errors import UserError
+from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 from tests.support.hostile import hostile_job, received
 from tests.support.running import ROOT, run
 

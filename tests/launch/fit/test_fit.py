@@ -15,7 +15,7 @@ from launch.fit import search as fit
 from launch.fit.search import Board, ProbeFailed
 from launch.host.world import World
 from recipes.errors import UserError
-from recipes.run.resolve import resolve
+from recipes.run import resolve, with_fit
 from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
 from tests.support.wide import LENGTH, texts_of, wide_model
 
@@ -99,7 +99,7 @@ def argv(second_rank_has_less, training):
 
 
 def micro_batch(argv, *more, processes=2):
-    setting = resolve([*argv, *more], world_size=processes).setting("per_device_train_batch_size")
+    setting = with_fit(resolve([*argv, *more], world_size=processes)).setting("per_device_train_batch_size")
     return setting.value, setting.source
 
 

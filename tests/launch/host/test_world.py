@@ -4,9 +4,9 @@ import pytest
 
 from launch.host.world import World, launched, on_launched_engine
 from recipes.errors import UserError
+from recipes.run import resolve
 from recipes.run.engine import from_environment
 from recipes.run.hardware import Hardware
-from recipes.run.resolve import resolve
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 ZERO_3 = {
@@ -29,10 +29,10 @@ def test_torchrun_announces_its_world():
     assert launched(TORCHRUN) == World(size=8, rank=5, local_size=4)
 
 
-def test_rank_0_speaks_and_the_first_rank_of_each_node_speaks_of_errors():
+def test_rank_0_speaks_and_the_first_rank_of_each_node_is_local_main():
     ranks = [World(8, rank, 4) for rank in range(8)]
-    assert [world.rank for world in ranks if world.speaks] == [0]
-    assert [world.rank for world in ranks if world.speaks_of_errors] == [0, 4]
+    assert [world.rank for world in ranks if world.is_main] == [0]
+    assert [world.rank for world in ranks if world.is_local_main] == [0, 4]
 
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -20,8 +20,8 @@ from launch.jobs.azure import Azure
 from launch.jobs.azure_check import training_in
 from launch.jobs.job import job_of
 from recipes.catalog import RECIPES
+from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 from tests.support.azure import NAMES, in_a_job, loopback
 from tests.support.hostile import HOSTILE
 from tests.support.running import ROOT, launch, losses, model_flags, read_record

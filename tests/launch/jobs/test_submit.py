@@ -13,8 +13,8 @@ from launch.jobs import slurm as slurm_job
 from launch.jobs.job import job_of
 from launch.jobs.slurm import Slurm
 from recipes.errors import UserError
+from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
 from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
 

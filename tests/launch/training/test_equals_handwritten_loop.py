@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from launch.training.data import load_data
 from launch.training.model import load_tokenizer
-from recipes.run.resolve import resolve
+from recipes.run import resolve
 from tests.support.loop import loop_steps
 from tests.support.running import losses, model_flags, train_here
 

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.training.results import checkpoint_bytes, flops_per_token, parameter_count, utilisation
+from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 
 H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=16)
 

@@ -12,8 +12,8 @@ from launch.cli import main as recipes_command
 from launch.host import memory
 from launch.host.memory import Shortage
 from launch.training.out_of_memory import next_rung, other_ways
+from recipes.run import resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve, with_flags
 from tests.support.running import ROOT, launch_quickly, losses, run
 from tests.support.wide import LENGTH, texts_of, wide_model
 

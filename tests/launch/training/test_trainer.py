@@ -8,7 +8,7 @@ from accelerate.utils import DDPCommunicationHookType
 
 from launch.training.trainer import Meter, NotANumber, RecipeTrainer, StopOnNotANumber, apply_ddp_settings
 from recipes import standard
-from recipes.run.resolve import resolve
+from recipes.run import resolve
 from tests.support.running import model_flags, train_here
 
 

@@ -41,8 +41,8 @@ from recipes.planner.trace import (
     weigh,
     with_layers,
 )
+from recipes.run import resolve
 from recipes.run.engine import Engine, shipped
-from recipes.run.resolve import resolve
 from tests.benchmarks.published import BERT_LARGE, MIB, V100, predicted
 from tests.benchmarks.resident import CASES
 from tests.support.running import ROOT

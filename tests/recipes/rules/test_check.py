@@ -18,9 +18,9 @@ from recipes.legal import source
 from recipes.rules import check as checking
 from recipes.rules import settings as rules
 from recipes.rules.check import check, check_deep, require_legal
+from recipes.run import resolve
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 from tests.support.running import ROOT
 from tests.support.wrong_inputs import WRONG, Wrong
 

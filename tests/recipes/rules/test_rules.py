@@ -14,9 +14,9 @@ from recipes.catalog import RECIPES
 from recipes.rules import settings as rules
 from recipes.rules.check import check
 from recipes.rules.settings import RULES
+from recipes.run import resolve
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 
 CPU = Hardware()
 T4 = Gpu("Tesla T4", (7, 5), 16 << 30)

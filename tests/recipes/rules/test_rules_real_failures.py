@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from recipes.rules.settings import RULES
+from recipes.run import resolve
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import resolve
 from tests.support.running import fork_ranks
 
 BY_NAME = {function.__name__: function for function in RULES}

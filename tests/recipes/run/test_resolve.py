@@ -11,8 +11,9 @@ from transformers import SchedulerType
 from recipes import legal
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
+from recipes.run import resolve
+from recipes.run.command_line import coerce
 from recipes.run.hardware import Gpu, Hardware
-from recipes.run.resolve import coerce, resolve
 
 CPU = Hardware(cores=2)
 

@@ -1,0 +1,20 @@
+"""Waiting for what another process does, with a limit that no busy machine reaches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PATIENCE = 600  # seconds; only a failure takes as long, on however many cores
+
+
+def wait_for(what: str, happened: Callable[[], T], seconds: float = PATIENCE) -> T:
+    """What `happened` returns once that is true. Fails with `what` was waited for after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := happened()):
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}"
+        time.sleep(0.05)
+    return result

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
-from recipes.planner.footprint import Need, Weights, need, weight_bytes
+from recipes.planner.footprint import Need, need, weight_bytes
+from recipes.planner.shapes import ATTENTION, Adapters, Case, Traced, Weights
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from recipes.planner.trace import Adapters, Case, Traced
 
 
 class Estimator:
@@ -79,8 +78,6 @@ class Estimator:
             return self._trace(run, micro), True
 
     def _case(self, run: RunSpec, micro: int) -> Case:
-        from recipes.planner.trace import ATTENTION, Case
-
         half = weight_bytes(run) == 2
         mixed = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
         return Case(
@@ -125,8 +122,6 @@ class Estimator:
         About what traces of Llama and Qwen models come to in mixed precision; dropout takes more. Checkpointed, a layer
         keeps its input, and one layer at a time the rest.
         """
-        from recipes.planner.trace import Traced
-
         text = self.config.get_text_config()
         tokens = micro * self.length(run)
         layer = 82 * tokens * text.hidden_size
@@ -138,8 +133,6 @@ class Estimator:
 
 
 def _adapters(run: RunSpec) -> Adapters | None:
-    from recipes.planner.trace import Adapters
-
     if not run["use_peft"]:
         return None
     compute = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else "float32"

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
+from recipes.planner.shapes import Traced, Weights
 from recipes.run import RunSpec
-
-if TYPE_CHECKING:
-    from recipes.planner.trace import Traced
 
 FP32, HALF = 4, 2
 
@@ -34,26 +31,6 @@ _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
 # Bytes of a parameter in 4 bits: half a byte, and an fp32 scale a block of 64, which nested quantisation keeps in 8
 # bits, with an fp32 scale a block of 256 of them. bitsandbytes/functional.py, quantize_4bit.
 _NF4, _NF4_NESTED = 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Counts of a model's parameters, and the bytes of its buffers.
-
-    All; those that are trained, and of these the ones in embeddings; those in 4 bits; those of the largest layer and
-    of the largest single one; those in no layer: embeddings and the head; those of an input embedding that is only
-    looked up, not also the head.
-    """
-
-    total: int
-    trained: int
-    in_4_bits: int = 0
-    trained_embedding: int = 0
-    largest_layer: int = 0
-    largest_parameter: int = 0
-    outside_layers: int = 0
-    looked_up: int = 0
-    buffer_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ALLOCATION_BYTES = 512  # what CUDA's caching allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
+from recipes.planner.shapes import Moment
 
-Moment = tuple[int, int, int]  # bytes alive: other than the next two, logits, gradients
+ALLOCATION_BYTES = 512  # what CUDA's caching allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
 
 
 class LiveBytes(TorchDispatchMode):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.planner.footprint import FP32, HALF, Weights
+from recipes.planner.footprint import FP32, HALF
+from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
 
 # What well-tuned trainings of language models reach of an H100's dense bf16 peak, as their authors publish it:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -18,49 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from recipes.planner.footprint import Weights
-from recipes.planner.live_bytes import LiveBytes, Moment
+from recipes.planner.live_bytes import LiveBytes
+from recipes.planner.shapes import ATTENTION, Adapters, Case, Moment, Traced, Weights
 from recipes.quiet import silence
-
-ATTENTION = "recipes_traced"  # without "flash" in it: transformers would look for that package
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """LoRA of rank `rank` on `targets`, on frozen weights; `four_bits` names the dtype that 4-bit ones compute in."""
-
-    rank: int
-    targets: tuple[str, ...] | str = "all-linear"
-    dropout: float = 0.0
-    four_bits: str | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to trace. `autocast` and `dtype` name torch dtypes; `batch` counts sequences of `length` tokens."""
-
-    batch: int
-    length: int
-    task: str = "causal_lm"
-    dtype: str = "float32"
-    autocast: str | None = None
-    checkpointing: bool = False
-    attention: str = ATTENTION
-    mask: bool = True
-    adapters: Adapters | None = None
-    on_cuda: bool = True
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Bytes alive after each operation of a micro-batch: (activations, logits, gradients), less parameters and buffers.
-
-    Logits are what has the vocabulary as its last dimension, gradients those of parameters that the micro-batch has
-    made so far, activations everything else. The first `forward` moments are those up to the loss.
-    """
-
-    moments: list[Moment]
-    forward: int
 
 
 def at_batch(two: Traced, three: Traced, batch: int) -> Traced:

@@ -15,7 +15,8 @@ import torch
 from transformers import BertConfig
 
 from recipes.planner.footprint import Need, need
-from recipes.planner.trace import Case, trace, weigh
+from recipes.planner.shapes import Case
+from recipes.planner.trace import trace, weigh
 from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
 

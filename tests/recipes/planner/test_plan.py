@@ -26,21 +26,11 @@ from recipes import plan_memory
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.planner.estimate import Estimator, read_config
-from recipes.planner.footprint import Components, Weights, need
+from recipes.planner.footprint import Components, need
+from recipes.planner.live_bytes import LiveBytes
 from recipes.planner.plan import Usable, largest_that_fits, plan_run
-from recipes.planner.trace import (
-    SHALLOW,
-    Adapters,
-    Case,
-    LiveBytes,
-    Traced,
-    at_batch,
-    layers_are_equal,
-    of_depth,
-    trace,
-    weigh,
-    with_layers,
-)
+from recipes.planner.shapes import Adapters, Case, Traced, Weights
+from recipes.planner.trace import SHALLOW, at_batch, layers_are_equal, of_depth, trace, weigh, with_layers
 from recipes.run import resolve
 from recipes.run.engine import Engine, shipped
 from tests.benchmarks.published import BERT_LARGE, MIB, V100, predicted

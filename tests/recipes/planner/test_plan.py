@@ -26,9 +26,10 @@ from recipes import plan_memory
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.planner.estimate import Estimator, read_config
+from recipes.planner.fits import Usable, largest_that_fits
 from recipes.planner.footprint import Components, need
 from recipes.planner.live_bytes import LiveBytes
-from recipes.planner.plan import Usable, largest_that_fits, plan_run
+from recipes.planner.plan import plan_run
 from recipes.planner.shapes import Adapters, Case, Traced, Weights
 from recipes.planner.trace import SHALLOW, at_batch, layers_are_equal, of_depth, trace, weigh, with_layers
 from recipes.run import resolve
@@ -452,7 +453,7 @@ def test_the_plot_is_a_picture(folder, tmp_path, capsys):
     assert main(["plan", "--model", str(folder), *one, "--plot", str(file)]) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
     assert main(["plan", "--model", str(folder), *one, "--plot", str(tmp_path / "no" / "plan.png")]) == 2
-    assert "a folder that is there" in capsys.readouterr().err
+    assert "choose a writable folder" in capsys.readouterr().err
 
 
 def test_what_is_left_is_printed_where_nothing_fits(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`recipes plan`: what each recipe would keep in memory on a GPU that need not be here, and the recommended one."""
+"""`recipes plan`: the memory of each recipe on a GPU that need not be here, and which to take."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as `--json` prints it: sizes in bytes, times in whole milliseconds, None if unknown."""
+    """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown."""
     return {
         "model": {"name": plan.model, "parameters": plan.parameters},
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
@@ -200,7 +200,7 @@ def _print_next_steps(plan: Plan) -> None:
 
 
 def plot(plan: Plan, file: str) -> None:
-    """Draw each recipe as a stacked bar of its components, with a line at the usable memory. Raises `UserError`."""
+    """Draw each recipe as a stacked bar, with a line at the usable memory. Raises `UserError`."""
     figure = plots.new_figure(8, 1.6 + 0.6 * len(plan.recipes))
     axes = figure.subplots()
     names = [f"{entry.name}\n{entry.micro_batch} x {entry.accumulation}" for entry in plan.recipes]

@@ -1,4 +1,4 @@
-"""Which micro-batches fit into a GPU at an unchanged global batch, and what each costs in memory and time."""
+"""Which micro-batches fit on a GPU at the same global batch, with their memory and time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from recipes.planner.footprint import Components
 from recipes.planner.speed import StepTime, step_time
 from recipes.run import RunSpec
 
-# Of the published readings in tests/benchmarks/published.py, traces come out up to 6 % low: they hold neither the
-# workspaces of kernels nor fragmentation.
+# Of the published readings in tests/benchmarks/published.py, traces come out up to 6 % low: they
+# hold neither the workspaces of kernels nor fragmentation.
 MARGIN = 0.06
 CLOSED_FORM_MARGIN = 0.25  # for a model that cannot be traced; a choice, not a measurement
 
@@ -26,11 +26,13 @@ class Usable:
 
 @dataclass(frozen=True)
 class Planned:
-    """One recipe on the requested GPU. `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it.
+    """One recipe on the requested GPU.
 
-    `fits` is `fits_gpu` and, if the RAM of a node is known, that it fits there too. `micro_batch` and `accumulation`
-    keep the global batch; if nothing fits, they are those of the smallest micro-batch. `traced` is false if the model
-    could not be traced: then a closed form with a wider margin replaces the trace.
+    `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
+    `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it. `micro_batch` and
+    `accumulation` keep the global batch; if nothing fits, they are those of the smallest
+    micro-batch. `traced` is false if the model could not be traced: then a closed form with a wider
+    margin replaces the trace.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """One way to split the recommended recipe's global batch, with its memory on each GPU and its time per step."""
+    """One way to split the global batch, with its memory on each GPU and its time per step."""
 
     micro_batch: int
     accumulation: int
@@ -60,7 +62,7 @@ class BatchSplit:
 
 
 def largest_that_fits(run: RunSpec, estimator: Estimator, usable: Usable) -> Planned:
-    """The run at the largest micro-batch that fits and keeps its global batch; at the smallest one if none fits."""
+    """The run at the largest micro-batch that fits, or at the smallest one if none fits."""
     entries = (at_micro_batch(run, micro, estimator, usable) for micro in _micro_batches(run))
     entry = next(entries)
     while not entry.fits:
@@ -93,7 +95,7 @@ def at_micro_batch(run: RunSpec, micro: int, estimator: Estimator, usable: Usabl
 def batch_splits(
     run: RunSpec, estimator: Estimator, usable: Usable, mfu: float, bandwidth: float | None
 ) -> Iterator[BatchSplit]:
-    """Every split of the run's global batch, the largest micro-batch first; `bandwidth` is in bytes per second."""
+    """Every split of the global batch, largest micro-batch first. `bandwidth`: bytes per second."""
     weights, length = estimator.weights(run), estimator.length(run)
     for micro in _divisors(_share(run)):
         entry = at_micro_batch(run, micro, estimator, usable)
@@ -102,7 +104,7 @@ def batch_splits(
 
 
 def _micro_batches(run: RunSpec) -> list[int]:
-    """Micro-batches that keep the global batch, the largest first; only the given one if the user gave one."""
+    """Micro-batches that keep the global batch, largest first; only the user's, if there is one."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return [run.batch.micro]
     return _divisors(_share(run))

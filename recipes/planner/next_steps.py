@@ -1,4 +1,4 @@
-"""What is left to try if no recipe fits: each step with the memory it saves and the time it costs."""
+"""What to try if no recipe fits: each step with the memory that it saves and its cost in time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from recipes.run import RunSpec, gpus, with_flags
 
 @dataclass(frozen=True)
 class NextStep:
-    """One change to try, at micro-batch 1. `saves_bytes` is less memory on each GPU than `standard` takes without it.
+    """One change to try, at micro-batch 1.
 
-    `words` are the flags as a person writes them, `slowdown` is the cost in words.
+    `words` are the flags to write. `saves_bytes` counts on each GPU, compared to `standard` without
+    the change. `slowdown` says what the change costs in time.
     """
 
     words: str
@@ -36,7 +37,8 @@ _RECOMPUTED = "a third more compute (two forward passes)"
 # In the order to try them: the recipe, the changed flags (None: left out), and the cost.
 _STEPS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("standard", _CHECKPOINTED, _RECOMPUTED),
-    # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09 without, on a V100.
+    # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
+    # without, on a V100.
     ("standard", {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"}, f"{_RECOMPUTED}; 8-bit Adam adds none where published"),
     ("memory", {"optim": None}, f"{_RECOMPUTED}; Adam on the host: {{pcie}}"),
     ("memory_zero3", {"optim": None}, f"{_RECOMPUTED}; Adam on the host; parameters over PCIe twice per micro-batch"),
@@ -48,10 +50,10 @@ _PCIE = 32e9  # bytes per second, PCI-SIG: 4.0, 16 lanes, one way
 
 
 def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
-    """The steps in the order to try them, without those that save nothing or are not legal here.
+    """The steps in the order to try them, without those that change nothing or are not legal here.
 
-    `run_with(recipe, **flags)` resolves a recipe with flags of the user's request replaced; it raises `UserError` for
-    what is not legal.
+    `run_with(recipe, **flags)` resolves a recipe with flags of the user's request replaced; it
+    raises `UserError` for what is not legal.
     """
     smallest = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None}
     base = run_with("standard", **smallest)
@@ -81,7 +83,7 @@ def _words(recipe: str, changes: dict[str, Any], base: RunSpec) -> str:
 
 
 def _pcie_seconds(run: RunSpec, estimator: Estimator) -> float:
-    """Seconds for one GPU's share of the 16-bit gradients to the host, and of the 16-bit weights back."""
+    """Seconds to send one GPU's share of 16-bit gradients to the host, and of weights back."""
     return 2 * 2 * estimator.weights(run).trained / run.world_size / _PCIE
 
 

@@ -1,4 +1,4 @@
-"""`plan_memory`: which recipe fits a GPU, at which micro-batch, and what it keeps in memory, before anything runs."""
+"""`plan_memory`: which recipe fits a GPU, at which micro-batch, and its memory, before it runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _FASTEST_FIRST = ("fast", "standard", "memory", "memory_zero3")
 class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
-    `choices` are the ways to split the global batch of the recommended recipe, or of the first one if none fits; in
-    that case `next_steps` are the changes to try, in order. `refused` maps the name of each recipe that is not legal
-    with these flags to the reason. `length` is below `asked_length` if the model has fewer positions. `mfu` and
-    `bandwidth` (bytes per second, None if unknown) are what the times assume.
+    `choices` are the ways to split the global batch of the recommended recipe, or of the first one
+    if none fits; in that case `next_steps` are the changes to try, in order. `refused` maps the
+    name of each recipe that is not legal with these flags to the reason. `length` is below
+    `asked_length` if the model has fewer positions. `mfu` and `bandwidth` (bytes per second, None
+    if unknown) are what the times assume.
     """
 
     model: str
@@ -66,14 +67,15 @@ def plan_memory(
     bandwidth: float | None = None,
     host_memory: float | None = None,
 ) -> Plan:
-    """Plan the memory of a training of `model`: a Hub id, a folder, a config.json, or a size such as 7B.
+    """Plan the memory of training `model`: a Hub id, a folder, a config.json, or a size (7B).
 
-    Either `gpu` is the name of a card, or `gpu_memory` its usable GB (10^9 bytes). `num_processes` counts all GPUs.
-    `recipe` limits the plan to one recipe; without it, all but baseline are planned. `argv` are flags of train.py.
-    `accelerate_config` is an Accelerate YAML that replaces each recipe's own. Times assume the share `mfu` of the GPU's
-    peak FLOP/s, and `bandwidth` in GB/s between GPUs. `host_memory` is the RAM of one node in GB; without it, any
-    amount is enough. Nothing but a config is downloaded, and no GPU is needed.
-    Raises `UserError` if the request is wrong, or if no requested recipe is legal with these flags.
+    Either `gpu` is the name of a card, or `gpu_memory` its usable GB (10^9 bytes). `num_processes`
+    counts all GPUs. `recipe` limits the plan to one recipe; without it, all but baseline are
+    planned. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML that replaces
+    each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and `bandwidth` in
+    GB/s between GPUs. `host_memory` is the RAM of one node in GB; without it, any amount is enough.
+    Nothing but a config is downloaded, and no GPU is needed. Raises `UserError` if the request is
+    wrong, or if no requested recipe is legal with these flags.
     """
     _require_sizes(num_processes=num_processes, nodes=nodes)
     _require_sizes(gpu_memory=gpu_memory, mfu=mfu, bandwidth=bandwidth, host_memory=host_memory)
@@ -112,7 +114,7 @@ def plan_memory(
 
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
-    """A resolved run at the largest micro-batch that fits into `usable_bytes`; `as_it_is`: at its own micro-batch."""
+    """A run at the largest micro-batch that fits `usable_bytes`, or at its own if `as_it_is`."""
     estimator, usable = Estimator(config), Usable(usable_bytes)
     if as_it_is:
         return at_micro_batch(run, run.batch.micro, estimator, usable)
@@ -121,7 +123,7 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is
 
 @dataclass(frozen=True)
 class _Request:
-    """What to plan: the model's name, the card, the number of cards and nodes, and train.py's flags."""
+    """What to plan: the model's name, the card, how many cards and nodes, and train.py's flags."""
 
     model: str
     card: Gpu
@@ -149,7 +151,7 @@ class _Request:
 
 
 def _legal_runs(request: _Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
-    """The legal runs, and the reason why each other one is not. Raises the first `UserError` if no run is legal."""
+    """The legal runs, and why the others are not. Raises the first `UserError` if none is legal."""
     runs: list[RunSpec] = []
     refused: dict[str, UserError] = {}
     for name in names:
@@ -163,9 +165,10 @@ def _legal_runs(request: _Request, names: list[str]) -> tuple[list[RunSpec], dic
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None) -> list[str]:
-    """The recipes to plan: the requested one (here or in a --config), else all that can run with `accelerate_config`.
+    """The recipes to plan: the requested one, here or in a --config, else all but baseline.
 
-    A given Accelerate YAML replaces a recipe's engine, and the memory recipes are nothing without their own.
+    With an Accelerate YAML the memory recipes are left out: it replaces the engine that they are
+    made of.
     """
     if recipe:
         return [recipe]
@@ -179,7 +182,7 @@ def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | Non
 
 def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     if bool(gpu) == (gpu_memory is not None):
-        what = "and gpu_memory are both given" if gpu else "is missing"
+        what = "is given, and gpu_memory too" if gpu else "is missing"
         raise mistake("gpu", what, "either gpu (--gpu NAME) or gpu_memory (--gpu_memory GB)")
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))

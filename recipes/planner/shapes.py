@@ -1,11 +1,11 @@
-"""What a trace is asked and what it found, as plain data. Without torch, so that arithmetic can read it alone."""
+"""What to trace and what was found, as plain data. Without torch: the arithmetic reads it alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The name under which trace.py registers its fused attention. Transformers would look for the package flash-attn if it
-# had "flash" in it.
+# The name under which trace.py registers its fused attention. Transformers would look for the
+# package flash-attn if it had "flash" in it.
 ATTENTION = "recipes_traced"
 
 Moment = tuple[int, int, int]  # bytes alive after one operation: activations, logits, gradients
@@ -22,7 +22,7 @@ class Weights:
     largest_layer      those of the largest layer
     largest_parameter  those of the largest single tensor
     outside_layers     those in no layer: embeddings and the head
-    looked_up          those of an input embedding that is not tied to the head: no matrix product reads them
+    looked_up          those of an input embedding that is not tied to the head: a lookup, no FLOPs
     """
 
     total: int
@@ -38,7 +38,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA of rank `rank` on `targets`. `four_bits` is the dtype that 4-bit base weights compute in, None without."""
+    """LoRA of rank `rank` on `targets`.
+
+    `four_bits` is the name of the dtype that 4-bit base weights compute in, None without them.
+    """
 
     rank: int
     targets: tuple[str, ...] | str = "all-linear"
@@ -48,9 +51,10 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Case:
-    """One micro-batch to trace: `batch` sequences of `length` tokens. `dtype` and `autocast` are names of torch dtypes.
+    """One micro-batch to trace: `batch` sequences of `length` tokens.
 
-    `mask` is whether the batch brings an attention mask, `on_cuda` whether operations run as on a GPU.
+    `dtype` (of the weights) and `autocast` are names of torch dtypes. `mask`: the batch has an
+    attention mask. `on_cuda`: operations keep what they keep on a GPU, not on a CPU.
     """
 
     batch: int
@@ -67,10 +71,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes alive after each operation of one micro-batch, without the model's parameters and buffers.
+    """Bytes alive after each operation of one micro-batch, without parameters and buffers.
 
-    Logits are tensors whose last dimension is the vocabulary. Gradients are those of the parameters, each from the
-    moment it is complete. Activations are everything else. The first `forward` moments lead up to the loss.
+    Logits are the tensors whose last dimension is the vocabulary. Gradients are those of the
+    parameters, each from the moment it is complete. Activations are everything else. The first
+    `forward` moments lead up to the loss.
     """
 
     moments: list[Moment]

@@ -65,7 +65,7 @@ def config_of(model: str):
     return GPT2Config() if model == "GPT-2" else read_config(model)
 
 
-# --- What each of them says, in bytes --------------------------------------------------------------------------------
+# --- What each of them says, in bytes -------------------------------------------------------------
 
 
 def by_accelerate(config, precision: str) -> int:
@@ -118,7 +118,7 @@ def by_us(training: Training):
     return plan.recipes[0]
 
 
-# --- The tables ------------------------------------------------------------------------------------------------------
+# --- The tables -----------------------------------------------------------------------------------
 
 
 def compared(training: Training) -> list[str]:

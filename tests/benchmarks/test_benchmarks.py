@@ -50,7 +50,7 @@ def test_the_median_round_is_held_against_the_target():
     assert "plan 4.90 s (median, from 1.00 to 30.00; 4.90 s of CPU)" in plan_time.report(rounds(1.0, 4.9, 30.0))
 
 
-# --- Memory on a GPU -------------------------------------------------------------------------------------------------
+# --- Memory on a GPU ------------------------------------------------------------------------------
 
 
 def test_every_case_is_rehearsed():

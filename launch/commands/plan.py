@@ -153,8 +153,8 @@ def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
         return
     _print_splits(plan, best.name, processes)
     flags = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
-    words = shlex.join(with_flags(argv, flags))
-    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {words}")
+    command = shlex.join(with_flags(argv, flags))
+    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {command}")
 
 
 def _print_splits(plan: Plan, name: str, processes: int) -> None:

@@ -64,8 +64,8 @@ def test_the_plot_is_a_picture(folder, tmp_path, capsys):
 
 def test_it_prints_what_to_try_if_nothing_fits(tmp_path, capsys):
     LARGE.save_pretrained(tmp_path)
-    words = ["--model", str(tmp_path), "--gpu_memory", str(SMALL_CARD), "--recipe", "memory", "--max_length", "256"]
-    assert main(["plan", *words]) == 0
+    argv = ["--model", str(tmp_path), "--gpu_memory", str(SMALL_CARD), "--recipe", "memory", "--max_length", "256"]
+    assert main(["plan", *argv]) == 0
     printed = capsys.readouterr().out
     assert "nothing fits" in printed and "--use_peft true --load_in_4bit true" in printed
 
@@ -80,7 +80,7 @@ def test_a_model_that_the_task_cannot_use_is_one_line(content, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "advice"),
+    ("argv", "advice"),
     [
         ("--model 7B", "--gpu_memory GB"),
         ("--model 7B --gpu H100 --gpu_memory 80", "--gpu_memory GB"),
@@ -95,6 +95,6 @@ def test_a_model_that_the_task_cannot_use_is_one_line(content, tmp_path, capsys)
         ("--model 7B --gpu H100 --num_processes 3 --global_batch_size 16", "15 or 18"),
     ],
 )
-def test_a_mistake_is_one_line(words, advice, capsys):
-    assert main(["plan", *words.split()]) == 2
+def test_a_mistake_is_one_line(argv, advice, capsys):
+    assert main(["plan", *argv.split()]) == 2
     assert advice in capsys.readouterr().err

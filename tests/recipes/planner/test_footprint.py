@@ -130,8 +130,8 @@ def test_shards_add_up_to_at_least_the_whole(total, frozen, world, stage, optim)
 
 @pytest.fixture(scope="module")
 def resident():
-    words = [sys.executable, "-m", "tests.benchmarks.resident", "--json"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    argv = [sys.executable, "-m", "tests.benchmarks.resident", "--json"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

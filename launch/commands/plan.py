@@ -1,4 +1,4 @@
-"""`recipes plan`: what each recipe would keep in memory on a GPU that need not be here, and the one to take."""
+"""`recipes plan`: the memory of each recipe on a GPU that need not be here, and which to take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from launch import plots
 from recipes.errors import mistake
-from recipes.planner.plan import CLOSED_FORM_MARGIN, MARGIN, Choice, Plan, Planned, plan_memory
+from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
+from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.speed import ASSUMED_MFU
 from recipes.run import with_flags
 
@@ -41,19 +42,22 @@ def add_parser(commands: Any, count: Any) -> None:
     parser.add_argument("--model", required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
     parser.add_argument("--gpu", metavar="NAME", help="a card: A100 80GB, H100, L4, ...")
     parser.add_argument("--gpu_memory", "--gpu-memory", metavar="GB", type=_size, help="usable GB of another card")
-    ram = "RAM of a node [any is enough]"
+    ram = "GB of RAM per node [any is enough]"
     parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
-    parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="GPUs in all [1]")
-    parser.add_argument("--nodes", type=count, default=1, help="[1]")
-    parser.add_argument("--recipe", metavar="NAME", help="only this one")
+    parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="all GPUs [1]")
+    parser.add_argument("--nodes", type=count, default=1, help="nodes that these GPUs are on [1]")
+    parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe")
     parser.add_argument(
-        "--accelerate_config", "--accelerate-config", metavar="FILE", help="instead of the recipe's own"
+        "--accelerate_config",
+        "--accelerate-config",
+        metavar="FILE",
+        help="instead of the recipe's own YAML",
     )
     share = f"share of the GPU's peak that a step reaches [{ASSUMED_MFU}]"
     parser.add_argument("--mfu", metavar="SHARE", type=_share, default=ASSUMED_MFU, help=share)
-    parser.add_argument("--bandwidth", metavar="GB/s", type=_size, help="between GPUs, the busbw of nccl-tests")
+    parser.add_argument("--bandwidth", metavar="GB/s", type=_size, help="between GPUs: busbw of nccl-tests")
     parser.add_argument("--plot", metavar="FILE", help="draw the recipes' memory as .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="bytes and whole numbers")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, and whole milliseconds")
     parser.set_defaults(run=show_plan)
 
 
@@ -63,20 +67,20 @@ def _size(text: str) -> float:
     except ValueError:
         size = 0
     if not 0 < size < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return size
 
 
 def _share(text: str) -> float:
     size = _size(text)
     if size > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share of at most 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
     return size
 
 
 def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise mistake("plot", f"{options.plot!r} is no picture", "a name that ends in .png, .svg or .pdf")
+        raise mistake("plot", f"{options.plot!r} is not a picture file", "a name that ends in .png, .svg or .pdf")
     plan = plan_memory(
         options.model,
         gpu=options.gpu,
@@ -97,7 +101,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Bytes and whole numbers only; times are in milliseconds."""
+    """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown."""
     return {
         "model": {"name": plan.model, "parameters": plan.parameters},
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
@@ -105,12 +109,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "recipes": [{**asdict(entry), "total_bytes": entry.total_bytes} for entry in plan.recipes],
         "choices": [
             {
-                **{name: value for name, value in vars(choice).items() if name != "time"},
-                "sent_bytes": choice.time.sent_bytes,
-                "compute_ms": _milliseconds(choice.time.compute),
-                "communication_ms": _milliseconds(choice.time.communication),
+                **{name: value for name, value in vars(split).items() if name != "time"},
+                "sent_bytes": split.time.sent_bytes,
+                "compute_ms": _milliseconds(split.time.compute),
+                "communication_ms": _milliseconds(split.time.communication),
             }
-            for choice in plan.choices
+            for split in plan.choices
         ],
         "refused": plan.refused,
         "next_steps": [asdict(step) for step in plan.next_steps],
@@ -122,7 +126,7 @@ def _milliseconds(seconds: float | None) -> int | None:
 
 
 def print_table(headings: list[str], rows: list[list[str]]) -> None:
-    from launch.terminal import print_table  # rich, only once there is something to print
+    from launch.terminal import print_table  # imports rich, which --json does without
 
     print_table(headings, rows)
 
@@ -130,50 +134,50 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
 def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
-    longest = "" if plan.length == plan.asked_length else f", the longest that it numbers ({plan.asked_length:,} asked)"
-    host = "" if plan.usable_host_bytes is None else f", {_gib(plan.usable_host_bytes)} GiB of RAM a node"
+    longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
+    host = "" if plan.usable_host_bytes is None else f", {_gib(plan.usable_host_bytes)} GiB of RAM per node"
     print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
     print_table(["recipe", "batch", *_HEADS.values(), "total", "fits", "host"], [_row(entry) for entry in plan.recipes])
     for name, why in plan.refused.items():
-        print(f"{name}: not with these flags: {why}")
+        print(f"{name}: not legal with these flags: {why}")
     print()
     if not all(entry.traced for entry in plan.recipes):
         print(
-            f"this model cannot be traced: estimated from its shape, with {CLOSED_FORM_MARGIN:.0%} to spare instead\n"
+            f"this model cannot be traced: memory is estimated from its shape, with {CLOSED_FORM_MARGIN:.0%} to spare\n"
         )
     best = next((entry for entry in plan.recipes if entry.name == plan.recommended), None)
     if best is None:
         _print_next_steps(plan)
         return
-    _print_choices(plan, best.name, processes)
+    _print_splits(plan, best.name, processes)
     flags = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
-    words = shlex.join(with_flags(argv, flags))
-    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {words}")
+    command = shlex.join(with_flags(argv, flags))
+    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {command}")
 
 
-def _print_choices(plan: Plan, name: str, processes: int) -> None:
-    """Ways to split one global batch: what each keeps, and what a step takes."""
-    told = plan.choices[0].time
-    if len(plan.choices) == 1 or (told.compute is None and processes == 1):
+def _print_splits(plan: Plan, name: str, processes: int) -> None:
+    """The ways to split the global batch: memory, and time per step where it is known."""
+    time = plan.choices[0].time  # what is known for one split is known for all
+    if len(plan.choices) == 1 or (time.compute is None and processes == 1):
         return
-    print(f"{name} at the same global batch, micro-batch x accumulation x GPUs, a step:")
-    heads = ["batch", "GiB", "fits"] + ["compute"] * (told.compute is not None)
-    heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (told.communication is not None)
-    print_table(heads, [_choice_row(choice, processes, len(heads)) for choice in plan.choices])
-    if told.compute is not None:
-        print(f"at {plan.mfu:.0%} of the peak, an assumption (--mfu); a small micro-batch reaches less")
+    print(f"{name} at the same global batch, micro-batch x accumulation x GPUs, per step:")
+    heads = ["batch", "GiB", "fits"] + ["compute"] * (time.compute is not None)
+    heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (time.communication is not None)
+    print_table(heads, [_split_row(split, processes, len(heads)) for split in plan.choices])
+    if time.compute is not None:
+        print(f"compute: assumes {plan.mfu:.0%} of the GPU's peak (--mfu); a small micro-batch reaches less")
     if processes > 1:
-        speed = "--bandwidth GB/s tells how long" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
-        print(f"sending: {speed}; part of it overlaps with computing")
+        speed = "--bandwidth GB/s adds its time" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
+        print(f"sending: {speed}; part of it overlaps with compute")
     print()
 
 
-def _choice_row(choice: Choice, processes: int, columns: int) -> list[str]:
-    time = choice.time
-    row = [f"{choice.micro_batch} x {choice.accumulation} x {processes}", _gib(choice.total_bytes)]
-    row.append("yes" if choice.fits else "no")
+def _split_row(split: BatchSplit, processes: int, columns: int) -> list[str]:
+    time = split.time
+    row = [f"{split.micro_batch} x {split.accumulation} x {processes}", _gib(split.total_bytes)]
+    row.append("yes" if split.fits else "no")
     if time.compute is not None:
         row.append(_seconds(time.compute))
     if processes > 1:
@@ -185,18 +189,18 @@ def _choice_row(choice: Choice, processes: int, columns: int) -> list[str]:
 
 
 def _print_next_steps(plan: Plan) -> None:
-    print("nothing fits. What is left, in the order to try it, at micro-batch 1:")
+    print("nothing fits. What to try, in this order, each at micro-batch 1:")
     rows = [
         [step.words, _gib(step.total_bytes), _gib(step.saves_bytes), "yes" if step.fits else "no", step.slowdown]
         for step in plan.next_steps
     ]
     print_table(["instead", "GiB", "saves", "fits", "slowdown"], rows)
     if not any(step.fits for step in plan.next_steps):
-        print("none is enough: more GPUs with memory_zero3, or a smaller model")
+        print("none of these is enough: use more GPUs with memory_zero3, or a smaller model")
 
 
 def plot(plan: Plan, file: str) -> None:
-    """The recipes as stacked bars of their components, against the line of what the GPU has."""
+    """Draw each recipe as a stacked bar, with a line at the usable memory. Raises `UserError`."""
     figure = plots.new_figure(8, 1.6 + 0.6 * len(plan.recipes))
     axes = figure.subplots()
     names = [f"{entry.name}\n{entry.micro_batch} x {entry.accumulation}" for entry in plan.recipes]
@@ -213,9 +217,7 @@ def plot(plan: Plan, file: str) -> None:
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as error:
-        raise mistake(
-            "plot", f"{file} cannot be written: {error}", "a .png, .svg or .pdf in a folder that is there"
-        ) from None
+        raise mistake("plot", f"{file} cannot be written: {error}", "choose a writable folder") from None
 
 
 def _row(entry: Planned) -> list[str]:

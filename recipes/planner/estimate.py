@@ -1,24 +1,23 @@
-"""A Hugging Face model, and what its micro-batches keep in memory: traced where it can be, else from its shape."""
+"""What the micro-batches of one model keep in memory: traced if possible, else from its shape."""
 
 from __future__ import annotations
 
 import copy
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
-from recipes.planner.footprint import Need, Weights, need, weight_bytes
+from recipes.planner.footprint import Need, need, weight_bytes
+from recipes.planner.shapes import ATTENTION, Adapters, Case, Traced, Weights
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from recipes.planner.trace import Adapters, Case, Traced
-
 
 class Estimator:
-    """What micro-batches of one model keep. Each trace is made once: two micro-batches tell every other."""
+    """Memory of one model's micro-batches. Traces are cached: two of them give all others."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
@@ -28,40 +27,42 @@ class Estimator:
         self._untraceable = False
 
     def need(self, run: RunSpec, micro: int) -> tuple[Need, bool]:
-        """What the run keeps at this micro-batch and its global batch, and whether a trace says so.
+        """What the run needs at this micro-batch and its global batch, and whether it was traced.
 
-        Raises `UserError` for adapters that this model cannot have.
+        Raises `UserError` if the model cannot be built, or cannot have these adapters.
         """
         accumulation = run.batch.micro * run.batch.accumulation // micro
         micro_batch, was_traced = self.traced(run, micro)
         return need(run, self.weights(run), micro_batch, accumulation=accumulation), was_traced
 
     def weights(self, run: RunSpec) -> Weights:
+        """The model's parameters with the run's task and adapters. Raises `UserError` as `need`."""
         from recipes.planner.trace import weigh
 
         key = (run["task"], _adapters(run))
         if key not in self._weights:
             try:
                 self._weights[key] = weigh(self.config, *key)
-            except Exception as error:  # what a model or peft refuses, each has exceptions of its own for
-                said = " ".join(str(error).split())[:200]
-                if "Unrecognized configuration class" in said:
+            except Exception as error:  # models and peft raise exceptions of their own
+                message = " ".join(str(error).split())[:200]
+                if "Unrecognized configuration class" in message:
                     what = f"there is no {run['task']} model of type {self.config.model_type}"
                     fix = "a decoder, or an encoder with --task sequence_classification"
                     raise mistake("model", what, fix) from None
                 if key[1] is None:
-                    what = f"cannot be built: {said}"
+                    what = f"cannot be built: {message}"
                     raise mistake("model", what, "a config.json that transformers loads") from None
-                what = f"peft refuses this model: {said}"
+                what = f"peft refuses this model: {message}"
                 raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
         return self._weights[key]
 
     def length(self, run: RunSpec) -> int:
+        """Tokens per sequence: the run's `max_length`, at most the model's positions."""
         longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def traced(self, run: RunSpec, micro: int) -> tuple[Traced, bool]:
-        """What a micro-batch keeps, and whether a trace says so."""
+        """What a micro-batch keeps, and whether it was traced."""
         from recipes.planner.trace import at_batch
 
         if self._untraceable:
@@ -70,7 +71,7 @@ class Estimator:
             if micro == 1 and self._case(run, 2) not in self._traced:
                 return self._trace(run, 1), True
             two, three = self._trace(run, 2), self._trace(run, 3)
-        except Exception:  # a model's own code may fail in any way on tensors without data
+        except Exception:  # a model's own code may fail in any way on fake tensors
             self._untraceable = True
             return self._closed_form(run, micro), False
         try:
@@ -79,8 +80,6 @@ class Estimator:
             return self._trace(run, micro), True
 
     def _case(self, run: RunSpec, micro: int) -> Case:
-        from recipes.planner.trace import ATTENTION, Case
-
         half = weight_bytes(run) == 2
         mixed = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
         return Case(
@@ -105,7 +104,7 @@ class Estimator:
         return self._traced[case]
 
     def _of_equal_layers(self, run: RunSpec, case: Case) -> Traced | None:
-        """The trace of a deep model from two shallow ones, where that is one; seconds instead of minutes."""
+        """The trace of a deep model from two shallow ones, None if its layers are not equal."""
         from recipes.planner.trace import SHALLOW, layers_are_equal, of_depth, trace, with_layers
 
         key = (case.task, case.adapters)
@@ -120,13 +119,11 @@ class Estimator:
             return None
 
     def _closed_form(self, run: RunSpec, micro: int) -> Traced:
-        """82 bytes for each unit of width, token and layer, 12 for each logit, and autocast's copies of the weights.
+        """82 bytes per unit of width, token and layer, 12 per logit, and autocast's weight copies.
 
-        About what traces of Llama and Qwen models come to in mixed precision; dropout takes more. Checkpointed, a layer
-        keeps its input, and one layer at a time the rest.
+        This is about what traces of Llama and Qwen models find in mixed precision; dropout takes
+        more. With checkpointing, each layer keeps its input, and one layer at a time the rest.
         """
-        from recipes.planner.trace import Traced
-
         text = self.config.get_text_config()
         tokens = micro * self.length(run)
         layer = 82 * tokens * text.hidden_size
@@ -138,8 +135,6 @@ class Estimator:
 
 
 def _adapters(run: RunSpec) -> Adapters | None:
-    from recipes.planner.trace import Adapters
-
     if not run["use_peft"]:
         return None
     compute = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else "float32"
@@ -148,30 +143,31 @@ def _adapters(run: RunSpec) -> Adapters | None:
     return Adapters(run["lora_r"], targets, run["lora_dropout"], compute if run["load_in_4bit"] else None)
 
 
-# --- The model -------------------------------------------------------------------------------------------------------
+# --- The model ------------------------------------------------------------------------------------
 
 
-def read_config(model: str) -> Any:
-    """The configuration of a Hub id, a folder, a config.json or a size. Raises `UserError`."""
+def read_config(model: str) -> PreTrainedConfig:
+    """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
     if size and not Path(model).exists():
         parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0)
         if not 2e7 <= parameters <= 2e12:
-            raise mistake("model", f"{model} is no size that a Llama has", "20M to 2000B, such as 7B")
+            raise mistake("model", f"{model} is not a size that a Llama can have", "20M to 2000B, such as 7B")
         return _config_of_size(parameters)
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # each library on the way has exceptions of its own
+    except Exception as error:  # each library involved has exceptions of its own
         first = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
         raise mistake("model", f"{model} cannot be read: {first}", "a Hub id, a folder, a config.json or 7B") from None
 
 
-def _config_of_size(parameters: float) -> Any:
-    """A Llama of about that many parameters: heads of 128, four times grouped; 128 units of width for each layer.
+def _config_of_size(parameters: float) -> PreTrainedConfig:
+    """A Llama of about this many parameters. Heads are 128 wide; width is 128 x layers.
 
-    Llama 3's shape: 12.5 width^2 parameters a layer, and two tables of 128,256 words.
+    The shape follows Llama 3: four query heads per key-value head, 12.5 width^2 parameters per
+    layer, two tables of 128,256 tokens (32,000 up to 2B).
     """
     from transformers import LlamaConfig
 
@@ -184,7 +180,7 @@ def _config_of_size(parameters: float) -> Any:
     layers = max(1, round((parameters - 2 * vocabulary * width) / (12.5 * width**2)))
     heads = width // 128
     attention = 2 * width**2 + 2 * width * 128 * max(1, heads // 4)
-    inner = ((parameters - 2 * vocabulary * width) / layers - attention) / (3 * width)  # what is left for the MLP
+    inner = ((parameters - 2 * vocabulary * width) / layers - attention) / (3 * width)  # the rest is the MLP
     return LlamaConfig(
         hidden_size=width,
         intermediate_size=max(64, round(inner / 64) * 64),
@@ -197,7 +193,7 @@ def _config_of_size(parameters: float) -> Any:
 
 
 def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
-    """With a padding token, as the training gives it one: without, classifiers of decoders take one sequence only."""
+    """With a padding token, as in training: classifiers on decoders need it for batches."""
     if getattr(config.get_text_config(), "pad_token_id", None) is not None:
         return config
     config = copy.deepcopy(config)

@@ -1,4 +1,4 @@
-"""Counting the bytes of the tensors that are alive while something runs."""
+"""Counts the bytes of the tensors that are alive while code runs, after each operation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ALLOCATION_BYTES = 512  # what CUDA's caching allocator rounds up to: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp
+from recipes.planner.shapes import Moment
 
-Moment = tuple[int, int, int]  # bytes alive: other than the next two, logits, gradients
+# CUDA's caching allocator rounds up to this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp.
+ALLOCATION_BYTES = 512
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that are alive. A storage counts once, from the operation that made it to its release."""
+    """Each storage counts once, from the operation that made it to its release.
+
+    Tensors whose last dimension is `vocabulary` count as logits. `moments` holds one entry per
+    operation: bytes of activations, logits and gradients.
+    """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()
@@ -25,16 +30,16 @@ class LiveBytes(TorchDispatchMode):
         self.moments: list[Moment] = []
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
-        """Storages that were there before."""
+        """Do not count the storages of these tensors, which existed before."""
         self.known |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def gradient(self, parameter: torch.Tensor) -> None:
-        """Called when the gradient of a parameter is whole: from now on it is no activation."""
+        """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
         self.gradients += _rounded(parameter.grad)
         self._look()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # most calls ask for this
+        if func is torch.ops.prim.device.default:  # the most frequent call
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
@@ -65,5 +70,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _rounded(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage as the allocator hands them out."""
+    """Bytes of a tensor's storage, rounded up as the allocator does."""
     return -(-tensor.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES

@@ -1,24 +1,29 @@
-"""What a step takes: FLOPs at a stated share of the GPU's peak, and bytes between GPUs at a stated bandwidth.
+"""The time of a step: FLOPs at a given share of the GPU's peak, bytes at a given bandwidth.
 
-Pure arithmetic. What the host does under offload, and waiting for data, are not in it.
+Pure arithmetic. It leaves out the host's work under offload, and waiting for data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from recipes.planner.footprint import FP32, HALF, Weights
+from recipes.planner.footprint import FP32, HALF
+from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
 
-# What well-tuned trainings of language models reach of an H100's dense bf16 peak, as their authors publish it:
-# MosaicML's llm-foundry 34.9 % at 760M parameters to 46.4 % at 7B, torchtitan 33 to 39 % at 8B.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Model FLOPs utilisation: the share of an H100's dense bf16 peak that well-tuned trainings reach.
+# Published by their authors: MosaicML's llm-foundry 34.9 % at 760M parameters to 46.4 % at 7B,
+# torchtitan 33 to 39 % at 8B.
 ASSUMED_MFU = 0.35
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step on each GPU, None where they cannot be told, and bytes each GPU sends in it."""
+    """One optimizer step on each GPU: seconds (None if unknown), and the bytes that it sends."""
 
     compute: float | None
     sent_bytes: int
@@ -26,11 +31,18 @@ class StepTime:
 
 
 def step_time(
-    run: RunSpec, weights: Weights, config: Any, length: int, micro: int, mfu: float, bandwidth: float | None
+    run: RunSpec,
+    weights: Weights,
+    config: PreTrainedConfig,
+    length: int,
+    micro: int,
+    mfu: float,
+    bandwidth: float | None,
 ) -> StepTime:
-    """One optimizer step at this micro-batch and the run's global batch; `bandwidth` is in bytes per second.
+    """One optimizer step at this micro-batch and the run's global batch.
 
-    `bandwidth` is the bus bandwidth of nccl-tests, which is bytes sent by each GPU over time for every collective.
+    `length` is tokens per sequence. `bandwidth`, in bytes per second, is the bus bandwidth of
+    nccl-tests: for every collective, the bytes that each GPU sends over time.
     """
     accumulation = run.batch.micro * run.batch.accumulation // micro
     sent = sent_bytes(run, weights, accumulation)
@@ -39,26 +51,27 @@ def step_time(
     return StepTime(compute, sent, sent / bandwidth if bandwidth else None)
 
 
-def model_flops(parameters: int, config: Any, length: int) -> float:
-    """Training FLOPs per token: 6N + 6*layers*heads*head_dim*length (causal attention counted half).
+def model_flops(parameters: int, config: PreTrainedConfig, length: int) -> float:
+    """Training FLOPs per token: 6N + 6*layers*heads*head_dim*length (causal attention counts half).
 
-    N is `parameters`, without an input embedding that is not tied, which is a lookup. Source: PaLM (Chowdhery et al.
-    2022), appendix B.
+    N is `parameters`, without an input embedding that is not tied to the head: it is a lookup.
+    Source: PaLM (Chowdhery et al. 2022), appendix B.
     """
     return 6 * parameters + _attention_flops(config, length)
 
 
-def flops_are_known(config: Any) -> bool:
-    """Whether `model_flops` holds: a transformer, each of whose parameters every token meets."""
+def flops_are_known(config: PreTrainedConfig) -> bool:
+    """Whether `model_flops` holds: for a transformer in which every token uses every parameter."""
     known = all(hasattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     return known and not any("expert" in name for name in config.to_dict())
 
 
-def flops_per_token(run: RunSpec, weights: Weights, config: Any, length: int) -> float | None:
-    """FLOPs that are really run for a token, recomputed ones too; None where the formula does not hold.
+def flops_per_token(run: RunSpec, weights: Weights, config: PreTrainedConfig, length: int) -> float | None:
+    """FLOPs that the GPU runs per token, recomputed ones too; None if `model_flops` does not hold.
 
-    Of the six FLOPs a parameter, two are the forward's, two pass the gradient on, two are the weight's own gradient,
-    which frozen ones have none of. Checkpointing runs the forward twice.
+    Of the six FLOPs per parameter, two are for the forward pass, two for the gradient of the input,
+    and two for the gradient of the weight, which frozen weights skip. Checkpointing runs the
+    forward pass twice.
     """
     text = config.get_text_config()
     if not flops_are_known(text):
@@ -69,17 +82,18 @@ def flops_per_token(run: RunSpec, weights: Weights, config: Any, length: int) ->
     return 4 * used + 2 * trained + attention + recomputed
 
 
-def _attention_flops(config: Any, length: int) -> float:
+def _attention_flops(config: PreTrainedConfig, length: int) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 6 * config.num_hidden_layers * config.num_attention_heads * width * length
 
 
 def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
-    """Bytes that each GPU sends in an optimizer step, over rings.
+    """Bytes that each GPU sends in an optimizer step, with ring algorithms over p GPUs.
 
-    An all-reduce sends 2(p-1)/p of what it sums, a reduce-scatter or an all-gather (p-1)/p. DDP sums gradients once a
-    step, whatever the accumulation: Trainer leaves the others out. ZeRO-2, ZeRO-3 and FSDP2 scatter those of every
-    micro-batch; ZeRO-3 and FSDP2 gather the parameters twice for each. Source: ZeRO (Rajbhandari et al. 2020), sec. 7.
+    An all-reduce sends 2(p-1)/p of its tensor, a reduce-scatter or an all-gather (p-1)/p. DDP
+    reduces gradients once per step at any accumulation: Trainer skips it for the other
+    micro-batches. ZeRO-2, ZeRO-3 and FSDP2 scatter the gradients of every micro-batch; ZeRO-3 and
+    FSDP2 gather the parameters twice for each. Source: ZeRO (Rajbhandari et al. 2020), section 7.
     """
     share = (run.world_size - 1) / run.world_size
     if run.engine.kind not in ("deepspeed", "fsdp"):

@@ -1,7 +1,8 @@
-"""What one micro-batch of a Hugging Face model keeps alive, found by running the model on tensors without data.
+"""What one micro-batch of a model keeps in memory, found by running the model on fake tensors.
 
-The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes are real, memory is not.
-Imported only by the planner, once there is something to trace: it needs torch and transformers.
+The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes of
+tensors are real, their memory is not allocated. This module imports torch and transformers, so the
+planner imports it only when there is something to trace.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -18,116 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from recipes.planner.footprint import Weights
-from recipes.planner.live_bytes import LiveBytes, Moment
+from recipes.planner.live_bytes import LiveBytes
+from recipes.planner.shapes import ATTENTION, Adapters, Case, Moment, Traced, Weights
 from recipes.quiet import silence
-
-ATTENTION = "recipes_traced"  # without "flash" in it: transformers would look for that package
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """LoRA of rank `rank` on `targets`, on frozen weights; `four_bits` names the dtype that 4-bit ones compute in."""
-
-    rank: int
-    targets: tuple[str, ...] | str = "all-linear"
-    dropout: float = 0.0
-    four_bits: str | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to trace. `autocast` and `dtype` name torch dtypes; `batch` counts sequences of `length` tokens."""
-
-    batch: int
-    length: int
-    task: str = "causal_lm"
-    dtype: str = "float32"
-    autocast: str | None = None
-    checkpointing: bool = False
-    attention: str = ATTENTION
-    mask: bool = True
-    adapters: Adapters | None = None
-    on_cuda: bool = True
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Bytes alive after each operation of a micro-batch: (activations, logits, gradients), less parameters and buffers.
-
-    Logits are what has the vocabulary as its last dimension, gradients those of parameters that the micro-batch has
-    made so far, activations everything else. The first `forward` moments are those up to the loss.
-    """
-
-    moments: list[Moment]
-    forward: int
-
-
-def at_batch(two: Traced, three: Traced, batch: int) -> Traced:
-    """What a micro-batch of `batch` keeps, from those of two and of three sequences: each further one adds the same.
-
-    One sequence runs slightly other operations than two; telling it from them is 0.2 % off at most.
-    Raises `ValueError` where the two did not run the same operations.
-    """
-    return Traced(_further(two.moments, three.moments, batch - 2), two.forward)
-
-
-def _further(first: list[Moment], second: list[Moment], times: int) -> list[Moment]:
-    """`first`, and `times` the difference between the two."""
-    pairs = zip(first, second, strict=True)
-    return [(a + (x - a) * times, b + (y - b) * times, c + (z - c) * times) for (a, b, c), (x, y, z) in pairs]
-
-
-# --- Deep models of equal layers -------------------------------------------------------------------------------------
-
-SHALLOW = 3  # layers of the smaller of the two models that tell a deep one
-
-
-def layers_are_equal(config: PreTrainedConfig, weights: Weights, task: str, adapters: Adapters | None = None) -> bool:
-    """Whether each further layer of a deep model has the same parameters, and is of the same type."""
-    text = config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", 0)
-    if layers <= SHALLOW + 1 or len(set(getattr(text, "layer_types", None) or [])) > 1:
-        return False
-    one, two = (weigh(with_layers(config, count), task, adapters).total for count in (SHALLOW, SHALLOW + 1))
-    return weights.total == one + (two - one) * (layers - SHALLOW)
-
-
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The same model with fewer layers; what lists a value a layer is cut."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    before = text.num_hidden_layers
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = layers
-    return config
-
-
-def of_depth(shallow: Traced, deeper: Traced, layers: int) -> Traced:
-    """A model of `layers` equal layers, from those of SHALLOW and of one more: each further one adds the same.
-
-    Forward and backward each begin and end with other operations than the layers', so both ends are compared. What lies
-    between grows evenly from the one to the other, and is never fuller than both.
-    Raises `ValueError` where the deeper one did not just run one layer more.
-    """
-    moments: list[Moment] = []
-    forward = 0
-    for half in (slice(None, shallow.forward), slice(shallow.forward, None)):
-        deep_half = slice(half.start and deeper.forward, half.stop and deeper.forward)
-        one, two = shallow.moments[half], deeper.moments[deep_half]
-        shared = 2 * len(one) - len(two)  # less one layer
-        if not len(one) > shared > 0:
-            raise ValueError("a further layer runs other operations")
-        moments += _further(one[:shared], two[:shared], layers - SHALLOW)
-        moments += _further(one[-shared:], two[-shared:], layers - SHALLOW)
-        forward = forward or len(moments)
-    return Traced(moments, forward)
 
 
 def trace(config: PreTrainedConfig, case: Case) -> Traced:
-    """Run one micro-batch. Raises whatever the model raises that cannot run on tensors without data."""
+    """Run one micro-batch. Raises whatever the model raises if it cannot run on fake tensors."""
     with silence(), FakeTensorMode(), _attention_of_a_gpu():
         model = _model(config, case)
         live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
@@ -146,7 +43,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
 
 
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
-    """The parameters of a model, without making them."""
+    """Count the parameters of a model on torch's meta device, which allocates none of them."""
     with silence(), torch.device("meta"):
         model = _auto_class(task).from_config(config)
         if adapters:
@@ -172,7 +69,7 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _outermost(layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Layers that are in no other one, as experts are in theirs."""
+    """The layers that are not inside another layer, as experts are."""
     inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
     return [layer for layer in layers if id(layer) not in inner]
 
@@ -188,11 +85,11 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     model.config.use_cache = False
     if case.adapters:
         if case.checkpointing:
-            model.enable_input_require_grads()  # as launch/model.py does
+            model.enable_input_require_grads()  # as launch/training/model.py does
         model = _with_adapters(model, case.adapters)
     model.train()
     if case.checkpointing:
-        # Modes do not reach what autograd recomputes: they are entered there again.
+        # A mode does not reach what autograd recomputes in the backward pass: enter it there too.
         again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), _Operations(case.on_cuda))}
         model.gradient_checkpointing_enable(again)
     if case.autocast:
@@ -204,18 +101,18 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
 
 
 def _with_adapters(model: Any, adapters: Adapters) -> torch.nn.Module:
-    """As launch/model.py makes them, on weights that peft's and bitsandbytes' rules freeze, cast and quantise."""
+    """Add LoRA as launch/training/model.py does: the same weights frozen, cast and quantised."""
     from peft import LoraConfig, get_peft_model
 
     if adapters.four_bits:
         _quantise(model, getattr(torch, adapters.four_bits))
     targets = adapters.targets if isinstance(adapters.targets, str) else list(adapters.targets)
     lora = LoraConfig(r=adapters.rank, lora_dropout=adapters.dropout, target_modules=targets)
-    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # which fails on tensors without data
+    with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # fails on fake tensors
         wrapped = get_peft_model(model, lora)
     for layer in wrapped.modules():
         if adapters.four_bits and hasattr(layer, "cast_input_dtype_enabled"):
-            layer.cast_input_dtype_enabled = False  # peft casts for ordinary layers only
+            layer.cast_input_dtype_enabled = False  # peft casts inputs of ordinary layers only
     return wrapped
 
 
@@ -228,11 +125,76 @@ def _inputs(config: PreTrainedConfig, case: Case) -> dict[str, torch.Tensor]:
     return inputs
 
 
-# --- Where a CPU would run something else than a GPU -----------------------------------------------------------------
+# --- A few small traces instead of every large one ------------------------------------------------
+
+
+def at_batch(two: Traced, three: Traced, batch: int) -> Traced:
+    """The trace of `batch` sequences from those of two and three: each further one adds the same.
+
+    One sequence runs slightly different operations than two: on the models in the tests, its
+    extrapolation is at most 0.2 % off. Raises `ValueError` if the two ran different operations.
+    """
+    return Traced(_further(two.moments, three.moments, batch - 2), two.forward)
+
+
+def _further(first: list[Moment], second: list[Moment], times: int) -> list[Moment]:
+    """`first` plus `times` the difference between the two, moment by moment."""
+    pairs = zip(first, second, strict=True)
+    return [(a + (x - a) * times, b + (y - b) * times, c + (z - c) * times) for (a, b, c), (x, y, z) in pairs]
+
+
+# Of a deep model with equal layers, only two shallow ones are traced: SHALLOW layers, and one more.
+SHALLOW = 3
+
+
+def layers_are_equal(config: PreTrainedConfig, weights: Weights, task: str, adapters: Adapters | None = None) -> bool:
+    """Whether all layers of a deep model are of one type and have equally many parameters."""
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", 0)
+    if layers <= SHALLOW + 1 or len(set(getattr(text, "layer_types", None) or [])) > 1:
+        return False
+    one, two = (weigh(with_layers(config, count), task, adapters).total for count in (SHALLOW, SHALLOW + 1))
+    return weights.total == one + (two - one) * (layers - SHALLOW)
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The same configuration with fewer layers. Lists with one value per layer are cut to fit."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def of_depth(shallow: Traced, deeper: Traced, layers: int) -> Traced:
+    """The trace of `layers` equal layers from those of SHALLOW and SHALLOW + 1: each adds the same.
+
+    Forward and backward each begin and end with operations outside the layers, so the two traces
+    are aligned at both ends. In between memory grows or falls evenly: the maximum is at an end.
+    Raises `ValueError` if the deeper model did more than run one further layer.
+    """
+    moments: list[Moment] = []
+    forward = 0
+    for half in (slice(None, shallow.forward), slice(shallow.forward, None)):
+        deep_half = slice(half.start and deeper.forward, half.stop and deeper.forward)
+        one, two = shallow.moments[half], deeper.moments[deep_half]
+        shared = 2 * len(one) - len(two)  # the shallow trace without one layer
+        if not len(one) > shared > 0:
+            raise ValueError("a further layer runs different operations")
+        moments += _further(one[:shared], two[:shared], layers - SHALLOW)
+        moments += _further(one[-shared:], two[-shared:], layers - SHALLOW)
+        forward = forward or len(moments)
+    return Traced(moments, forward)
+
+
+# --- Stand-ins where a CPU would run something else than a GPU ------------------------------------
 
 _F, _T = torch.nn.functional, torch.Tensor
-# Operations that autocast runs in fp32 on CUDA and not on a CPU: "CUDA Ops that can autocast to float32" in torch.amp's
-# documentation, as far as transformers' models call them.
+# Operations that autocast runs in fp32 on CUDA but not on a CPU: "CUDA Ops that can autocast to
+# float32" in the documentation of torch.amp, limited to those that models of transformers call.
 _IN_FP32_ON_CUDA = {
     _F.softmax, torch.softmax, _T.softmax, _F.log_softmax, torch.log_softmax, _T.log_softmax, _F.layer_norm,
     _F.group_norm, _F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.softplus,
@@ -242,10 +204,11 @@ _IN_FP32_ON_CUDA = {
 
 
 class _Operations(TorchFunctionMode):
-    """Runs in fp32 what CUDA's autocast runs in fp32 and a CPU's would not, and what has no shapes by its shapes.
+    """Runs in fp32 what autocast runs in fp32 on CUDA only, and grouped products by their shapes.
 
-    Dropout is left as a CPU has it, with a mask in the tensor's own type where CUDA's kernel keeps a byte: with a byte
-    the published readings of BERT come out 2 to 15 % low, without 2 to 6 %. What else they hold is not known.
+    Dropout stays as on a CPU: its mask has the tensor's own type, where CUDA's kernel keeps one
+    byte per element. With one byte, plans for the published readings of BERT come out 2 to 15 %
+    low, without 2 to 6 % (tests/benchmarks/published.py). What else those readings hold is unknown.
     """
 
     def __init__(self, on_cuda: bool = True) -> None:
@@ -257,7 +220,7 @@ class _Operations(TorchFunctionMode):
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
         if func is torch.is_autocast_enabled and not (args or kwargs) and self.on_cuda:
-            return torch.is_autocast_enabled("cpu")  # without a device the question is about CUDA
+            return torch.is_autocast_enabled("cpu")  # without a device, this asks about CUDA
         if not self.on_cuda or func not in _IN_FP32_ON_CUDA or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         args = [_in_fp32(value) for value in args]
@@ -271,7 +234,7 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-# Mixtures of experts call it, and it has no shapes for fp32: that is all torch's own stand-in refuses.
+# Mixtures of experts call these. On fake tensors torch's own version refuses fp32.
 _GROUPED_MATMULS = {
     function
     for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
@@ -280,7 +243,7 @@ _GROUPED_MATMULS = {
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Rows (tokens, in) times one of the matrices (experts, in, out) each: it keeps both, like any product."""
+    """Each row (tokens, in) times one of the matrices (experts, in, out); keeps both."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
@@ -294,7 +257,7 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class _Product4bit(torch.autograd.Function):
-    """A product with a 4-bit matrix: unpacked for each use, and nothing of it kept (bitsandbytes' MatMul4Bit)."""
+    """A product with a 4-bit matrix, unpacked for each use: MatMul4Bit of bitsandbytes."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -308,14 +271,14 @@ class _Product4bit(torch.autograd.Function):
 
 
 class _Linear4bit(torch.nn.Linear):
-    """Like bitsandbytes' layer of this name: computes in the dtype of its weight, answers in that of its input."""
+    """As Linear4bit of bitsandbytes: computes in its weight's dtype, returns its input's dtype."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
 
 
 def _quantise(model: Any, compute: torch.dtype) -> None:
-    """What transformers' 4-bit loading and peft's preparation do: all but the output layer in 4 bits, the rest fp32."""
+    """What loading in 4 bits and peft do: linear layers but the head in 4 bits, the rest fp32."""
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]
@@ -334,9 +297,10 @@ def _quantise(model: Any, compute: torch.dtype) -> None:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps: queries, keys, values, the result and a log-sum-exp per query in fp32.
+    """Keeps what a fused kernel keeps: query, key, value, result, one fp32 log-sum-exp per query.
 
-    On a CPU scaled_dot_product_attention with dropout falls back to one that keeps every attention weight.
+    On a CPU, scaled_dot_product_attention with dropout falls back to a version that keeps every
+    attention weight.
     """
 
     @staticmethod
@@ -356,14 +320,16 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and attention_mask is not None:  # transformers' sdpa_attention: without one the kernel shares them
+    if (
+        groups > 1 and attention_mask is not None
+    ):  # as transformers' sdpa_attention: without a mask, the kernel shares them
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
 @contextlib.contextmanager
 def _attention_of_a_gpu() -> Iterator[None]:
-    """Registers the fused attention under its name, with the masks that sdpa takes."""
+    """Register the fused attention with transformers, with the masks that sdpa takes."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,10 +1,10 @@
-"""What `accelerate estimate-memory`, DeepSpeed's estimators and `plan_memory` say of the same trainings.
+"""`accelerate estimate-memory`, DeepSpeed's estimators and `plan_memory` on the same trainings.
 
     python -m tests.benchmarks.estimators
 
-Prints three markdown tables: the three beside each other, the first and the last beside published readings, and the
-same beside what torch's allocator counts on this machine. Models are made from their configurations: nothing is
-downloaded, and no GPU is needed.
+Prints three markdown tables: all three estimates; accelerate's and ours beside published readings;
+the same beside what torch's allocator counts on this machine. Models are built from
+configurations: nothing is downloaded, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from typing import Any
 GIB, MIB = 2**30, 2**20
 LENGTH = 2048
 COUNTED = """\
-`accelerate estimate-memory`: the base model without its head; in fp32 its weights, gradients and Adam's states, in 16
-bits the largest of these alone. No activations, batch, length, sharding, offload or adapters.
-DeepSpeed's estimators: weights, gradients and Adam's states under ZeRO. No activations, batch, length, communication
-buckets or adapters, and nothing without ZeRO; of ZeRO-3's gathered weights the largest layer.
-`recipes plan`: these, activations, logits, buckets and 1.3 GiB for CUDA itself. No fragmentation: a plan fits with 6 %
-to spare.
-GiB on each GPU, then in the RAM of the node where a tool says it; AdamW throughout."""
+`accelerate estimate-memory` counts the base model without its head: in fp32 its weights, gradients and Adam's states,
+in 16 bits only the largest of these. No activations, batch, length, sharding, offload or adapters.
+DeepSpeed's estimators count weights, gradients and Adam's states under ZeRO, and of ZeRO-3's gathered weights the
+largest layer. No activations, batch, length, communication buckets or adapters, and nothing without ZeRO.
+`recipes plan` counts all of these, and 1.3 GiB for CUDA itself. No fragmentation: a plan fits with 6 % to spare.
+GiB on each GPU, then in the RAM of the node if a tool estimates it; AdamW throughout."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training to be estimated; `flags` are train.py's, beyond recipe, batch and length."""
+    """One training to estimate; `flags` are flags of train.py besides recipe, batch and length."""
 
     model: str
     recipe: str
@@ -60,30 +59,30 @@ TRAININGS = (
 def config_of(model: str):
     from transformers import GPT2Config
 
-    from recipes.planner.plan import read_config
+    from recipes.planner.estimate import read_config
 
     return GPT2Config() if model == "GPT-2" else read_config(model)
 
 
-# --- What each of them says, in bytes --------------------------------------------------------------------------------
+# --- What each tool estimates, in bytes -----------------------------------------------------------
 
 
 def by_accelerate(config, precision: str) -> int:
-    """What `accelerate estimate-memory` prints under "Training using Adam", by its own functions."""
+    """What `accelerate estimate-memory` prints as "Training using Adam", from its functions."""
     from accelerate import init_empty_weights
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
     from transformers import AutoModel
 
-    with init_empty_weights():  # the command makes it from a Hub id in the same way
+    with init_empty_weights():  # as the command does for a Hub id
         model = AutoModel.from_config(config, dtype="float32")
     total, _ = calculate_maximum_sizes(model)
     return max(estimate_training_usage(total, precision).values())
 
 
 def by_deepspeed(config, stage: int, gpus: int) -> tuple[int, int]:
-    """What DeepSpeed's estimators print for a node, everything offloaded: bytes on each GPU, and of the host."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it says what it did not find
+    """What DeepSpeed's estimators print with all offloaded: bytes on each GPU, and in host RAM."""
+    with contextlib.redirect_stdout(io.StringIO()):  # the import prints what it did not find
         from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     total, largest = parameters(config)
@@ -95,7 +94,10 @@ def by_deepspeed(config, stage: int, gpus: int) -> tuple[int, int]:
 
 
 def parameters(config) -> tuple[int, int]:
-    """All, and those of the largest module itself, which is what DeepSpeed calls a layer; it counts on real weights."""
+    """Counts of all parameters, and of those in the largest module, DeepSpeed's "layer".
+
+    DeepSpeed itself counts on real weights; these are on torch's meta device.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -106,7 +108,7 @@ def parameters(config) -> tuple[int, int]:
 
 
 def by_us(training: Training):
-    """The one entry of our plan, in bf16 on H100s. Raises `UserError` for what cannot be planned."""
+    """Our plan of the recipe, in bf16 on H100s. Raises `UserError` if it cannot be planned."""
     from recipes import plan_memory
 
     batch = {"per_device_train_batch_size": training.micro, "global_batch_size": training.micro * training.gpus}
@@ -118,7 +120,7 @@ def by_us(training: Training):
     return plan.recipes[0]
 
 
-# --- The tables ------------------------------------------------------------------------------------------------------
+# --- The tables -----------------------------------------------------------------------------------
 
 
 def compared(training: Training) -> list[str]:
@@ -140,7 +142,7 @@ def compared(training: Training) -> list[str]:
 
 
 def published(reading) -> list[str]:
-    """A row of the second: MiB, and how far each is from the reading."""
+    """A row of the second table: MiB, and how far each estimate is from the reading."""
     from tests.benchmarks.published import bert_large, predicted
 
     accelerate = by_accelerate(bert_large(), "float16" if reading.fp16 else "float32")
@@ -148,7 +150,10 @@ def published(reading) -> list[str]:
 
 
 def measured() -> list[list[str]]:
-    """The third: two optimizer steps of RecipeTrainer as a rank of DDP, each in a process of its own, in fp32."""
+    """The third table: two optimizer steps of RecipeTrainer as one DDP rank, in fp32.
+
+    Each case runs in its own process.
+    """
     from tests.gpu import memory
 
     found = []

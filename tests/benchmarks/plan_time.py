@@ -1,10 +1,11 @@
-"""How long a plan of an 8B model takes beyond the imports, and the RAM it needs: a fresh process each round.
+"""How long a plan of an 8B model takes after the imports, and the RAM that it needs.
 
     python -m tests.benchmarks.plan_time [--rounds 5]
 
-The imports are all that the plan needs: recipes, torch, transformers and its Llama. Ends with 1 where the median plan
-takes 5 s or more, or any process 2 GB (10^9 bytes) or more. A plan runs on one core: where the seconds on the clock are
-more than those of the CPU, it was waiting for other processes.
+Each round is a fresh process. The imports are all that the plan needs: recipes, torch, transformers
+and its Llama. Exits with 1 if the median plan takes 5 s or more, or any process 2 GB (10^9 bytes)
+or more. A plan runs on one core: if it takes more seconds than CPU seconds, it waited for other
+processes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODEL, GPU, PROCESSES = "8B", "H100", 4
 
 @dataclass(frozen=True)
 class Round:
-    """What one process measured of itself. Bytes are the most that was resident until then."""
+    """What one process measured of itself. Bytes are peaks of resident memory."""
 
     import_seconds: float
     plan_seconds: float
@@ -43,7 +44,7 @@ def measured_here() -> Round:
     import recipes
     import recipes.planner.trace
 
-    transformers.LlamaForCausalLM, transformers.LlamaConfig  # noqa: B018 - imported where they are first named
+    transformers.LlamaForCausalLM, transformers.LlamaConfig  # noqa: B018 - transformers imports them now
     imported, cpu, imported_bytes = time.perf_counter(), time.process_time(), peak_bytes()
     recipes.plan_memory(MODEL, gpu=GPU, num_processes=PROCESSES)
     return Round(
@@ -61,9 +62,9 @@ def peak_bytes() -> int:
 
 
 def measured_apart() -> Round:
-    """A round in a process of its own."""
-    words = [sys.executable, "-m", "tests.benchmarks.plan_time", "--here"]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    """One round in its own process."""
+    argv = [sys.executable, "-m", "tests.benchmarks.plan_time", "--here"]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
     return Round(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -92,7 +93,7 @@ def main() -> int:
     if options.here:
         print(json.dumps(asdict(measured_here())))
         return 0
-    measured_apart()  # the first reads the disk
+    measured_apart()  # warm-up: reads the files from disk
     rounds = [measured_apart() for _ in range(options.rounds)]
     print(f"{hardware.read()}\n{report(rounds)}")
     return 0 if is_met(rounds) else 1

@@ -1,9 +1,9 @@
-"""Readings of memory that others have published, and what ours predicts for the same training.
+"""Published readings of memory beside the planner's prediction for the same training.
 
     python -m tests.benchmarks.published
 
-Prints both, and what is predicted where dropout keeps a byte an element, as CUDA's kernel does, and not a mask in the
-tensor's own type, as a CPU and so a trace does.
+Predicts each one twice: with dropout's mask in the tensor's own type, as on a CPU and so in a
+trace, and with a mask of one byte per element, as CUDA's kernel keeps it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from transformers import BertConfig
 
 from recipes.planner.footprint import Need, need
-from recipes.planner.trace import Case, trace, weigh
+from recipes.planner.shapes import Case
+from recipes.planner.trace import trace, weigh
 from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
 
@@ -26,7 +27,7 @@ TASK = "sequence_classification"
 
 @dataclass(frozen=True)
 class Reading:
-    """MiB that nvidia-smi showed while bert-large trained on 512 tokens a sequence."""
+    """MiB that nvidia-smi showed while bert-large trained on sequences of 512 tokens."""
 
     mib: int
     batch: int
@@ -39,9 +40,9 @@ class Reading:
         return f"{precision}, {self.batch}x{self.accumulation} of 512" + ", checkpointed" * self.checkpointing
 
 
-# Hugging Face's guide "Methods and tools for efficient training on a single GPU" (2023), on a V100, with 1343 MiB in
-# use before the model is loaded. Eager attention; zero_grad kept the gradients, and AdamW updated one parameter after
-# the other: transformers and torch of that time.
+# Hugging Face's guide "Methods and tools for efficient training on a single GPU" (2023), on a V100,
+# with 1343 MiB in use before the model is loaded. With transformers and torch of that time:
+# attention is eager, zero_grad keeps the gradients, AdamW updates one parameter at a time.
 BERT_LARGE = (
     Reading(14949, 4, 1),
     Reading(8681, 1, 4),
@@ -56,12 +57,13 @@ def bert_large() -> BertConfig:
 
 
 def predicted(reading: Reading) -> Need:
+    """The plan for the same training, with the same bytes in use before it."""
     flags = {"fp16": reading.fp16, "gradient_checkpointing": reading.checkpointing, "optim": "adamw_torch_fused"}
     run = resolve(settings={"task": TASK, **flags}, world_size=1, hardware=V100, environment={}, demonstrate=False)
     mixed = "float16" if run["fp16"] else None
     case = Case(reading.batch, 512, TASK, attention="eager", autocast=mixed, checkpointing=reading.checkpointing)
     config = bert_large()
-    kept = max(reading.accumulation, 2)  # gradients are there from the start, as zero_grad left them
+    kept = max(reading.accumulation, 2)  # as zero_grad keeps gradients, they exist from the start
     return need(run, weigh(config, TASK), trace(config, case), kept, context=1343 * MIB)
 
 

@@ -1,9 +1,10 @@
-"""Predicted against resident bytes: small models through two real optimizer steps on this machine's CPU.
+"""Planned against resident bytes: small models through two real optimizer steps on this CPU.
 
     python -m tests.benchmarks.resident [--json]
 
-One process. After each case the allocator has given everything back (glibc is told to map every large tensor on its
-own), and the kernel's high-water mark of resident memory is reset before the next: what is measured is a case's own.
+All cases run in one process, and each is measured alone: glibc maps every large tensor by itself,
+so that freed memory returns to the kernel, and the kernel's high-water mark of resident memory is
+reset before each case.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Tensors of 64 KiB and more get pages of their own, which go back to the kernel when they are freed.
+# Tensors of 64 KiB and more get their own pages, which return to the kernel when they are freed.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 LENGTH, MICRO = 192, 4
 
@@ -24,7 +25,7 @@ _WIDE = {"hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6, "
 _GPT2 = {"n_embd": 384, "n_layer": 2, "n_head": 6, "vocab_size": 4000, "bos_token_id": 0, "eos_token_id": 0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_key_value_heads": 6}
 _LORA = "--use_peft true --lora_dropout 0"
-# The model, and what is changed of the recipe `standard`.
+# The model, and the flags that change the recipe `standard`.
 CASES: dict[str, tuple[str, dict, str]] = {
     "GPT-2": ("GPT2Config", _GPT2, ""),
     "Llama": ("LlamaConfig", {**_WIDE, "intermediate_size": 1024}, ""),
@@ -41,10 +42,10 @@ def run_of(flags: str):
     from recipes.run import resolve
     from recipes.run.hardware import Hardware
 
-    words = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
-    if "--gradient_accumulation_steps" not in words:
-        words += ["--gradient_accumulation_steps", "1"]
-    return resolve(["--recipe", "standard", *words], hardware=Hardware(cores=2), environment={}, demonstrate=False)
+    argv = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
+    if "--gradient_accumulation_steps" not in argv:
+        argv += ["--gradient_accumulation_steps", "1"]
+    return resolve(["--recipe", "standard", *argv], hardware=Hardware(cores=2), environment={}, demonstrate=False)
 
 
 def config_of(case: str):
@@ -62,10 +63,10 @@ def predicted(case: str) -> int:
 
 
 def resident(case: str, folder: Path) -> int:
-    """The most bytes that two optimizer steps had resident beyond what was resident before the model was made."""
+    """Peak resident bytes of two optimizer steps, less what was resident before the model."""
     run = run_of(CASES[case][2])
     before = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc(5)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
     _two_steps(config_of(case), run, folder)
     return _resident_bytes("VmHWM") - before
 
@@ -86,7 +87,7 @@ def _two_steps(config, run, folder: Path) -> None:
     rows = torch.randint(0, 1000, (2 * run.batch.total, LENGTH))
     labels = torch.zeros(len(rows), dtype=torch.long) if run["task"] == "sequence_classification" else rows
     mask = torch.ones(LENGTH, dtype=torch.long)
-    mask[-1] = 0  # where nothing is padded, transformers leaves the mask out
+    mask[-1] = 0  # without padding, transformers would drop the mask
     pairs = zip(rows, labels, strict=True)
     data = [{"input_ids": row, "labels": label, "attention_mask": mask} for row, label in pairs]
     own = {"output_dir": str(folder), "max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
@@ -108,7 +109,7 @@ def measure() -> dict[str, dict[str, int]]:
     from recipes.quiet import silence
 
     with tempfile.TemporaryDirectory() as folder, silence():
-        resident("Llama, LoRA", Path(folder))  # what is loaded once, and MKL's own buffers
+        resident("Llama, LoRA", Path(folder))  # warm-up: libraries and MKL's buffers load
         found = {case: {"resident_bytes": resident(case, Path(folder))} for case in CASES}
         return {case: {"predicted_bytes": predicted(case), **row} for case, row in found.items()}
 
@@ -117,7 +118,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):  # read when a process starts
+    if any(
+        os.environ.get(name) != value for name, value in ALLOCATOR.items()
+    ):  # glibc reads them when a process starts
         os.execve(
             sys.executable,
             [sys.executable, "-m", "tests.benchmarks.resident", *sys.argv[1:]],

@@ -17,7 +17,7 @@ def test_accelerate_estimates_the_model_without_its_head(precision, for_each):
     assert estimators.by_accelerate(SMALL, precision) == for_each * (2 * LAYER + TABLE + NORM + ROTARY)
 
 
-def test_deepspeed_is_told_every_parameter_and_the_largest_module():
+def test_deepspeed_gets_every_parameter_and_the_largest_module():
     assert estimators.parameters(SMALL) == (2 * LAYER + 2 * TABLE + NORM, TABLE)
 
 
@@ -43,14 +43,14 @@ def rounds(*seconds, peak=10**9):
     return [plan_time.Round(2.0, one, one, 10**8, peak) for one in seconds]
 
 
-def test_the_median_round_is_held_against_the_target():
+def test_the_median_round_is_compared_with_the_target():
     assert plan_time.is_met(rounds(1.0, 4.9, 30.0))
     assert not plan_time.is_met(rounds(1.0, 5.0, 5.1))
     assert not plan_time.is_met(rounds(1.0, peak=2 * 10**9))
     assert "plan 4.90 s (median, from 1.00 to 30.00; 4.90 s of CPU)" in plan_time.report(rounds(1.0, 4.9, 30.0))
 
 
-# --- Memory on a GPU -------------------------------------------------------------------------------------------------
+# --- Memory on a GPU ------------------------------------------------------------------------------
 
 
 def test_every_case_is_rehearsed():
@@ -64,7 +64,7 @@ def row(reserved, **others):
     return {"case": "one", "predicted": {"components": components, "total": 1050}, "measured": found, **others}
 
 
-def test_the_context_is_no_allocation():
+def test_the_context_is_not_an_allocation():
     assert memory.error_of(row(1000)) == pytest.approx(-0.05)
 
 
@@ -82,7 +82,7 @@ def test_what_went_wrong_is_in_the_row(others):
 
 
 @pytest.mark.slow
-def test_accumulated_gradients_lie_beside_the_buckets_that_views_would_spare():
+def test_accumulated_gradients_exist_beside_the_buckets_that_views_would_spare():
     case = memory.Case("llama", "tiny", "fast", 2, 64, accumulation=2)
-    tries = (memory.error_of(memory.row_of(case)) for _ in range(3))  # a busy rank may let its first buckets go late
+    tries = (memory.error_of(memory.row_of(case)) for _ in range(3))  # a busy rank may release its first buckets late
     assert any(abs(error) < 0.01 for error in tries)

@@ -1,10 +1,10 @@
-"""How much of a hand-written loop's throughput a recipe keeps, paired step by step in one run.
+"""How much of a hand-written loop's throughput a recipe reaches, paired step by step in one run.
 
     python -m tests.benchmarks.trainer_vs_loop [--steps 60]
 
-Trainer and loop train the same model on the same data in one process and take turns at every step, so that whatever
-else the machine does hurts both. Each pair of steps gives one ratio; the answer is their median, with its quartiles,
-the hardware and the versions. Ends with 1 below 0.97.
+Trainer and loop train the same model on the same data in one process and take turns at every step,
+so that other load on the machine slows both. Each pair of steps gives one ratio. Prints their
+median, their quartiles, the hardware and the versions. Exits with 1 below 0.97.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MICRO, ACCUMULATION, LENGTH, RATE, WARM_UP_STEPS = 4, 2, 256, 1e-4, 3
 
 
 def real_model() -> LlamaForCausalLM:
-    """27 million parameters: a step is nearly all compute, and two cores take a few seconds for it."""
+    """27 million parameters: nearly all of a step is compute, a few seconds on two cores."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -45,7 +45,7 @@ def real_model() -> LlamaForCausalLM:
 
 
 class TakeTurns(TrainerCallback):
-    """Lets the loop take one step before each of Trainer's, and times both: `pairs` of (loop, Trainer) seconds."""
+    """Runs one step of the loop before each of Trainer's; `pairs` are (loop, Trainer) seconds."""
 
     def __init__(self, loop: Iterator[tuple[float, float]]) -> None:
         self.loop = loop
@@ -53,7 +53,7 @@ class TakeTurns(TrainerCallback):
         self._loop_seconds = self._resumed = 0.0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self._resumed:  # from the beginning of one step to the beginning of the next: all that Trainer does
+        if self._resumed:  # from the start of one step to the start of the next: all that Trainer does
             self.pairs.append((self._loop_seconds, time.perf_counter() - self._resumed))
         _, self._loop_seconds = next(self.loop)
         self._resumed = time.perf_counter()

@@ -311,7 +311,7 @@ def error_of(row: dict[str, Any]) -> float:
 
 def fits(row: dict[str, Any]) -> bool | None:
     """Whether a card that just passes as large enough by the plan would have held what was really taken from it."""
-    from recipes.planner.plan import MARGIN
+    from recipes.planner.fits import MARGIN
 
     if "reserved" not in row["measured"]:
         return None

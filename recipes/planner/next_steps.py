@@ -1,0 +1,95 @@
+"""What to try if no recipe fits: each step with the memory that it saves and its cost in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.errors import UserError
+from recipes.planner.estimate import Estimator
+from recipes.planner.fits import MARGIN, Usable, at_micro_batch
+from recipes.run import RunSpec, gpus, with_flags
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """One change to try, at micro-batch 1.
+
+    `words` are the flags to write. `saves_bytes` counts on each GPU, compared to `standard` without
+    the change. `slowdown` says what the change costs in time.
+    """
+
+    words: str
+    total_bytes: int
+    saves_bytes: int
+    fits: bool
+    host_bytes_per_node: int
+    slowdown: str
+
+
+_CHECKPOINTED = {"gradient_checkpointing": True}
+_LORA = {**_CHECKPOINTED, "use_peft": True}
+_QLORA = {**_LORA, "load_in_4bit": True}
+_HALF_LENGTH = "half of --max_length"
+_RECOMPUTED = "a third more compute (two forward passes)"
+
+# In the order to try them: the recipe, the changed flags (None: left out), and the cost.
+_STEPS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("standard", _CHECKPOINTED, _RECOMPUTED),
+    # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
+    # without, on a V100.
+    ("standard", {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"}, f"{_RECOMPUTED}; 8-bit Adam adds none where published"),
+    ("memory", {"optim": None}, f"{_RECOMPUTED}; Adam on the host: {{pcie}}"),
+    ("memory_zero3", {"optim": None}, f"{_RECOMPUTED}; Adam on the host; parameters over PCIe twice per micro-batch"),
+    ("standard", _LORA, "none: weight gradients left out save what the second forward pass costs"),
+    ("standard", _QLORA, "weights are unpacked at each use; not measured"),
+    ("standard", {**_QLORA, "max_length": _HALF_LENGTH}, "none, but half the context"),
+)
+_PCIE = 32e9  # bytes per second, PCI-SIG: 4.0, 16 lanes, one way
+
+
+def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
+    """The steps in the order to try them, without those that change nothing or are not legal here.
+
+    `run_with(recipe, **flags)` resolves a recipe with flags of the user's request replaced; it
+    raises `UserError` for what is not legal.
+    """
+    smallest = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None}
+    base = run_with("standard", **smallest)
+    last = before = at_micro_batch(base, 1, estimator, usable).total_bytes
+    for recipe, changes, slowdown in _STEPS:
+        changes = dict(changes)
+        if "max_length" in changes:
+            changes["max_length"] = max(2, estimator.length(base) // 2)
+        try:
+            run = run_with(recipe, **smallest, **changes)
+            entry = at_micro_batch(run, 1, estimator, usable)
+        except UserError:
+            continue
+        if entry.total_bytes == last:
+            continue
+        last = entry.total_bytes
+        words = _words(recipe, changes, base)
+        cost = slowdown.format(pcie=f"at least {_pcie_seconds(run, estimator):.1g} s per step, over PCIe 4.0 x16")
+        yield NextStep(words, last, before - last, entry.fits, entry.host_bytes_per_node, cost)
+    yield from _larger_card(usable, before)
+
+
+def _words(recipe: str, changes: dict[str, Any], base: RunSpec) -> str:
+    """The step as flags, and the flags of the user's that it leaves out."""
+    dropped = [name for name, value in changes.items() if value is None and base.explicit(name)]
+    return " ".join(with_flags(["--recipe", recipe], changes)) + "".join(f", without --{name}" for name in dropped)
+
+
+def _pcie_seconds(run: RunSpec, estimator: Estimator) -> float:
+    """Seconds to send one GPU's share of 16-bit gradients to the host, and of weights back."""
+    return 2 * 2 * estimator.weights(run).trained / run.world_size / _PCIE
+
+
+def _larger_card(usable: Usable, before: int) -> Iterator[NextStep]:
+    """The smallest known card with more memory on which `standard` fits as it is."""
+    for card in sorted(gpus.CATALOGUE, key=lambda card: card.torch_bytes):
+        if card.torch_bytes > usable.gpu and before * (1 + MARGIN) <= card.torch_bytes:
+            yield NextStep(f"--recipe standard on {card.name}", before, 0, True, 0, "none")
+            return

@@ -1,0 +1,143 @@
+"""What each component of a run takes, against peft, bitsandbytes, sums and real memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from recipes.planner.footprint import Components, need
+from recipes.planner.shapes import Adapters, Case, Traced, Weights
+from recipes.planner.trace import trace, weigh
+from recipes.run import resolve
+from recipes.run.engine import Engine, shipped
+from tests.benchmarks.published import V100
+from tests.benchmarks.resident import CASES
+from tests.recipes.planner.small import SHAPE, SMALL, need_of, run_of
+from tests.support.running import ROOT
+
+FSDP2 = str(shipped("fsdp2.yaml"))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_adapters_train_what_peft_makes_trainable(name):
+    import peft
+
+    model = AutoModelForCausalLM.from_config(SMALL[name])
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    found = need_of(SMALL[name], "--use_peft true --lora_r 8 --bf16 true").gpu
+    assert found.parameters == 4 * total
+    assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_weights_in_4_bits_take_as_much_as_those_of_bitsandbytes(name, tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    AutoModelForCausalLM.from_config(SMALL[name]).save_pretrained(tmp_path)
+    options = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=options, dtype=torch.float32)
+    real = sum(parameter.nbytes for parameter in model.parameters())
+    adapters = need_of(SMALL[name], "--use_peft true --lora_r 8").gpu.optimizer / 2
+    found = need_of(SMALL[name], "--use_peft true --lora_r 8 --load_in_4bit true --use_bnb_nested_quant true").gpu
+    packed = weigh(SMALL[name], "causal_lm", Adapters(8, four_bits="bfloat16")).in_4_bits
+    assert found.parameters - adapters == pytest.approx(real + packed * (1 / 64 + 4 / (64 * 256)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("optim", "numbers"),
+    [("sgd", 0), ("adagrad", 1), ("adamw_torch", 2), ("ademamix", 3), ("lion_8bit", 0.25), ("adamw_bnb_8bit", 0.5)],
+)
+def test_optimizers_keep_their_moments(optim, numbers):
+    weights = Weights(10**9, 10**9)
+    kept = need(run_of("standard", "--optim", optim), weights, Traced([(0, 0, 1)], 1), 1).gpu
+    update = 4 * 10**9 if optim == "adamw_torch" else 0
+    assert kept.optimizer == pytest.approx(4 * 10**9 * numbers + update, rel=0.02)
+
+
+def test_zero_3_fetches_a_whole_layer_of_experts():
+    experts = Weights(10**10, 10**10, largest_layer=3 * 10**9)
+    run = resolve(["--recipe", "memory_zero3"], world_size=8, hardware=V100, environment={}, demonstrate=False)
+    assert need(run, experts, Traced([(0, 0, 0)], 1), 1).gpu.parameters == 2 * 3 * 10**9
+
+
+def test_a_classifier_on_a_decoder_without_padding_token_is_traced():
+    assert need_of(SMALL["llama"], "--task sequence_classification").gpu.total > 0
+
+
+@pytest.mark.parametrize("smaller", ["--use_peft true", "--use_peft true --load_in_4bit true"])
+def test_adapters_take_less_than_training_everything(smaller):
+    whole, less = (need_of(SMALL["llama"], flags).gpu for flags in ("", smaller))
+    assert less.total < whole.total
+    assert less.gradients + less.optimizer < 0.2 * (whole.gradients + whole.optimizer)
+
+
+def test_fsdp2_shards_every_state_and_gathers_layers(tmp_path):
+    deep = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
+    alone, shared = (need_of(deep, "--bf16 true", FSDP2, world).gpu for world in (1, 8))
+    weights = weigh(deep, "causal_lm")
+    assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
+    gathered = 2 * (weights.outside_layers + 2 * weights.largest_layer)
+    assert shared.parameters == pytest.approx(4 * weights.total / 8 + gathered, rel=0.01)
+
+
+def test_components_sum_to_the_total():
+    assert Components(1, 2, 3, 4, 5, 6, 7).total == 28
+
+
+@settings(max_examples=5, deadline=None)
+@given(micro=st.integers(1, 16), length=st.integers(8, 128), layers=st.integers(1, 2), more=st.integers(1, 8))
+def test_memory_grows_with_the_batch_the_length_and_the_layers(micro, length, layers, more):
+    run = run_of("standard")
+
+    def total(micro, length, layers):
+        config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=layers, vocab_size=500)
+        return need(run, weigh(config, "causal_lm"), trace(config, Case(micro, length)), accumulation=2).gpu.total
+
+    larger = [(micro + more, length, layers), (micro, length + more, layers), (micro, length, layers + 1)]
+    assert total(micro, length, layers) <= min(total(*sizes) for sizes in larger)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    total=st.integers(10**6, 10**10),
+    frozen=st.floats(0, 1),
+    world=st.integers(2, 64),
+    stage=st.integers(1, 3),
+    optim=st.sampled_from(["adamw_torch", "adamw_bnb_8bit", "sgd"]),
+)
+def test_shards_add_up_to_at_least_the_whole(total, frozen, world, stage, optim):
+    weights = Weights(total, trained=max(1, round(total * (1 - frozen))))
+    parts = []
+    for processes in (1, world):
+        engine = Engine("deepspeed", "", zero_stage=stage)
+        flags = ["--optim", optim, "--global_batch_size", str(world)]
+        run = resolve(flags, world_size=processes, engine=engine, hardware=V100, environment={}, demonstrate=False)
+        parts.append(need(run, weights, Traced([(0, 0, 0)], 1), accumulation=1).gpu)
+    for part in ("parameters", "gradients", "optimizer"):
+        assert world * getattr(parts[1], part) >= getattr(parts[0], part)
+
+
+# --- Real memory ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resident():
+    argv = [sys.executable, "-m", "tests.benchmarks.resident", "--json"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+@pytest.mark.parametrize("case", CASES)
+def test_two_real_steps_take_as_much_resident_memory_as_planned(case, resident):
+    row = resident[case]
+    assert row["predicted_bytes"] == pytest.approx(row["resident_bytes"], rel=0.05)

@@ -1,0 +1,50 @@
+"""The compute and communication of a step, at every split of the global batch."""
+
+import pytest
+
+from recipes.planner.trace import weigh
+from tests.recipes.planner.small import SMALL, planned
+
+
+def splits(recipe="standard", processes=2, **named):
+    flags = ["--global_batch_size", "96", "--max_length", "64"]
+    return planned(*flags, recipe=recipe, gpu="A100 80GB", gpu_memory=None, num_processes=processes, **named).choices
+
+
+@pytest.mark.parametrize("recipe", ["standard", "memory", "memory_zero3"])
+def test_every_split_keeps_the_global_batch_and_its_compute(recipe):
+    found = splits(recipe)
+    assert {split.micro_batch * split.accumulation * 2 for split in found} == {96}
+    assert len({split.time.compute for split in found}) == 1
+
+
+def test_accumulation_sends_nothing_more_with_ddp_and_once_per_micro_batch_with_zero():
+    by_accumulation = {split.accumulation: split.time.sent_bytes for split in splits("standard")}
+    assert by_accumulation[4] == by_accumulation[12]
+    sharded = {split.accumulation: split.time.sent_bytes for split in splits("memory_zero3")}
+    assert sharded[12] == 3 * sharded[4]
+
+
+def test_an_all_reduce_sends_twice_the_share_of_the_other_gpus():
+    parameters = weigh(SMALL["llama"], "causal_lm").total
+    for processes in (2, 4):
+        sent = splits(processes=processes)[0].time.sent_bytes
+        assert sent == pytest.approx(2 * (processes - 1) / processes * 4 * parameters)
+
+
+def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
+    text = SMALL["llama"]
+    used = weigh(text, "causal_lm").total - 1000 * 128  # an input embedding that is not tied is a lookup
+    flops = (6 * used + 6 * 4 * 128 * 64) * 48 * 64
+    assert splits(mfu=0.5)[0].time.compute == pytest.approx(flops / (0.5 * 312e12))
+
+
+def test_bytes_take_their_time_at_the_stated_bandwidth():
+    slow, fast = (splits(bandwidth=speed)[0].time for speed in (1, 10))
+    assert slow.communication == pytest.approx(slow.sent_bytes / 1e9)
+    assert fast.communication == pytest.approx(slow.communication / 10)
+
+
+def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
+    assert planned(config=SMALL["qwen3_moe"], gpu="H100", gpu_memory=None).choices[0].time.compute is None
+    assert planned().choices[0].time.compute is None

@@ -1,0 +1,226 @@
+"""The plan of the house: which room may import which, and how large files and folders may grow.
+
+A room is a folder of recipes/ or launch/, or a file directly in them. A file may import from its
+own room and from rooms in layers above its own in LAYERS, also inside functions and under
+TYPE_CHECKING. `pytest -rP tests/test_rooms.py` prints the house in numbers.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import recipes
+from recipes.catalog import RECIPES
+from tests.support.running import ROOT
+
+LAYERS = (
+    "recipes.errors recipes.quiet recipes.flags recipes.catalog",
+    "recipes.legal",
+    "recipes.run",
+    "recipes.scaling",
+    "recipes.rules",
+    "recipes.planner",
+    "recipes.factories",
+    "recipes",  # its __init__, which hands names on to users
+    "launch.host launch.terminal launch.plots",
+    "launch.output launch.doctor",
+    "launch.training launch.explain",
+    "launch.fit launch.jobs",
+    "launch.commands launch.scaling launch.train",
+    "launch.cli",
+    "launch launch.__main__",
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms.split()}
+MOST_LINES = 400
+MOST_FILES = 16  # in a folder, beside its __init__
+
+
+# --- What is there --------------------------------------------------------------------------------
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Every file of the two packages by its module's name; a folder's name is its __init__."""
+    found = {}
+    for path in sorted([*ROOT.glob("recipes/**/*.py"), *ROOT.glob("launch/**/*.py")]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """For each module of the two packages, those of their modules that it imports."""
+    return {module: imports_of(module, ast.parse(path.read_text())) for module, path in files().items()}
+
+
+def imports_of(module: str, tree: ast.Module) -> set[str]:
+    """The modules that the code names; of `from recipes.run import spec`, recipes.run.spec."""
+    named: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}, line {node.lineno}: an import with dots; write the whole name"
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {file for file in map(_file_of, named) if file and file != module}
+
+
+def _file_of(name: str) -> str | None:
+    """The module that holds a dotted name, None if it is not in the two packages."""
+    while name not in files():
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Circles of imports between files. Each circle is cut once found, until none is left."""
+    graph = {module: set(imported) for module, imported in graph.items()}
+    found = []
+    while True:
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+            return found
+        except graphlib.CycleError as error:
+            circle = error.args[1][::-1]  # the sorter names what is imported first
+            found.append(" -> ".join(circle))
+            graph[circle[0]].discard(circle[1])
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _folder(path: Path) -> str:
+    return _name(path.parent)
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def too_long(folders: str) -> list[str]:
+    paths = [path for folder in folders.split() for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
+    return [f"{_name(path)}: {count} lines" for path in paths if (count := lines_of(path)) > MOST_LINES]
+
+
+def folder_sizes(folders: str) -> Counter[str]:
+    """Python files in each folder, without its __init__."""
+    paths = [path for folder in folders.split() for path in ROOT.glob(f"{folder}/**/*.py")]
+    return Counter(_folder(path) for path in paths if path.name != "__init__.py")
+
+
+# --- The rules ------------------------------------------------------------------------------------
+
+
+def test_imports_are_found_wherever_they_stand():
+    code = """
+import torch, recipes.legal
+from recipes.run import spec
+from recipes.run.batch import Batch
+if TYPE_CHECKING:
+    from recipes.errors import Problem
+def later():
+    from recipes import catalog, fast
+"""
+    found = imports_of("recipes.run.resolve", ast.parse(code))
+    of_run, of_recipes = {"spec", "batch"}, {"legal", "errors", "catalog"}
+    assert found == {
+        "recipes",
+        *(f"recipes.run.{name}" for name in of_run),
+        *(f"recipes.{name}" for name in of_recipes),
+    }
+
+
+def test_each_circle_is_found():
+    found = circles({"a": {"b"}, "b": {"c", "e"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}})
+    assert sorted("".join(sorted({*circle.split(" -> ")})) for circle in found) == ["abc", "ef"]
+
+
+def test_every_file_is_in_a_room_of_a_layer():
+    assert not [module for module in files() if room_of(module) not in LEVEL]
+
+
+def test_a_file_imports_from_its_own_room_and_from_layers_before_it():
+    wrong = [
+        f"{module} -> {imported}"
+        for module, found in imports().items()
+        for imported in sorted(found)
+        if room_of(module) != room_of(imported) and not _is_before(room_of(imported), room_of(module))
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def _is_before(room: str, other: str) -> bool:
+    return LEVEL.get(room, len(LAYERS)) < LEVEL.get(other, len(LAYERS))
+
+
+def test_no_circle_of_imports():
+    found = circles(imports())
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_an_init_only_hands_names_on():
+    assert not [
+        f"{_name(path)}, line {node.lineno}"
+        for path in files().values()
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text()).body
+        if not _hands_on(node)
+    ]
+
+
+def _hands_on(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign):
+        return {ast.unparse(target) for target in node.targets} <= {"__all__", "__version__"}
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def test_no_file_is_too_long():
+    found = too_long("recipes launch")
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_folder_is_too_full():
+    sizes = folder_sizes("recipes launch tests")
+    assert not {folder: count for folder, count in sizes.items() if count > MOST_FILES}
+
+
+def test_nothing_in_launch_bears_the_name_of_a_library():
+    """With train.py as a script, launch/ is first on sys.path: a launch/datasets.py would win."""
+    names = {path.stem for path in (ROOT / "launch").iterdir() if not path.stem.startswith("__")}
+    look = "import importlib.util as i, sys; print(*(name for name in sys.argv[1:] if i.find_spec(name)))"
+    outside = [sys.executable, "-I", "-c", look, *sorted(names)]  # -I: this checkout is not on sys.path
+    assert subprocess.run(outside, capture_output=True, text=True, check=True).stdout.split() == []
+
+
+def test_nothing_in_recipes_bears_the_name_of_what_it_exports():
+    """Importing a module named recipes.memory would replace the recipe of that name."""
+    names = {path.stem for path in (ROOT / "recipes").iterdir()}
+    assert not names & {*recipes.__all__, *RECIPES}
+
+
+def test_the_house_in_numbers():
+    """Prints them. The files directly in a package count as one room here."""
+    room = {module: _folder(path) for module, path in files().items()}
+    arrows = {(room[module], room[other]) for module, found in imports().items() for other in found}
+    longest = max(files().values(), key=lines_of)
+    fullest, count = folder_sizes("recipes launch").most_common(1)[0]
+    print(
+        f"{len(set(room.values()))} rooms in {len(LAYERS)} layers, "
+        f"{sum(start != end for start, end in arrows)} arrows between rooms, {len(circles(imports()))} circles, "
+        f"longest file {_name(longest)} with {lines_of(longest)} lines, fullest folder {fullest} with {count} files, "
+        f"{len(too_long('tests'))} files of tests with more than {MOST_LINES} lines"
+    )

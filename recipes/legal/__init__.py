@@ -1,8 +1,7 @@
-"""What is legal, read from the source of the installed libraries without importing them."""
+"""What is legal: read from the source of the installed libraries, without importing them."""
 
-from recipes.legal.source import (
+from recipes.legal.names import (
     ALIASES,
-    Field,
     accelerate_choices,
     accelerate_keys,
     accelerate_nested_keys,
@@ -21,8 +20,8 @@ from recipes.legal.source import (
     schedule_keys,
     settings,
     training_arguments,
-    version,
 )
+from recipes.legal.source import Field, version
 
 __all__ = [
     "ALIASES",

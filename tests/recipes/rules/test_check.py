@@ -225,14 +225,14 @@ def test_a_check_imports_none_of_the_libraries():
 
 
 def test_a_missing_library_is_named_with_its_install_command(monkeypatch):
-    monkeypatch.setattr(source, "_root", lambda package: None)
-    source._parse_classes.cache_clear()
+    monkeypatch.setattr(source, "package_folder", lambda package: None)
+    source.parse_classes.cache_clear()
     legal.training_arguments.cache_clear()
     try:
         with pytest.raises(UserError, match="pip install transformers"):
             legal.training_arguments()
     finally:
-        source._parse_classes.cache_clear()
+        source.parse_classes.cache_clear()
 
 
 def test_every_optional_package_is_looked_for_without_importing(monkeypatch):

@@ -6,12 +6,48 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import recipes.rules.accelerate_yaml  # noqa: F401 - registers its rules
 from recipes import legal
 from recipes.errors import Problem, UserError
-from recipes.rules.settings import RULES
+from recipes.rules import (
+    accelerate_yaml,
+    adapters,
+    batches,
+    checkpoints,
+    deepspeed_json,
+    engines,
+    evaluation,
+    nested,
+    optimizer,
+    packages,
+    parallelism,
+    precision,
+    speed,
+    values,
+)
+from recipes.rules.facts import Rule
 from recipes.run import RunSpec
 from recipes.run.engine import read_yaml
+
+RULE_MODULES = (
+    values,
+    precision,
+    engines,
+    parallelism,
+    batches,
+    optimizer,
+    adapters,
+    evaluation,
+    checkpoints,
+    packages,
+    speed,
+    nested,
+    accelerate_yaml,
+    deepspeed_json,
+)
+# In the order of the modules, and in each as they are written. What a module imports is never a rule.
+RULES: list[Rule] = [
+    item for module in RULE_MODULES for item in vars(module).values() if getattr(item, "is_rule", False)
+]
 
 
 def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:

@@ -16,7 +16,7 @@ from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.legal import source
 from recipes.rules import check as checking
-from recipes.rules import settings as rules
+from recipes.rules import facts
 from recipes.rules.check import check, check_deep, require_legal
 from recipes.run import resolve
 from recipes.run.engine import shipped
@@ -237,7 +237,7 @@ def test_a_missing_library_is_named_with_its_install_command(monkeypatch):
 
 def test_every_optional_package_is_looked_for_without_importing(monkeypatch):
     asked = []
-    monkeypatch.setattr(rules, "installed", lambda package: bool(asked.append(package)))
+    monkeypatch.setattr(facts, "installed", lambda package: bool(asked.append(package)))
     argv = ["--recipe", "memory", "--use_peft", "--load_in_4bit", "--report_to", "mlflow"]
     found = check(resolve(argv, hardware=Hardware(), environment={}))
     fixes = {problem.fix for problem in found}

@@ -1,7 +1,7 @@
 """The Accelerate YAML: its keys, its values, and what the launcher makes of them.
 
-accelerate refuses an unknown key at the top, silently drops one inside a section, and checks hardly any value: most
-mistakes appear in the workers, or never.
+accelerate refuses an unknown key at the top, silently drops one inside a section, and checks hardly
+any value: most mistakes appear in the workers, or never.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from recipes.run.command_line import belongs
 
 @rule
 def yaml_keys_are_known(run):
-    """`The config file at ... had unknown keys ([...])`: accelerate stops before it starts a process."""
+    """`The config file at ... had unknown keys ([...])`, from the launcher."""
     for key in run.engine.raw:
         if key not in legal.accelerate_keys():
             yield in_yaml(run, str(key), *_where_it_belongs(str(key), legal.accelerate_keys()))
 
 
-# `accelerate config` itself writes keys into these that its launcher does not read: advice, not an error.
+# `accelerate config` writes keys into these that its launcher does not read: advice, not an error.
 _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 
 @rule
 def nested_yaml_keys_are_known(run):
-    """accelerate drops them silently: `zero_stge: 3` trains with stage 2, `fsdp_verion: 2` with FSDP1."""
+    """accelerate drops them: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` trains FSDP1."""
     for name, section in sections(run):
         known = legal.accelerate_nested_keys(name)
         severity = "advice" if name in _LOOSE_SECTIONS else "error"
@@ -46,16 +46,16 @@ def nested_yaml_keys_are_known(run):
 
 
 def _where_it_belongs(key: str, known: Any) -> tuple[str, str]:
-    """What is wrong with an unknown key, and what to write instead: the argument it is, its section, a near name."""
+    """What is wrong with an unknown key, and the argument, section or name to write instead."""
     argument = key if key in legal.settings() else belongs(key)
     if argument in legal.settings():
-        return "is an argument of the run, no key of the Accelerate YAML", f"--{argument}"
+        return "is an argument of the run, not a key of the Accelerate YAML", f"--{argument}"
     if key in moved.RENAMED:
         what, fix = moved.RENAMED[key]
-        return f"is no key of the Accelerate YAML, and as an argument {what}", fix
+        return f"is not a key of the Accelerate YAML, and as an argument {what}", fix
     near = nearest(key, known)
     if near and near != key:
-        return "is no key of the Accelerate YAML", near
+        return "is not a key of the Accelerate YAML", near
     if key in legal.accelerate_keys():
         return "belongs at the top level", f"{key}, not indented"
     for section in SECTIONS:
@@ -63,7 +63,7 @@ def _where_it_belongs(key: str, known: Any) -> tuple[str, str]:
             return f"belongs in {section}", f"{section}: with {key} below it, indented"
     everything = {name: name for section in SECTIONS for name in legal.accelerate_nested_keys(section)}
     near = nearest(key, everything) or nearest(key, legal.settings())
-    return "is no key of the Accelerate YAML", near or "one of " + ", ".join(sorted(known))
+    return "is not a key of the Accelerate YAML", near or "one of " + ", ".join(sorted(known))
 
 
 @rule
@@ -72,27 +72,20 @@ def sections_hold_settings(run):
     for name in SECTIONS:
         value = run.engine.raw.get(name)
         if value is not None and not isinstance(value, Mapping):
-            fix = (
-                f"deepspeed_config_file: {value}, below deepspeed_config"
-                if name == "deepspeed_config"
-                else "name: value below it"
-            )
-            yield in_yaml(run, name, f"holds settings, got {value!r}", fix)
+            is_deepspeed = name == "deepspeed_config"
+            fix = f"deepspeed_config_file: {value}, below {name}" if is_deepspeed else "name: value below it"
+            yield in_yaml(run, name, f"takes settings, got {value!r}", fix)
 
 
 @rule
 def sections_fit_the_type(run):
     """A section of another distributed type is not read."""
-    for name, types in (
-        ("deepspeed_config", ("DEEPSPEED",)),
-        ("fsdp_config", ("FSDP",)),
-        ("megatron_lm_config", ("MEGATRON_LM",)),
-    ):
-        given = run.engine.raw.get("distributed_type")
-        if run.engine.raw.get(name) and given not in types:
-            yield in_yaml(
-                run, name, f"is not read with distributed_type {given}", f"distributed_type: {types[0]}", "advice"
-            )
+    given = run.engine.raw.get("distributed_type")
+    read_by = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
+    for name, type_ in read_by.items():
+        if run.engine.raw.get(name) and given != type_:
+            what = f"is not read with distributed_type {given}"
+            yield in_yaml(run, name, what, f"distributed_type: {type_}", "advice")
 
 
 @rule
@@ -106,14 +99,14 @@ def compute_environment_is_known(run):
 
 @rule
 def distributed_type_is_known(run):
-    """`A distributed_type must be specified`, or `'multi_gpu' is not a valid DistributedType`: capitals count."""
+    """`A distributed_type must be specified`, or `'multi_gpu' is not a valid DistributedType`."""
     if not run.engine.raw:
         return
     if "distributed_type" not in run.engine.raw:
         yield in_yaml(run, "distributed_type", "is missing", "distributed_type: MULTI_GPU, or 'NO' for one process")
         return
     value = run.engine.raw["distributed_type"]
-    if value is False:  # what YAML makes of a bare NO; accelerate then wants num_processes too
+    if value is False:  # YAML reads NO as false, and then accelerate requires num_processes
         severity = "advice" if "num_processes" in run.engine.raw else "error"
         yield in_yaml(run, "distributed_type", "NO without quotes is false in YAML", "distributed_type: 'NO'", severity)
     elif value not in legal.distributed_types():
@@ -125,7 +118,7 @@ def distributed_type_is_known(run):
 
 @rule
 def mixed_precision_is_known(run):
-    """`AttributeError: 'bool' object has no attribute 'lower'` for a bare `no`, `Unknown mixed_precision mode` else."""
+    """`'bool' object has no attribute 'lower'` for a bare no, or `Unknown mixed_precision`."""
     value = run.engine.raw.get("mixed_precision")
     if value is None:
         return
@@ -153,7 +146,7 @@ _SWITCHES = (
 
 @rule
 def top_level_values_have_the_right_type(run):
-    """`TypeError: '>' not supported between instances of 'str' and 'int'`: accelerate takes them as YAML reads them."""
+    """`TypeError: '>' not supported between instances of 'str' and 'int'`, from the launcher."""
     raw = run.engine.raw
     for name in _WHOLE_NUMBERS:
         if raw.get(name) is None or type(raw[name]) is int:
@@ -181,13 +174,11 @@ def num_processes_is_given(run):
     if not raw or type(value) is not int or value >= 1:
         return
     if value == -1 or value is None:
-        if run.world_size == 1:  # else somebody gave it
+        if run.world_size == 1:  # otherwise --num_processes was given
             fix = "num_processes: 1, or accelerate launch --num_processes N"
-            yield in_yaml(
-                run, "num_processes", "is not in the file, accelerate launch has to be given it", fix, "advice"
-            )
+            yield in_yaml(run, "num_processes", "is not in the file, and accelerate launch needs it", fix, "advice")
         return
-    yield in_yaml(run, "num_processes", f"{value} starts nothing", "num_processes: 1")
+    yield in_yaml(run, "num_processes", f"{value} starts no process", "num_processes: 1")
 
 
 @rule
@@ -215,16 +206,16 @@ def gpu_ids_name_enough_gpus(run):
 
 @rule
 def machines_share_the_processes(run):
-    """The launcher divides and drops the rest: 3 processes on 2 machines start 1 each, and wait for the third."""
+    """The launcher rounds down: 3 processes on 2 machines start 1 on each, which hang."""
     machines, rank = run.engine.raw.get("num_machines", 1), run.engine.raw.get("machine_rank", 0)
     if type(machines) is not int:
         return
     if machines < 1:
-        yield in_yaml(run, "num_machines", f"{machines} machines", "num_machines: 1")
+        yield in_yaml(run, "num_machines", f"{machines} is not a number of machines", "num_machines: 1")
         return
     if machines > 1 and run.world_size > 1 and run.world_size % machines:
         nearest_multiple = -(-run.world_size // machines) * machines
-        what = f"{run.world_size} cannot be shared by {machines} machines"
+        what = f"{run.world_size} cannot be divided over {machines} machines"
         yield in_yaml(run, "num_processes", what, f"num_processes: {nearest_multiple}, over all machines")
     if type(rank) is int and not 0 <= rank < machines:
         yield in_yaml(
@@ -234,7 +225,7 @@ def machines_share_the_processes(run):
 
 @rule
 def machines_find_each_other(run):
-    """Without an address every machine looks for one named None until the rendezvous times out."""
+    """Without an address every machine looks for a host named None, until a timeout."""
     machines = run.engine.raw.get("num_machines", 1)
     if type(machines) is not int or machines < 2:
         return
@@ -247,7 +238,7 @@ def machines_find_each_other(run):
 
 @rule
 def ports_exist(run):
-    """A port is a number from 0, which takes a free one, to 65535."""
+    """`OverflowError: bind(): port must be 0-65535`; 0 takes a free port."""
     port = run.engine.raw.get("main_process_port")
     if type(port) is int and not 0 <= port <= 65535 and run.engine.kind != "single":
         yield in_yaml(
@@ -255,9 +246,12 @@ def ports_exist(run):
         )
 
 
-# The launcher compares these with "true", so that any other word is false; everywhere else it takes yes and 1 too.
+# The launcher compares these with "true", so any other word means false.
 _ONLY_TRUE = ("zero3_init_flag", "zero3_save_16bit_model")
 
+_SWITCH_WORDS = ("true", "false", "yes", "no", "y", "n", "1", "0", "on", "off")
+
+# Keys whose legal values accelerate has in a list: key -> name of the list.
 _LISTED = {
     "fsdp_sharding_strategy": "FSDP_SHARDING_STRATEGY",
     "fsdp_auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
@@ -271,29 +265,25 @@ _LISTED = {
 
 @rule
 def nested_yaml_values_are_legal(run):
-    """Nothing checks them in the launcher: they fail in every worker, or count as false."""
+    """The launcher does not check them: they fail in every worker, or mean false."""
     for name, section in sections(run):
         known = legal.accelerate_nested_keys(name)
         for key, value in section.items():
             expected = _expected(known[key], value) if key in known and value is not None else ""
             if expected:
-                yield in_yaml(run, str(key), f"{value!r} is none of its values", expected)
+                yield in_yaml(run, str(key), f"{value!r} is not one of its values", expected)
 
 
 def _expected(field: legal.Field, value: Any) -> str:
-    """What the key takes, where `value` is something else; empty where it is fine."""
+    """The legal values of a key if `value` is not one of them, else empty."""
     text = str(value).lower()
     names = {field.name, f"fsdp_{field.name}", f"dynamo_{field.name}"}
     listed = next((legal.accelerate_choices()[_LISTED[name]] for name in _LISTED if name in names), ())
     if listed:
         return "" if text in (choice.lower() for choice in listed) or text.isdigit() else "one of " + ", ".join(listed)
     if set(field.choices) == {"true", "false"}:
-        words = (
-            ("true", "false")
-            if field.name in _ONLY_TRUE
-            else ("true", "false", "yes", "no", "y", "n", "1", "0", "on", "off")
-        )
-        return "" if text in words else "true or false"
+        switches = ("true", "false") if field.name in _ONLY_TRUE else _SWITCH_WORDS
+        return "" if text in switches else "true or false"
     if field.choices:
         return "" if text in (choice.lower() for choice in field.choices) else "one of " + ", ".join(field.choices)
     if field.name == "zero_stage":
@@ -312,16 +302,18 @@ def _is_number(value: Any, kind: str) -> bool:
 
 @rule
 def nvme_paths_reach_the_workers(run):
-    """The launcher exports no nvme path: DeepSpeed swaps to ./none/zero_stage_3 in the working directory."""
+    """The launcher does not pass it on: DeepSpeed swaps to ./none/zero_stage_3 instead."""
     for kind in ("optimizer", "param"):
         if str(deepspeed_section(run).get(f"offload_{kind}_device")).lower() == "nvme":
             fix = "a deepspeed_config_file with nvme_path, or device cpu"
-            yield in_yaml(run, f"offload_{kind}_device", "nvme's path never reaches the processes", fix)
+            yield in_yaml(
+                run, f"offload_{kind}_device", "the launcher does not pass the NVMe path on to the processes", fix
+            )
 
 
 @rule
 def parameters_are_offloaded_by_stage_three(run):
-    """Below stage 3 offload_param_device is accepted and does nothing."""
+    """Below stage 3, offload_param_device is accepted and does nothing."""
     section = deepspeed_section(run)
     device = str(section.get("offload_param_device", "none")).lower()
     if device in ("cpu", "nvme") and str(section.get("zero_stage", 2)) in ("0", "1", "2"):
@@ -332,7 +324,7 @@ def parameters_are_offloaded_by_stage_three(run):
 
 @rule
 def yaml_agrees_with_the_batch(run):
-    """`Please correct the following DeepSpeed config values that mismatch TrainingArguments`, in every worker."""
+    """`Please correct the following DeepSpeed config values that mismatch TrainingArguments`"""
     if run.engine.kind != "deepspeed":
         return
     for name, argument in (

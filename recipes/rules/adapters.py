@@ -7,17 +7,17 @@ from recipes.rules.facts import advice, problem, rule, zero_stage
 
 @rule
 def four_bits_need_adapters(run):
-    """`You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters`"""
+    """`You cannot perform fine-tuning on purely quantized models`, when the Trainer is built."""
     if run["load_in_4bit"] and not run["use_peft"]:
         yield problem(run, "load_in_4bit", "weights in 4 bits cannot be trained", "--use_peft")
 
 
 @rule
 def qlora_loads_whole_weights(run):
-    """ZeRO-3 shards 4-bit weights only after loading: until then every process holds the whole quantised model."""
+    """ZeRO-3 shards 4-bit weights after loading: until then every process holds the whole model."""
     if run["load_in_4bit"] and zero_stage(run) == 3:
-        what = "weights are sharded by ZeRO-3 only once every process has loaded them all"
-        yield advice(run, "load_in_4bit", what, "--recipe memory (ZeRO-2) where one process cannot hold them")
+        what = "ZeRO-3 shards the weights only after every process has loaded all of them"
+        yield advice(run, "load_in_4bit", what, "--recipe memory (ZeRO-2) if one process cannot hold them")
 
 
 _ONLY_WITH = {

@@ -7,7 +7,7 @@ from recipes.rules.facts import accelerator_config, advice, gradient_accumulatio
 
 @rule
 def batch_size_is_not_searched(run):
-    """`auto_find_batch_size` shrinks the micro-batch alone, so that the global batch changes silently."""
+    """`auto_find_batch_size` lowers the micro-batch alone, so the global batch changes silently."""
     if run["auto_find_batch_size"]:
         fix = "leave it out, and lower --per_device_train_batch_size: accumulation follows"
         yield problem(run, "auto_find_batch_size", "would change the global batch", fix)
@@ -15,7 +15,7 @@ def batch_size_is_not_searched(run):
 
 @rule
 def accumulation_is_said_once(run):
-    """accelerator_config's num_steps fails beside `gradient_accumulation_steps`, or silently replaces it."""
+    """`num_steps` fails together with `gradient_accumulation_steps`, or silently replaces it."""
     steps = gradient_accumulation_kwargs(run).get("num_steps")
     if steps is not None and (steps != 1 or run["gradient_accumulation_steps"] != 1):
         fix = f"--gradient_accumulation_steps {steps}, without num_steps"
@@ -24,7 +24,7 @@ def accumulation_is_said_once(run):
 
 @rule
 def fit_chooses_the_micro_batch(run):
-    """A micro-batch or an accumulation that is written down leaves nothing to find."""
+    """With a given micro-batch or accumulation, `--fit` has nothing left to find."""
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if run["fit"] and run.explicit(name):
             yield problem(run, name, "is what --fit finds", "leave it out, or leave --fit out")
@@ -32,23 +32,25 @@ def fit_chooses_the_micro_batch(run):
 
 @rule
 def batches_are_not_split(run):
-    """split_batches divides the micro-batch by the processes: the global batch is no longer what was asked for."""
+    """`split_batches` divides the micro-batch by the processes: the global batch gets smaller."""
     if is_true(accelerator_config(run).get("split_batches")) and run.world_size > 1:
         yield problem(run, "accelerator_config", "split_batches changes the global batch", "leave split_batches out")
 
 
 @rule
 def batches_come_out_even(run):
-    """A rank that gets a batch less leaves the others waiting for it, until a timeout if there is one."""
+    """If a rank has one batch fewer, the others wait for it until a timeout, if there is one."""
     evens = accelerator_config(run).get("even_batches", True)
     if evens is False and run.world_size > 1 and not run["dataloader_drop_last"]:
-        fix = "leave even_batches on: an example that fills up the last batch is not counted"
-        yield problem(run, "accelerator_config", "even_batches false lets ranks wait for each other for ever", fix)
+        fix = "leave even_batches on: examples that only fill up the last batch are not counted"
+        yield problem(
+            run, "accelerator_config", "even_batches false can leave ranks waiting for each other for ever", fix
+        )
 
 
 @rule
 def worker_settings_need_workers(run):
-    """`can only be set when data is loaded in a different process`; persistent workers fail at train()."""
+    """`... option could only be specified in multi-process loading`, as training begins."""
     if run["dataloader_num_workers"] != 0:
         return
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"):
@@ -60,7 +62,7 @@ def worker_settings_need_workers(run):
 
 @rule
 def packing_frees_the_padding(run):
-    """Packed rows hold no padding: the two are different ways to the same end."""
+    """Packed rows have no padding: the two are alternatives."""
     if run["packing"] and run["padding_free"]:
         yield problem(
             run, "padding_free", "and packing exclude each other", "--packing false, or leave padding_free out"
@@ -69,7 +71,7 @@ def packing_frees_the_padding(run):
 
 @rule
 def padding_free_needs_flash_attention(run):
-    """Without a kernel for varying lengths the joined row is masked: correct, and quadratic in its whole length."""
+    """Other kernels mask the joined row: correct, but the cost is quadratic in its whole length."""
     attention = run["attn_implementation"] or "sdpa"
     if run["padding_free"] and "flash" not in attention:
         what = f"is slow with {attention} attention, which computes the whole joined row"
@@ -78,7 +80,7 @@ def padding_free_needs_flash_attention(run):
 
 @rule
 def classification_takes_rows_as_they_are(run):
-    """Joined examples would share one label; a class is not the assistant's words."""
+    """Joined examples would share one label, and a label has no assistant or completion part."""
     if run["task"] != "sequence_classification":
         return
     for name in ("packing", "padding_free", "assistant_only_loss", "completion_only_loss"):
@@ -88,6 +90,6 @@ def classification_takes_rows_as_they_are(run):
 
 @rule
 def classification_needs_data(run):
-    """The demonstration's text has no labels; a plan, or a script of one's own, needs no data to be named."""
+    """The demonstration has no labels. A plan or a user's own script needs no data set."""
     if run["task"] == "sequence_classification" and run["dataset_name"] is None and run.demonstrate:
         yield problem(run, "task", "sequence_classification needs labelled data", "--dataset_name FILE_OR_HUB_ID")

@@ -1,18 +1,16 @@
-"""The DeepSpeed JSON, and that it agrees with the Accelerate YAML and with the arguments."""
+"""The DeepSpeed JSON: its keys, and whether it agrees with the YAML and the arguments."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.rules.facts import deepspeed_file, deepspeed_section, in_yaml, is_true, rule, uses_deepspeed
+from recipes.rules.facts import deepspeed_file, deepspeed_section, in_yaml, is_true, read_json, rule, uses_deepspeed
 from recipes.run import RunSpec, nearest
 
-_SAID_IN_JSON = (
+_BELONGS_IN_JSON = (
     "gradient_accumulation_steps",
     "gradient_clipping",
     "zero_stage",
@@ -26,43 +24,39 @@ _SAID_IN_JSON = (
 
 @rule
 def deepspeed_is_configured_once(run):
-    """`When using deepspeed_config_file, the following accelerate config variables will be ignored`: an error."""
+    """`When using deepspeed_config_file, the following accelerate config variables will be ignored`
+
+    It sounds like a warning, and is an error.
+    """
     section = deepspeed_section(run)
     if not section.get("deepspeed_config_file"):
         return
-    for name in _SAID_IN_JSON:
+    what = "cannot be set together with deepspeed_config_file"
+    for name in _BELONGS_IN_JSON:
         if name in section:
-            yield in_yaml(
-                run, name, "cannot be said beside deepspeed_config_file", "say it in the JSON, and remove it here"
-            )
+            yield in_yaml(run, name, what, "set it in the JSON, and remove it here")
     if run.engine.raw.get("mixed_precision") is not None:
-        what = "cannot be said beside deepspeed_config_file"
-        yield in_yaml(run, "mixed_precision", what, "remove it here; bf16 or fp16 in the JSON with enabled: auto")
+        fix = 'remove it here, and set bf16 or fp16 in the JSON to "enabled": "auto"'
+        yield in_yaml(run, "mixed_precision", what, fix)
 
 
 @rule
 def deepspeed_file_can_be_read(run):
-    """Read in the workers only: every rank fails with the same traceback."""
+    """The launcher does not read it: every rank fails, with the same traceback."""
 
     file = deepspeed_section(run).get("deepspeed_config_file")
     if not file:
         return
-    try:
-        content = json.loads(Path(str(file)).read_text(encoding="utf-8"))
-    except OSError:
-        yield in_yaml(run, "deepspeed_config_file", f"{file} cannot be read", "the path of a JSON file")
-    except ValueError as error:
-        yield in_yaml(run, "deepspeed_config_file", f"{file} is not valid JSON: {error}", "a JSON object")
-    else:
-        if not isinstance(content, dict):
-            yield in_yaml(run, "deepspeed_config_file", f"{file} holds a {type(content).__name__}", "a JSON object")
-        elif "zero_optimization" not in content:
-            yield in_yaml(run, "zero_optimization", f"is missing in {file}", '"zero_optimization": {"stage": 2}')
+    content, what = read_json(str(file))
+    if what:
+        yield in_yaml(run, "deepspeed_config_file", what, "the path of a JSON file that holds an object")
+    elif "zero_optimization" not in content:
+        yield in_yaml(run, "zero_optimization", f"is missing in {file}", '"zero_optimization": {"stage": 2}')
 
 
 @rule
 def deepspeed_json_keys_are_known(run):
-    """Unknown top-level keys pass silently (`gradient_cliping`); those in zero_optimization fail in every worker."""
+    """Silently ignored (`gradient_cliping`), or fatal in every worker below `zero_optimization`."""
     content = deepspeed_file(run)
     if not content or not legal.deepspeed_keys():
         return
@@ -71,12 +65,12 @@ def deepspeed_json_keys_are_known(run):
         for key in names if isinstance(names, dict) else ():
             if key not in known:
                 fix = nearest(str(key), known) or "a key of DeepSpeed's own reference"
-                yield Problem(str(key), "is no key that DeepSpeed reads", fix, _json_source(run))
+                yield Problem(str(key), "is not a key that DeepSpeed reads", fix, _json_source(run))
 
 
 @rule
 def deepspeed_json_agrees_with_arguments(run):
-    """`Please correct the following DeepSpeed config values that mismatch TrainingArguments values`, or say "auto"."""
+    """`Please correct the following DeepSpeed config values that mismatch TrainingArguments`"""
     content = deepspeed_file(run)
     if not content or not uses_deepspeed(run):
         return
@@ -89,7 +83,7 @@ def deepspeed_json_agrees_with_arguments(run):
 
 
 def _must_match(run: RunSpec) -> Iterator[tuple[str, Any, str]]:
-    """Where in the JSON, what the arguments say, and which argument that is."""
+    """A path in the JSON, the value that it must have, and the argument that has this value."""
     yield "train_micro_batch_size_per_gpu", run["per_device_train_batch_size"], "per_device_train_batch_size"
     yield "gradient_accumulation_steps", run["gradient_accumulation_steps"], "gradient_accumulation_steps"
     yield "train_batch_size", run.batch.total, "the global batch"
@@ -109,7 +103,7 @@ def _must_match(run: RunSpec) -> Iterator[tuple[str, Any, str]]:
 
 @rule
 def deepspeed_json_has_one_precision(run):
-    """`bfloat16 and fp16 modes cannot be simultaneously enabled` from DeepSpeed's own configuration."""
+    """`bfloat16 and fp16 modes cannot be simultaneously enabled`, when DeepSpeed reads it."""
     content = deepspeed_file(run) or {}
     if is_true(_at(content, "bf16.enabled")) and is_true(_at(content, "fp16.enabled")):
         yield Problem("fp16.enabled", "and bf16.enabled are both on", '"enabled": "auto" in both', _json_source(run))

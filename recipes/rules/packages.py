@@ -1,4 +1,4 @@
-"""Optional packages that the run needs. They are looked for, never imported."""
+"""Optional packages that the run needs. Rules look for them without importing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from recipes.run import nearest
 
 @rule
 def deepspeed_is_installed(run):
-    """`ImportError: DeepSpeed is not available`, after every process has started; it is built for Linux."""
+    """`ImportError: DeepSpeed is not available`, after every process has started."""
     if not uses_deepspeed(run):
         return
     if run.hardware.platform != "linux":
@@ -22,20 +22,20 @@ def deepspeed_is_installed(run):
 
 @rule
 def liger_is_installed(run):
-    """`ImportError: You have set use_liger_kernel to True but liger-kernel >= 0.3.0 is not available`"""
+    """`ImportError: You have set use_liger_kernel to True but liger-kernel ... is not available`"""
     if run["use_liger_kernel"] and not run.hardware.liger:
         yield missing(run, "use_liger_kernel", "liger-kernel")
 
 
 @rule
 def quantised_loading_is_installed(run):
-    """`ImportError: Using bitsandbytes 4-bit quantization requires bitsandbytes`, `PEFT is not installed`"""
+    """`Using bitsandbytes 4-bit quantization requires bitsandbytes`, or `PEFT is not installed`."""
     for name, package in (("load_in_4bit", "bitsandbytes"), ("use_peft", "peft")):
         if run[name] and not available(run, package):
             yield missing(run, name, package)
 
 
-# optimizer -> (import name, distribution), by the first entry that matches
+# Beginnings of `optim` -> import name, distribution. The first entry that matches counts.
 _OPTIMIZER_PACKAGES = (
     (("galore_",), "galore_torch", "galore-torch"),
     (("apollo_",), "apollo_torch", "apollo-torch"),
@@ -53,7 +53,7 @@ _OPTIMIZER_PACKAGES = (
 
 @rule
 def optimizer_is_installed(run):
-    """`ImportError: You need to install ... in order to use ... optimizers`, when the first step is prepared."""
+    """`ImportError: You need to install ... in order to use ... optimizers`, as training begins."""
     for names, module, distribution in _OPTIMIZER_PACKAGES:
         if run["optim"].startswith(names):
             if not available(run, module):
@@ -61,13 +61,13 @@ def optimizer_is_installed(run):
             return
 
 
-# Import names of reporting integrations, where they differ from what `report_to` calls them.
+# Import names that differ from the name in `report_to`. An empty one needs no package.
 _REPORT_MODULES = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": ""}
 
 
 @rule
 def reports_go_somewhere(run):
-    """`... is not supported, only ... are supported`, or `RuntimeError: ... requires ... to be installed`."""
+    """`... is not supported, only ... are supported`, or `... requires ... to be installed`."""
     asked = run["report_to"]
     for name in [asked] if isinstance(asked, str) else asked or []:
         if name in ("all", "none"):

@@ -1,4 +1,4 @@
-"""What DDP and FSDP demand of the other settings."""
+"""What DDP and FSDP require of the other settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from recipes.rules.facts import (
 
 @rule
 def static_graph_needs_accumulation_one(run):
-    """DDP's static graph expects a reduction in the first backward; with accumulation it aborts in the reducer.
+    """DDP's static graph expects a reduction in the first backward: with accumulation it aborts.
 
-    One process, and accumulation that reduces every micro-batch (`sync_each_batch`), do work.
+    One process works, and so does accumulation that reduces every micro-batch (`sync_each_batch`).
     """
     if not run["ddp_static_graph"] or run["gradient_accumulation_steps"] == 1 or run.world_size == 1:
         return
@@ -37,7 +37,7 @@ def static_graph_needs_accumulation_one(run):
 
 @rule
 def reentrant_checkpointing_needs_find_unused_off(run):
-    """`Expected to mark a variable ready only once`, in the first backward, also with one process under DDP."""
+    """`Expected to mark a variable ready only once` in the first backward, even of one process."""
     kwargs = mapping(run["gradient_checkpointing_kwargs"])
     if (
         not run["gradient_checkpointing"]
@@ -62,33 +62,35 @@ _ONLY_DDP = (
 
 @rule
 def ddp_settings_need_ddp(run):
-    """Without DDP, under DeepSpeed, FSDP or in one process, they reach nothing."""
+    """DeepSpeed, FSDP and a single process do not read them."""
     if uses_ddp(run):
         return
-    for name in _ONLY_DDP:
-        if run.explicit(name) and run[name] is not None:
-            yield advice(run, name, f"is ignored: the engine is {run.engine.title}, not DDP", "leave it out")
+    ignored = [name for name in _ONLY_DDP if run.explicit(name) and run[name] is not None]
     if run["ddp_comm_hook"] != "no":
-        yield advice(run, "ddp_comm_hook", f"is ignored: the engine is {run.engine.title}, not DDP", "leave it out")
+        ignored.append("ddp_comm_hook")
+    for name in ignored:
+        yield advice(run, name, f"is ignored: the engine is {run.engine.title}, not DDP", "leave it out")
 
 
 @rule
 def bf16_compression_needs_nccl(run):
-    """`TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+` before the first step."""
+    """`TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+`"""
     if run["ddp_comm_hook"] == "bf16" and uses_ddp(run) and (run["use_cpu"] or not run.hardware.cuda):
-        yield problem(run, "ddp_comm_hook", "bf16 needs NCCL, so GPUs", "--ddp_comm_hook fp16, or leave it out")
+        yield problem(
+            run, "ddp_comm_hook", "bf16 needs NCCL, and NCCL needs GPUs", "--ddp_comm_hook fp16, or leave it out"
+        )
 
 
 @rule
 def ddp_timeout_is_not_for_cpus(run):
-    """With `use_cpu` Trainer creates the process group without the timeout."""
+    """With `use_cpu`, Trainer creates the process group without the timeout."""
     if run.explicit("ddp_timeout") and run["use_cpu"]:
         yield advice(run, "ddp_timeout", "is ignored with use_cpu", "leave it out")
 
 
 @rule
 def nccl_timeout_is_an_argument(run):
-    """NCCL_TIMEOUT is read by nobody: the process group's timeout is `ddp_timeout`."""
+    """Nothing reads NCCL_TIMEOUT: the process group's timeout is `ddp_timeout`."""
     if "NCCL_TIMEOUT" in run.environment:
         what = "has no effect on the process group's timeout"
         yield Problem("NCCL_TIMEOUT", what, "--ddp_timeout SECONDS", "environment", "advice")
@@ -96,7 +98,7 @@ def nccl_timeout_is_an_argument(run):
 
 @rule
 def fsdp_checkpoints_activations_once(run):
-    """`fsdp_config['activation_checkpointing']` and the training argument `can't both be set to True`."""
+    """`activation_checkpointing in FSDP config and ... argument can't both be set to True`"""
     if not uses_fsdp(run) or not run["gradient_checkpointing"]:
         return
     if is_true(fsdp_section(run).get("activation_checkpointing")):
@@ -105,23 +107,27 @@ def fsdp_checkpoints_activations_once(run):
 
 @rule
 def fsdp_version_two_is_chosen(run):
-    """The launcher's default is FSDP1, which Trainer deprecates; Trainer's own default is 2."""
+    """The launcher's default is FSDP1, which Trainer deprecates. Trainer's own default is FSDP2."""
     section = dict(sections(run)).get("fsdp_config")
     if run.engine.kind != "fsdp" or section is None:
         return
     version = section.get("fsdp_version", section.get("version", 1))
     if str(version) == "1":
-        yield in_yaml(
-            run, "fsdp_version", "1 is what accelerate takes without it, and is deprecated", "fsdp_version: 2", "advice"
-        )
+        what = "1, which accelerate uses if the key is missing, is deprecated"
+        yield in_yaml(run, "fsdp_version", what, "fsdp_version: 2", "advice")
 
 
 @rule
 def efficient_loading_needs_synchronisation(run):
-    """`When using --fsdp_cpu_ram_efficient_loading set --fsdp_sync_module_states to True`; the first is the default."""
+    """`When using --fsdp_cpu_ram_efficient_loading set --fsdp_sync_module_states to True`
+
+    The first is the default.
+    """
     section = dict(sections(run)).get("fsdp_config", {})
     synchronises = section.get("fsdp_sync_module_states", section.get("sync_module_states", True))
     efficient = section.get("fsdp_cpu_ram_efficient_loading", section.get("cpu_ram_efficient_loading", True))
     if run.engine.kind == "fsdp" and not synchronises and efficient:
         fix = "fsdp_sync_module_states: true, or fsdp_cpu_ram_efficient_loading: false"
-        yield in_yaml(run, "fsdp_sync_module_states", "is needed by fsdp_cpu_ram_efficient_loading", fix)
+        yield in_yaml(
+            run, "fsdp_sync_module_states", "false contradicts fsdp_cpu_ram_efficient_loading, which needs it", fix
+        )

@@ -1,9 +1,8 @@
-"""What the run computes in, and what its weights are stored in: bf16, fp16, tf32, fp32."""
+"""The types a run computes in and stores its weights in: fp32, tf32, bf16, fp16."""
 
 from __future__ import annotations
 
-from recipes.errors import Problem
-from recipes.rules.facts import advice, mixed_precision, problem, rule, uses_deepspeed
+from recipes.rules.facts import advice, in_yaml, mixed_precision, problem, rule, uses_deepspeed
 
 
 @rule
@@ -16,7 +15,7 @@ def one_precision(run):
 
 @rule
 def bf16_needs_sm80(run):
-    """A T4 or V100 only emulates bf16, several times slower than fp16; torch calls that supported."""
+    """A T4 or V100 only emulates bf16, several times slower than fp16; torch calls it supported."""
     if not run.hardware.cuda or run["use_cpu"] or run.hardware.capability >= (8, 0):
         return
     capability = ".".join(map(str, run.hardware.capability))
@@ -43,14 +42,14 @@ def tf32_needs_sm80(run):
 
 @rule
 def yaml_precision_agrees_with_arguments(run):
-    """`mixed_precision: bf16` in the YAML turns bf16 on behind `bf16=False`; under DeepSpeed the two mismatch."""
+    """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`."""
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision
     if given in ("no", asked) or (given == "fp8" and asked == "no") or given not in ("bf16", "fp16", "fp8"):
         return
     fix = f"mixed_precision: '{asked}'" if given == "fp8" else f"mixed_precision: 'no', or --{given} for the run"
     what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"
-    yield Problem("mixed_precision", what, fix, run.engine.source)
+    yield in_yaml(run, "mixed_precision", what, fix)
 
 
 @rule
@@ -58,20 +57,23 @@ def fp16_weights_cannot_be_unscaled(run):
     """`ValueError: Attempting to unscale FP16 gradients.` in the first step."""
     if run["dtype"] == "float16" and mixed_precision(run) == "fp16" and not run["use_peft"] and not uses_deepspeed(run):
         yield problem(
-            run, "dtype", "float16 weights cannot be trained with fp16", "--dtype float32: fp16 computes in 16 bits"
+            run,
+            "dtype",
+            "float16 weights cannot be trained with fp16",
+            "--dtype float32: fp16 still computes in 16 bits",
         )
 
 
 @rule
 def sixteen_bit_weights_lose_small_updates(run):
-    """Master weights in 16 bits round most AdamW updates away."""
+    """Weights in 16 bits round most of AdamW's updates away."""
     if run["dtype"] == "float32" or run["use_peft"] or uses_deepspeed(run):
         return
     if run["dtype"] == "float16" and mixed_precision(run) == "fp16":
-        return  # which fails altogether
+        return  # fails altogether: fp16_weights_cannot_be_unscaled
     yield advice(
         run,
         "dtype",
         f"{run['dtype']} weights round small updates away",
-        "--dtype float32 with --bf16: computes in 16 bits",
+        "--dtype float32 with --bf16, which computes in 16 bits",
     )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.rules.facts import advice, gradient_accumulation_kwargs, is_true, problem, rule
+from recipes.rules.facts import advice, gradient_accumulation_kwargs, in_yaml, is_true, problem, rule
 from recipes.run import nearest
 
 
 @rule
 def yaml_compiles_what_the_arguments_do_not(run):
-    """A dynamo backend in the YAML turns compilation on behind `torch_compile=False`; DeepSpeed ignores it."""
+    """A dynamo backend in the YAML compiles despite `torch_compile=False`; DeepSpeed ignores it."""
     backend = run.engine.dynamo_backend
     if backend == "no":
         return
     if run.engine.kind == "deepspeed":
-        yield Problem("dynamo_config", "is ignored under DeepSpeed", "--torch_compile", run.engine.source, "advice")
+        yield in_yaml(run, "dynamo_config", "is ignored under DeepSpeed", "--torch_compile", "advice")
     elif not run["torch_compile"]:
         what = f"{backend} compiles a run whose torch_compile is off"
-        yield Problem("dynamo_config", what, "remove it from the YAML, or --torch_compile", run.engine.source)
+        yield in_yaml(run, "dynamo_config", what, "remove it from the YAML, or --torch_compile")
 
 
 @rule
@@ -33,7 +33,7 @@ def compile_backend_is_known(run):
 
 @rule
 def compile_settings_compile(run):
-    """A backend or a mode turns `torch_compile` on, even beside `torch_compile false`."""
+    """A backend or a mode turns `torch_compile` on, even with `torch_compile false`."""
     for name in ("torch_compile_backend", "torch_compile_mode"):
         if run[name] and run.explicit("torch_compile") and not run["torch_compile"]:
             yield problem(run, name, "turns torch_compile on, which is switched off", f"leave {name} out")
@@ -41,7 +41,7 @@ def compile_settings_compile(run):
 
 @rule
 def compiling_needs_one_shape(run):
-    """`accelerate launch` compiles with dynamic=False: every new length compiles the model again."""
+    """`accelerate launch` compiles with dynamic=False: every new length is compiled again."""
     if run["torch_compile"] and not run["packing"]:
         yield advice(
             run, "torch_compile", "compiles again for every new length of a batch", "--packing, or leave it out"
@@ -50,10 +50,10 @@ def compiling_needs_one_shape(run):
 
 @rule
 def syncing_each_batch_is_slow(run):
-    """`sync_each_batch` reduces gradients in every micro-step: as many times as the accumulation."""
+    """`sync_each_batch` reduces gradients once for every micro-batch, not once a step."""
     if is_true(gradient_accumulation_kwargs(run).get("sync_each_batch")) and run["gradient_accumulation_steps"] > 1:
         what = f"sync_each_batch reduces gradients {run['gradient_accumulation_steps']} times a step"
-        yield advice(run, "accelerator_config", what, "leave it out unless memory demands it")
+        yield advice(run, "accelerator_config", what, "leave it out unless memory requires it")
 
 
 @rule
@@ -73,7 +73,7 @@ def logging_costs_a_sync(run):
 
 @rule
 def shared_memory_is_fast(run):
-    """NCCL_SHM_DISABLE=1 is a workaround for a broken or tiny /dev/shm, and slower everywhere else."""
+    """NCCL_SHM_DISABLE=1 works around a broken or tiny /dev/shm, and is slower elsewhere."""
     if is_true(run.environment.get("NCCL_SHM_DISABLE", "0")):
-        what = "turns off NCCL's shared-memory transport, which is slower"
+        what = "is slower: it turns off NCCL's shared-memory transport"
         yield Problem("NCCL_SHM_DISABLE", what, "unset it, unless /dev/shm is broken or tiny", "environment", "advice")

@@ -1,4 +1,4 @@
-"""Values of the right type that mean nothing, or something other than what was meant."""
+"""Values of the right type that are out of range, or mean something unexpected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FRACTION = (lambda value: 0 <= value <= 1, "is from 0 to 1")
 
 _SEED = (lambda value: 0 <= value < 2**32, "is a whole number from 0 to 4294967295")
 
-# Values of the right type that the constructor takes without a word. None always means: not given.
+# Most of these TrainingArguments accepts silently. None means: not given.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "global_batch_size": _COUNT,
     "per_device_train_batch_size": _COUNT,
@@ -43,7 +43,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eval_delay": _NOT_NEGATIVE,
     "save_total_limit": (
         lambda value: value >= 1,
-        "is a whole number from 1 up; 0 would keep them all, as leaving it out",
+        "is a whole number from 1 up; 0 keeps them all, as leaving it out does",
     ),
     "dataloader_num_workers": _NOT_NEGATIVE,
     "dataloader_prefetch_factor": _COUNT,
@@ -68,18 +68,18 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @rule
 def values_are_in_range(run):
-    """The constructor takes them; they fail in the first step, or mean something else (`save_total_limit=0`)."""
-    for name, (is_legal, words) in RANGES.items():
+    """They fail in the first step, or mean something else: `save_total_limit=0` keeps all."""
+    for name, (is_legal, range_) in RANGES.items():
         if name not in legal.settings():
             continue
         value = run[name]
         if value is not None and not is_legal(value):
-            yield problem(run, name, f"{value} is out of range", f"{name} {words}")
+            yield problem(run, name, f"{value} is out of range", f"{name} {range_}")
 
 
 @rule
 def a_run_has_steps(run):
-    """No epochs train nothing and say so nowhere; a step count of 0 divides by zero where it is read."""
+    """0 epochs train nothing, silently. A step interval of 0 ends in a division by zero."""
     if run["num_train_epochs"] <= 0 and run["max_steps"] <= 0:
         yield problem(run, "num_train_epochs", f"{run['num_train_epochs']:g} trains nothing", "a number above 0")
     for name in ("logging_steps", "save_steps"):
@@ -90,27 +90,27 @@ def a_run_has_steps(run):
 
 @rule
 def steps_above_one_are_whole(run):
-    """`ValueError: --logging_steps must be an integer if bigger than 1`, from the constructor of every rank."""
+    """`ValueError: --logging_steps must be an integer if bigger than 1`, in every rank."""
     for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
         value = run[name]
         used = name == "warmup_steps" or run[name.replace("steps", "strategy")] == "steps"
         if value and value > 1 and value != int(value) and used:
-            yield problem(run, name, f"{value} is no whole number of steps", f"{name} {round(value)}")
+            yield problem(run, name, f"{value} is not a whole number of steps", f"{name} {round(value)}")
 
 
 @rule
 def memory_can_be_limited(run):
-    """RLIMIT_DATA counts what a process allocates on Linux alone; elsewhere the limit would limit nothing."""
+    """RLIMIT_DATA counts what a process allocates on Linux only; elsewhere nothing is limited."""
     if run["memory_limit"] is not None and not run.hardware.cuda and run.hardware.platform != "linux":
         yield problem(run, "memory_limit", "limits RAM on Linux only", "leave it out")
 
 
 @rule
 def timings_go_to_a_table(run):
-    """The suffix says how the row is written; a run no longer than its warm-up has nothing to write."""
+    """The suffix decides the format, and a run must be longer than its warm-up to be measured."""
     if run["measure"] is None:
         return
     if not run["measure"].endswith(SUFFIXES):
-        yield problem(run, "measure", f"{run['measure']!r} is no table", "a name that ends in .jsonl or .csv")
+        yield problem(run, "measure", f"{run['measure']!r} is not a table", "a name that ends in .jsonl or .csv")
     if 0 < run["max_steps"] <= WARM_UP_STEPS:
-        yield problem(run, "max_steps", f"{WARM_UP_STEPS} steps are warm-up and not measured", "a larger --max_steps")
+        yield problem(run, "max_steps", f"the first {WARM_UP_STEPS} steps are not measured", "a larger --max_steps")

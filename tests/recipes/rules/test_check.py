@@ -94,7 +94,7 @@ def test_messages_say_what_where_and_what_instead(tmp_path, monkeypatch):
     )
     run = resolve([], accelerate_config="a.yaml", hardware=Hardware(), environment={})
     assert [str(problem) for problem in check(run) if problem.subject == "zero_stge"] == [
-        "zero_stge: is no key of the Accelerate YAML; in deepspeed_config it is dropped silently (a.yaml)."
+        "zero_stge: is not a key of the Accelerate YAML; in deepspeed_config it is dropped silently (a.yaml)."
         " Fix: zero_stage."
     ]
 

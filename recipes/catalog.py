@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Choice = tuple[Any, str]  # a value and its reason
-Value = Choice | Callable[[Any], Choice]
+Decision = tuple[Any, str]  # a value and its reason
+Value = Decision | Callable[[Any], Decision]
 
 _EVERYWHERE: Mapping[str, Value] = dict(
     restore_callback_states_from_checkpoint=(True, "early stopping goes on counting after a resume"),
@@ -127,7 +127,7 @@ def memory_zero3() -> Recipe:
 RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, memory, memory_zero3)}
 
 # Used when neither a model nor data is named: a small byte-level decoder learns Python's own source.
-DEMONSTRATION: Mapping[str, Choice] = dict(
+DEMONSTRATION: Mapping[str, Decision] = dict(
     max_steps=(200, "about a minute on two CPU cores"),
     learning_rate=(3e-3, "a small model from scratch takes a large one"),
     warmup_steps=(20, "a tenth of the steps"),
@@ -140,7 +140,7 @@ DEMONSTRATION: Mapping[str, Choice] = dict(
 # --- Values that depend on the run -----------------------------------------------------------------------------------
 
 
-def bf16_where_native(run) -> Choice:
+def bf16_where_native(run) -> Decision:
     if run.explicit("fp16") and run["fp16"]:
         return False, "fp16 was asked for"
     if not run.hardware.cuda:
@@ -150,13 +150,13 @@ def bf16_where_native(run) -> Choice:
     return False, f"compute capability {_dotted(run.hardware.capability)} only emulates bf16"
 
 
-def fp16_before_sm80(run) -> Choice:
+def fp16_before_sm80(run) -> Decision:
     if run["bf16"] or not run.hardware.cuda or run.hardware.capability >= (8, 0):
         return False, "bf16 or fp32 is used"
     return True, f"compute capability {_dotted(run.hardware.capability)} has fp16 tensor cores and no bf16"
 
 
-def bf16_unless_gpu_is_too_old(run) -> Choice:
+def bf16_unless_gpu_is_too_old(run) -> Decision:
     if run.explicit("fp16") and run["fp16"]:
         return False, "fp16 was asked for"
     if run.hardware.cuda and run.hardware.capability < (8, 0):
@@ -164,13 +164,13 @@ def bf16_unless_gpu_is_too_old(run) -> Choice:
     return True, "ZeRO keeps fp32 master weights; 16-bit weights and gradients halve the rest"
 
 
-def tf32_from_sm80(run) -> Choice:
+def tf32_from_sm80(run) -> Decision:
     if run.hardware.capability >= (8, 0):
         return True, "what is left in fp32 runs on tensor cores"
     return None, "needs a GPU of compute capability 8.0"
 
 
-def workers_that_leave_cores(run) -> Choice:
+def workers_that_leave_cores(run) -> Decision:
     if not run.hardware.cuda:
         return 0, "the CPU cores are training"
     share = run.hardware.cores // run.local_world_size
@@ -181,19 +181,19 @@ def workers_that_leave_cores(run) -> Choice:
     )
 
 
-def prefetch_with_workers(run) -> Choice:
+def prefetch_with_workers(run) -> Decision:
     if run["dataloader_num_workers"]:
         return 4, "batches ready ahead for each worker"
     return None, "illegal with 0 workers"
 
 
-def static_graph_without_accumulation(run) -> Choice:
+def static_graph_without_accumulation(run) -> Decision:
     if run["gradient_accumulation_steps"] == 1:
         return True, "accumulation is 1: one backward per step, so DDP may plan it once"
     return False, "a static graph aborts with accumulation above 1"
 
 
-def packing_for_language_models(run) -> Choice:
+def packing_for_language_models(run) -> Decision:
     if run.explicit("padding_free") and run["padding_free"]:
         return False, "padding_free was asked for"
     if run["task"] == "causal_lm":
@@ -201,7 +201,7 @@ def packing_for_language_models(run) -> Choice:
     return False, "each example keeps its own label"
 
 
-def compile_where_shapes_are_fixed(run) -> Choice:
+def compile_where_shapes_are_fixed(run) -> Decision:
     if not run.hardware.cuda:
         return False, "on CUDA only"
     if not run["packing"]:
@@ -209,13 +209,13 @@ def compile_where_shapes_are_fixed(run) -> Choice:
     return True, "packed batches have one shape"
 
 
-def benchmark_where_shapes_are_fixed(run) -> Choice:
+def benchmark_where_shapes_are_fixed(run) -> Decision:
     if run.hardware.cuda and run["packing"]:
         return True, "one shape: cuDNN searches once"
     return False, "shapes vary, or there is no GPU"
 
 
-def liger_where_installed(run) -> Choice:
+def liger_where_installed(run) -> Decision:
     if run.hardware.cuda and run.hardware.liger:
         return True, "fused kernels: logits are never materialised"
     return False, "needs CUDA and the package liger-kernel"

@@ -36,7 +36,7 @@ def _factory(recipe: catalog.Recipe):
             demonstrate=False,
         )
         require_legal(run)
-        return training_arguments(run, wanted, own)
+        return arguments_for(run, wanted, own)
 
     build.__name__ = build.__qualname__ = recipe.name
     build.__doc__ = f"""{recipe.purpose}
@@ -60,9 +60,9 @@ def _require_a_place(args_class: type, given: dict[str, Any]) -> None:
             raise mistake(name, what, "do it in your script, or train with launch/train.py")
 
 
-def training_arguments(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:
+def arguments_for(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:
     """Build `args_class` from a run; `own` are fields that only the subclass has."""
-    extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.training_arguments()}
+    extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
     shared = {name: value for name, value in extra.items() if _has(args_class, name)}  # SFTConfig has packing, ...
     args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
     # One process drives one GPU. Trainer would wrap a lone process that sees several in DataParallel, and multiply

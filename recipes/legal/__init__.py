@@ -19,7 +19,7 @@ from recipes.legal.names import (
     run_flags,
     schedule_keys,
     settings,
-    training_arguments,
+    trainer_fields,
 )
 from recipes.legal.source import Field, version
 
@@ -43,6 +43,6 @@ __all__ = [
     "run_flags",
     "schedule_keys",
     "settings",
-    "training_arguments",
+    "trainer_fields",
     "version",
 ]

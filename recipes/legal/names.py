@@ -39,7 +39,7 @@ ALIASES = {
 
 
 @cache
-def training_arguments() -> dict[str, Field]:
+def trainer_fields() -> dict[str, Field]:
     """Every field of the installed `transformers.TrainingArguments`."""
     source = parse_classes("transformers", "training_args.py")
     enums = enumerations(source) | enumerations(parse_classes("transformers", "trainer_utils.py"))
@@ -64,7 +64,7 @@ def run_flags() -> dict[str, Field]:
 @cache
 def settings() -> dict[str, Field]:
     """Everything that train.py takes. An alias is listed beside the field that it renames."""
-    return {**training_arguments(), **run_flags()}
+    return {**trainer_fields(), **run_flags()}
 
 
 @cache

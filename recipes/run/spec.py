@@ -113,7 +113,7 @@ class RunSpec(Mapping):
 
     def training_arguments(self) -> dict[str, Any]:
         """Keyword arguments for the installed TrainingArguments, under the names it has."""
-        fields = legal.training_arguments()
+        fields = legal.trainer_fields()
         newest = {old: new for new, old in legal.ALIASES.items() if new in fields}
         chosen = {name: setting.value for name, setting in self.chosen().items() if name in fields}
         return {newest.get(name, name): value for name, value in chosen.items()}
@@ -131,7 +131,7 @@ class RunSpec(Mapping):
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_were_asked_for:
             yield "demonstration", catalog.DEMONSTRATION[name]
 
-    def _from_batch(self, name: str) -> catalog.Choice | None:
+    def _from_batch(self, name: str) -> catalog.Decision | None:
         if name not in BATCH_FIELDS:
             return None
         values = (self.batch.total, self.batch.micro, self.batch.accumulation)

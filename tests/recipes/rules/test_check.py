@@ -110,7 +110,7 @@ def test_legal_arguments_are_the_fields_of_the_real_class():
     from transformers import TrainingArguments
 
     real = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    assert set(legal.training_arguments()) == real
+    assert set(legal.trainer_fields()) == real
 
 
 def test_defaults_and_choices_are_those_of_the_real_class():
@@ -119,7 +119,7 @@ def test_defaults_and_choices_are_those_of_the_real_class():
     for field in dataclasses.fields(TrainingArguments):
         if field.init and field.default is not dataclasses.MISSING:
             expected = getattr(field.default, "value", field.default)
-            assert legal.training_arguments()[field.name].default == expected, field.name
+            assert legal.trainer_fields()[field.name].default == expected, field.name
 
 
 def test_legal_schedule_settings_are_the_parameters_of_the_real_functions():
@@ -227,10 +227,10 @@ def test_a_check_imports_none_of_the_libraries():
 def test_a_missing_library_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setattr(source, "package_folder", lambda package: None)
     source.parse_classes.cache_clear()
-    legal.training_arguments.cache_clear()
+    legal.trainer_fields.cache_clear()
     try:
         with pytest.raises(UserError, match="pip install transformers"):
-            legal.training_arguments()
+            legal.trainer_fields()
     finally:
         source.parse_classes.cache_clear()
 

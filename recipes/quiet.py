@@ -1,4 +1,4 @@
-"""Less noise from the libraries, so that our own lines are seen. Importing this imports none of them."""
+"""Less noise from the libraries, so that our own lines are seen. Importing this imports none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def silence() -> Iterator[None]:
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Errors only, for the rest of the process. Call it before the heavy imports: most of the noise is theirs."""
+    """Errors only, from now on. Call it before the heavy imports, which make most of the noise."""
     if verbose:
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -36,7 +36,7 @@ def quiet_libraries(verbose: bool) -> None:
 
 
 def quiet_progress_bars(verbose: bool) -> None:
-    """No progress bars. Only the imported libraries themselves can turn theirs off."""
+    """No progress bars. Imports the libraries, since only they can turn their bars off."""
     if verbose:
         return
     import datasets

@@ -1,6 +1,6 @@
-"""What is legal: every setting, key and value that the installed libraries know, read from their source.
+"""What is legal: the settings, keys and values in the source of the installed libraries.
 
-So a name is legal exactly when the installed version knows it. Nothing here imports a library.
+A name is legal if the installed version knows it. Nothing here imports a library.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def distributed_types() -> tuple[str, ...]:
 
 @cache
 def accelerate_nested_keys(section: str) -> dict[str, Field]:
-    """Legal keys of a section such as `deepspeed_config`: the flags of the launch parser's argument group.
+    """Legal keys of a section such as `deepspeed_config`, from the flags of the launch parser.
 
     accelerate itself does not check them: it drops an unknown one silently.
     """
@@ -108,7 +108,7 @@ def accelerate_nested_keys(section: str) -> dict[str, Field]:
 
 @cache
 def accelerate_choices() -> dict[str, tuple[str, ...]]:
-    """Legal values by the name of their list or enumeration: `FSDP_STATE_DICT_TYPE`, `PrecisionType`, ..."""
+    """Legal values by the list or enumeration that has them, such as `PrecisionType`."""
     constants = {
         node.targets[0].id: literal(node.value)
         for node in parse_file("accelerate", "utils/constants.py").body
@@ -138,7 +138,7 @@ def gradient_accumulation_keys() -> frozenset[str]:
 
 @cache
 def fsdp_config_keys() -> frozenset[str]:
-    """Keys that `TrainingArguments.fsdp_config` may have, without `fsdp_`: every name in the methods that read it."""
+    """Legal keys of `fsdp_config`, without `fsdp_`: every name in the methods that read it."""
     cls = find_class(parse_file("transformers", "training_args.py"), "TrainingArguments")
     readers = [node for node in cls.body if isinstance(node, ast.FunctionDef) and "fsdp" in node.name]
     return frozenset(name for reader in readers for name in strings(reader) if name.isidentifier())
@@ -196,7 +196,7 @@ def optimizers_without_arguments() -> frozenset[str]:
 
 @cache
 def deepspeed_zero_keys() -> frozenset[str]:
-    """Legal keys of a DeepSpeed JSON's `zero_optimization`, aliases included; empty without DeepSpeed."""
+    """Legal keys of `zero_optimization` in a DeepSpeed JSON. Empty without DeepSpeed."""
     if package_folder("deepspeed") is None:
         return frozenset()
     cls = find_class(parse_file("deepspeed", "runtime/zero/config.py"), "DeepSpeedZeroConfig")
@@ -206,9 +206,9 @@ def deepspeed_zero_keys() -> frozenset[str]:
 
 @cache
 def deepspeed_keys() -> frozenset[str]:
-    """Top-level keys that a DeepSpeed JSON may have: every name in DeepSpeed's own configuration sources.
+    """Top-level keys of a DeepSpeed JSON: every name in DeepSpeed's own configuration sources.
 
-    These are more than the legal keys: a legal key is never refused, and a misspelt one is not among them.
+    These are more than the legal keys, so that none is refused. A misspelt key is not among them.
     Empty without DeepSpeed.
     """
     folder = package_folder("deepspeed")

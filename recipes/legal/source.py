@@ -1,7 +1,7 @@
-"""Reads the source of installed libraries with `ast`: dataclass fields, enumerations, tables, flags of a parser.
+"""Reads the source of installed libraries: fields of dataclasses, enumerations, tables, flags.
 
-Nothing is imported: `importlib.util.find_spec` only looks for a top-level package, and `ast` parses a file in
-milliseconds where importing it would take seconds.
+Nothing is imported: `importlib.util.find_spec` only looks for a top-level package, and `ast` parses
+a file in milliseconds. Importing it would take seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.errors import mistake
 
 @dataclass(frozen=True)
 class Field:
-    """One legal setting. `annotation` is its type as the source writes it, `choices` its legal values if listed."""
+    """One legal setting: its type as the source writes it, its default, any listed values."""
 
     name: str
     annotation: str
@@ -29,7 +29,7 @@ class Field:
 
     @property
     def types(self) -> frozenset[str]:
-        """The plain types among bool, int, float, str, list, dict and None that the annotation allows."""
+        """Which of bool, int, float, str, list, dict and None the annotation allows."""
         found = frozenset(
             re.findall(r"\b(?:bool|int|float|str|list|dict|None)\b", re.sub(r"\[.*?\]", "", self.annotation))
         )
@@ -70,7 +70,7 @@ def _source(package: str, file: str) -> str:
 
 @cache
 def parse_classes(package: str, file: str) -> ast.Module:
-    """The classes of a file, each up to its first method: enough for fields and enumerations, and parsed sooner."""
+    """The classes of a file, each up to its first method: enough for fields, and parsed sooner."""
     source = _source(package, file)
     blocks = re.findall(r"^class .*\n(?:(?:[ \t].*)?\n)*", source, flags=re.M)
     heads = [re.split(r"^    (?:@|def )", block, maxsplit=1, flags=re.M)[0] + "    pass\n" for block in blocks]
@@ -96,7 +96,7 @@ def enumerations(tree: ast.Module) -> dict[str, tuple[str, ...]]:
 
 
 def dataclass_fields(cls: ast.ClassDef, enums: dict[str, tuple[str, ...]] | None = None) -> list[Field]:
-    """The annotated fields of a class. A field whose type is one of `enums` has its values as choices."""
+    """The annotated fields of a class. A field whose type is in `enums` has these choices."""
     enums = enums or {}
     constants = {  # the last assignment counts, also inside an `if`: an up-to-date installation executes that one
         item.targets[0].id: item.value
@@ -158,7 +158,7 @@ def dict_keys(tree: ast.Module, name: str) -> tuple[str, ...]:
 
 
 def values_by_member(tree: ast.Module, table: str, enum_file: str, enum: str) -> list[tuple[str, str]]:
-    """The dictionary `table` of `Enumeration.MEMBER: name`, as pairs (value of the member, name)."""
+    """A dictionary of `Enumeration.MEMBER: name`, as pairs (value of the member, name)."""
     assigned = find_class(parse_classes("transformers", enum_file), enum).body
     values = {ast.unparse(item.targets[0]): literal(item.value) for item in assigned if isinstance(item, ast.Assign)}
     node = next(
@@ -195,7 +195,7 @@ def receiver(call: ast.Call) -> str:
 
 
 def option_names(call: ast.Call) -> list[str]:
-    """The long flags of an `add_argument` call, as argparse stores them: `num_processes` for `--num-processes`."""
+    """The long flags of an `add_argument` call, as argparse stores them: `num_processes`."""
     names = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
     return [name[2:].replace("-", "_") for name in names if name.startswith("--")]
 

@@ -95,7 +95,7 @@ def _summary(file: Path) -> str:
     return ", ".join(named) or "it changes nothing of importance"
 
 
-# --- The real classes --------------------------------------------------------------------
+# --- The real classes -----------------------------------------------------------------------------
 
 
 def check_deep(run: RunSpec) -> list[Problem]:

@@ -1,6 +1,6 @@
-"""Explained TrainingArguments for Hugging Face Trainer: `from recipes import fast; args = fast(output_dir="out")`.
+"""TrainingArguments with reasons: `from recipes import fast; args = fast(output_dir="out")`.
 
-Importing this package imports neither torch nor transformers; calling a recipe does.
+Importing this package imports neither torch nor transformers. Calling a recipe imports both.
 """
 
 from recipes.errors import Problem, UserError

@@ -1,7 +1,7 @@
-"""The recipes. `standard` states everything it changes; every other recipe is a base and a diff, with its reasons.
+"""The recipes. `standard` states all that it changes; every other recipe is a base and a diff.
 
-A setting is `(value, reason)`. Where the value depends on the machine or on the rest of the run, a
-small function takes the run and returns the pair, so that what it decided is printed with why.
+A setting is a pair `(value, reason)`. If the value depends on the machine or on other settings, a
+small function takes the run and decides. `recipes show` prints every value with its reason.
 Nothing here imports torch.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-Choice = tuple[Any, str]  # a value and its reason
-Value = Choice | Callable[[Any], Choice]
+Decision = tuple[Any, str]  # a value and its reason
+Value = Decision | Callable[[Any], Decision]  # or a function of the run that decides
 
 _EVERYWHERE: Mapping[str, Value] = dict(
-    restore_callback_states_from_checkpoint=(True, "early stopping goes on counting after a resume"),
+    restore_callback_states_from_checkpoint=(True, "early stopping keeps its count after a resume"),
 )
 
 
@@ -35,7 +35,7 @@ class Recipe:
         return replace(self, name=name, purpose=purpose, settings={**self.settings, **changes}, **own)
 
 
-# --- The recipes -----------------------------------------------------------------------------------------------------
+# --- The recipes ----------------------------------------------------------------------------------
 
 
 def baseline() -> Recipe:
@@ -65,11 +65,11 @@ def standard() -> Recipe:
             logging_first_step=(True, "the loss before training, to see it fall"),
             logging_nan_inf_filter=(
                 False,
-                "hides a NaN at two host syncs a micro-batch; here it stops the run when logged",
+                "it would hide a NaN, at two host syncs a micro-batch; here a logged NaN stops the run",
             ),
-            save_total_limit=(1, "the newest checkpoint is all that a resume needs"),
-            ddp_find_unused_parameters=(False, "searching the graph each step is only for models that skip layers"),
-            ddp_bucket_cap_mb=(25, "torch's own default, written down: large enough for bandwidth, small to overlap"),
+            save_total_limit=(1, "a resume needs only the newest checkpoint"),
+            ddp_find_unused_parameters=(False, "searches the graph every step; only models that skip layers need it"),
+            ddp_bucket_cap_mb=(25, "torch's default: large enough for bandwidth, small enough to overlap with compute"),
             dataloader_num_workers=workers_that_leave_cores,
             dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
             **_EVERYWHERE,
@@ -84,7 +84,7 @@ def fast() -> Recipe:
         engine="fast.yaml",
         micro_batch_cap=8,
         logging_steps=(10, "half as many host syncs as standard"),
-        gradient_as_bucket_view=(True, "gradients live in DDP's buckets: one copy fewer in memory and time"),
+        gradient_as_bucket_view=(True, "gradients stay in DDP's buckets: saves a copy, in memory and in time"),
         ddp_static_graph=static_graph_without_accumulation,
         optim=("adamw_torch_fused", "one kernel for the whole update"),
         tf32=tf32_from_sm80,
@@ -107,7 +107,7 @@ def memory() -> Recipe:
         optim=("adamw_torch", "DeepSpeed runs it on the host as DeepSpeedCPUAdam, in AdamW mode"),
         gradient_checkpointing=(
             True,
-            "activations are recomputed in the backward: memory for about a third more compute",
+            "the backward pass recomputes activations: less memory for about a third more compute",
         ),
         gradient_checkpointing_kwargs=(
             {"use_reentrant": False},
@@ -126,37 +126,37 @@ def memory_zero3() -> Recipe:
 
 RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, memory, memory_zero3)}
 
-# Used when neither a model nor data is named: a small byte-level decoder learns Python's own source.
-DEMONSTRATION: Mapping[str, Choice] = dict(
+# For a run that names neither a model nor data: a small byte-level decoder learns Python's source.
+DEMONSTRATION: Mapping[str, Decision] = dict(
     max_steps=(200, "about a minute on two CPU cores"),
-    learning_rate=(3e-3, "a small model from scratch takes a large one"),
+    learning_rate=(3e-3, "a small model from scratch takes a high one"),
     warmup_steps=(20, "a tenth of the steps"),
-    lr_scheduler_type=("cosine", "ends near zero, so that the last steps settle"),
+    lr_scheduler_type=("cosine", "ends near zero, so that the loss settles"),
     max_length=(256, "bytes of context"),
     packing=(True, "source files joined into full sequences"),
 )
 
 
-# --- Values that depend on the run -----------------------------------------------------------------------------------
+# --- Values that depend on the run ----------------------------------------------------------------
 
 
-def bf16_where_native(run) -> Choice:
+def bf16_where_native(run) -> Decision:
     if run.explicit("fp16") and run["fp16"]:
         return False, "fp16 was asked for"
     if not run.hardware.cuda:
         return False, "no GPU: fp32"
     if run.hardware.capability >= (8, 0):
         return True, f"native on compute capability {_dotted(run.hardware.capability)}"
-    return False, f"compute capability {_dotted(run.hardware.capability)} only emulates bf16"
+    return False, f"compute capability {_dotted(run.hardware.capability)} only emulates it"
 
 
-def fp16_before_sm80(run) -> Choice:
+def fp16_before_sm80(run) -> Decision:
     if run["bf16"] or not run.hardware.cuda or run.hardware.capability >= (8, 0):
-        return False, "bf16 or fp32 is used"
-    return True, f"compute capability {_dotted(run.hardware.capability)} has fp16 tensor cores and no bf16"
+        return False, "bf16 or fp32 is used instead"
+    return True, f"compute capability {_dotted(run.hardware.capability)} has fp16 tensor cores, but no bf16"
 
 
-def bf16_unless_gpu_is_too_old(run) -> Choice:
+def bf16_unless_gpu_is_too_old(run) -> Decision:
     if run.explicit("fp16") and run["fp16"]:
         return False, "fp16 was asked for"
     if run.hardware.cuda and run.hardware.capability < (8, 0):
@@ -164,60 +164,59 @@ def bf16_unless_gpu_is_too_old(run) -> Choice:
     return True, "ZeRO keeps fp32 master weights; 16-bit weights and gradients halve the rest"
 
 
-def tf32_from_sm80(run) -> Choice:
+def tf32_from_sm80(run) -> Decision:
     if run.hardware.capability >= (8, 0):
-        return True, "what is left in fp32 runs on tensor cores"
+        return True, "what stays fp32 runs on tensor cores"
     return None, "needs a GPU of compute capability 8.0"
 
 
-def workers_that_leave_cores(run) -> Choice:
+def workers_that_leave_cores(run) -> Decision:
     if not run.hardware.cuda:
-        return 0, "the CPU cores are training"
+        return 0, "training uses the CPU cores"
     share = run.hardware.cores // run.local_world_size
     workers = max(1, min(4, share))
-    return (
-        workers,
-        "4 keep a GPU fed" if workers == 4 else f"{share} cores for each of {run.local_world_size} processes",
-    )
+    if workers == 4:
+        return 4, "enough to keep a GPU busy"
+    return workers, f"{share} cores for each of {run.local_world_size} processes"
 
 
-def prefetch_with_workers(run) -> Choice:
+def prefetch_with_workers(run) -> Decision:
     if run["dataloader_num_workers"]:
-        return 4, "batches ready ahead for each worker"
+        return 4, "batches that each worker prepares ahead"
     return None, "illegal with 0 workers"
 
 
-def static_graph_without_accumulation(run) -> Choice:
+def static_graph_without_accumulation(run) -> Decision:
     if run["gradient_accumulation_steps"] == 1:
-        return True, "accumulation is 1: one backward per step, so DDP may plan it once"
+        return True, "accumulation is 1: one backward per step, which DDP plans once"
     return False, "a static graph aborts with accumulation above 1"
 
 
-def packing_for_language_models(run) -> Choice:
+def packing_for_language_models(run) -> Decision:
     if run.explicit("padding_free") and run["padding_free"]:
         return False, "padding_free was asked for"
     if run["task"] == "causal_lm":
-        return True, "no padding is computed, and every batch has one shape"
+        return True, "no compute is spent on padding, and every batch has the same shape"
     return False, "each example keeps its own label"
 
 
-def compile_where_shapes_are_fixed(run) -> Choice:
+def compile_where_shapes_are_fixed(run) -> Decision:
     if not run.hardware.cuda:
-        return False, "on CUDA only"
+        return False, "only on CUDA"
     if not run["packing"]:
-        return False, "batches vary in length: each new shape would be compiled again"
-    return True, "packed batches have one shape"
+        return False, "batches vary in length, and each new shape would be compiled again"
+    return True, "packed batches all have the same shape"
 
 
-def benchmark_where_shapes_are_fixed(run) -> Choice:
+def benchmark_where_shapes_are_fixed(run) -> Decision:
     if run.hardware.cuda and run["packing"]:
-        return True, "one shape: cuDNN searches once"
+        return True, "all batches have the same shape: cuDNN searches once"
     return False, "shapes vary, or there is no GPU"
 
 
-def liger_where_installed(run) -> Choice:
+def liger_where_installed(run) -> Decision:
     if run.hardware.cuda and run.hardware.liger:
-        return True, "fused kernels: logits are never materialised"
+        return True, "fused kernels: the logits are never in memory as a whole"
     return False, "needs CUDA and the package liger-kernel"
 
 

@@ -1,4 +1,4 @@
-"""The one way to tell a user that something is wrong: what, where it came from, what to write instead."""
+"""What is wrong, where it came from and what to write instead; and what a machine does to a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Problem:
     """One finding about a run. An `error` stops it, an `advice` does not.
 
-    `subject` is the name the user wrote (a flag, a YAML key, a file), `source` where it was written.
+    `subject` is the name that the user wrote (a flag, a YAML key, a file), `source` where.
     """
 
     subject: str
@@ -25,7 +25,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """A mistake the user can mend. Commands print it and exit with 2, without a traceback."""
+    """A mistake that the user can correct. Commands print it and exit 2, without a traceback."""
 
     def __init__(self, *problems: Problem):
         super().__init__("\n".join(str(problem) for problem in problems))
@@ -35,3 +35,10 @@ class UserError(Exception):
 def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserError:
     """A `UserError` with one problem, to be raised."""
     return UserError(Problem(subject, what, fix, source))
+
+
+class Failure(RuntimeError):
+    """What a machine does to a run: out of memory, NaN, a failed probe, a lost rank, a full disk.
+
+    The message says what happened. Each cause is a subclass, so that it is caught by type.
+    """

@@ -1,4 +1,4 @@
-"""The recipes as functions that return TrainingArguments, for people who bring their own training script."""
+"""The recipes as functions that return TrainingArguments, for a training script of your own."""
 
 from __future__ import annotations
 
@@ -36,37 +36,40 @@ def _factory(recipe: catalog.Recipe):
             demonstrate=False,
         )
         require_legal(run)
-        return training_arguments(run, wanted, own)
+        return arguments_for(run, wanted, own)
 
     build.__name__ = build.__qualname__ = recipe.name
     build.__doc__ = f"""{recipe.purpose}
 
-    Returns `args_class` (TrainingArguments or a subclass such as TRL's SFTConfig) for this machine and the world that
-    was launched. `global_batch_size` (default 16 examples per optimizer step over all processes) is split into
-    micro-batch and accumulation; any other keyword overrides the recipe. `num_processes` is WORLD_SIZE without it.
-    Raises `UserError` where the settings are not legal together. What is no field of TrainingArguments, such as
-    `gradient_as_bucket_view`, reaches DDP through `launch.trainer.apply_ddp_settings(trainer, run)`.
+    Returns `args_class` (TrainingArguments or a subclass such as TRL's SFTConfig) for this machine.
+    `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
+    per optimizer step over all processes if not given) is split into micro-batch and accumulation;
+    any other keyword overrides the recipe. Raises `UserError` for settings that are not legal
+    together, and for a setting that `args_class` has no field for. DDP settings such as
+    `gradient_as_bucket_view` reach DDP by `launch.training.trainer.apply_ddp_settings(trainer, run)`.
     """
     return build
 
 
 def _require_a_place(args_class: type, given: dict[str, Any]) -> None:
-    """Raises `UserError` for what `args_class` has no field for: it would be dropped without a word."""
+    """Raises `UserError` for a setting that `args_class` has no field for: it would be ignored."""
     if not dataclasses.is_dataclass(args_class):
-        raise mistake("args_class", f"{args_class!r} is no TrainingArguments", "a subclass of TrainingArguments")
+        raise mistake(
+            "args_class", f"{args_class!r} is not a subclass of TrainingArguments", "a subclass of TrainingArguments"
+        )
     for name in given:
         if name in legal.run_flags() and name != "global_batch_size" and not _has(args_class, name):
             what = f"{args_class.__name__} has no such field, so it would be ignored"
             raise mistake(name, what, "do it in your script, or train with launch/train.py")
 
 
-def training_arguments(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:
-    """Build `args_class` from a run; `own` are fields that only the subclass has."""
-    extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.training_arguments()}
+def arguments_for(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:
+    """An `args_class` with the values of a run. `own` are fields that only the subclass has."""
+    extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
     shared = {name: value for name, value in extra.items() if _has(args_class, name)}  # SFTConfig has packing, ...
     args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
-    # One process drives one GPU. Trainer would wrap a lone process that sees several in DataParallel, and multiply
-    # the global batch by their number.
+    # One process drives one GPU. If one process sees several, Trainer would use DataParallel, and
+    # multiply the global batch by their number.
     args._n_gpu = min(args.n_gpu, 1)
     return args
 

@@ -1,4 +1,4 @@
-"""What `launch/train.py` takes besides Trainer's own flags, under the names Hugging Face and TRL use."""
+"""Flags that `launch/train.py` takes besides Trainer's own, named as Hugging Face and TRL do."""
 
 from __future__ import annotations
 
@@ -7,56 +7,61 @@ from typing import Literal
 
 
 def flag(default, help: str):
+    """A field with its help text."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass
 class RunFlags:
+    """Every flag with its type, its default and its help text."""
+
     recipe: str = flag("standard", "baseline, standard, fast, memory or memory_zero3 (`recipes list`)")
     config: str | None = flag(None, "YAML file with any of these settings; the command line wins over it")
     global_batch_size: int = flag(16, "examples per optimizer step over all processes; the same on any hardware")
     task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "what the model is trained to do")
-    fresh: bool = flag(False, "start over: what OUTPUT_DIR holds is moved aside, never deleted")
-    verbose: bool = flag(False, "let the libraries speak")
+    fresh: bool = flag(False, "start over: the content of OUTPUT_DIR is moved aside, never deleted")
+    verbose: bool = flag(False, "show what the libraries print")
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
-    fit_only: bool = flag(False, "find it, even where it was found before, and train nothing")
+    fit_only: bool = flag(False, "find it again even if it was found before, and train nothing")
     memory_limit: float | None = flag(
-        None, "GB (10^9 bytes) that a process may take: of its GPU, else of RAM, there to within 5 %"
+        None, "GB (10^9 bytes) that a process may use: of its GPU, or without one of RAM (to within 5 %)"
     )
     measure: str | None = flag(
-        None, ".jsonl or .csv that gets a row: what the steps took, part by part (`recipes scale report` reads it)"
+        None, ".jsonl or .csv file to add a row to: how long each part of a step took (for `recipes scale report`)"
     )
-    early_stopping_patience: int | None = flag(None, "stop after so many evaluations without improvement")
+    early_stopping_patience: int | None = flag(None, "stop after this many evaluations without improvement")
 
-    model_name_or_path: str | None = flag(None, "Hub id or local folder; without one a small decoder from scratch")
+    model_name_or_path: str | None = flag(None, "Hub id or local folder; without it, a small decoder from scratch")
     model_revision: str = flag("main", "branch, tag or commit of the model on the Hub")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     dtype: Literal["float32", "bfloat16", "float16"] = flag(
-        "float32", "type of the weights in memory; mixed precision computes in bf16/fp16 all the same"
+        "float32", "type of the weights in memory; mixed precision computes in bf16 or fp16 regardless"
     )
-    attn_implementation: str | None = flag(None, "eager, sdpa, flash_attention_2, ...; the model's default without it")
+    attn_implementation: str | None = flag(None, "eager, sdpa, flash_attention_2, ...; without it, the model's default")
 
     use_peft: bool = flag(False, "train LoRA adapters, not the whole model")
     lora_r: int = flag(16, "rank of the LoRA matrices")
     lora_alpha: int = flag(32, "LoRA scaling")
     lora_dropout: float = flag(0.05, "dropout before the LoRA matrices")
-    lora_target_modules: list[str] | None = flag(None, "modules that get adapters; all linear layers without it")
+    lora_target_modules: list[str] | None = flag(None, "modules that get adapters; without it, all linear layers")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes), with --use_peft")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", "4-bit type of the frozen weights")
     use_bnb_nested_quant: bool = flag(False, "quantise the quantisation constants too")
 
     dataset_name: str | None = flag(None, "Hub id, local folder, or a .jsonl .json .csv .parquet .txt file")
     dataset_config: str | None = flag(None, "the data set's configuration on the Hub")
-    dataset_train_split: str = flag("train", "split to train on; slices such as train[:95%] too")
+    dataset_train_split: str = flag("train", "split to train on; a slice such as train[:95%] too")
     dataset_test_split: str | None = flag(None, "split to evaluate on, with --eval_strategy")
     dataset_text_field: str = flag("text", "column that holds the text")
     dataset_label_field: str = flag("label", "column that holds the class, for sequence classification")
-    max_length: int = flag(1024, "longest sequence in tokens; longer ones are cut, packed ones have just this length")
+    max_length: int = flag(
+        1024, "longest sequence in tokens; longer ones are cut, packed ones have exactly this length"
+    )
     packing: bool = flag(False, "join texts into sequences of exactly max_length tokens")
     padding_free: bool = flag(False, "join a micro-batch into one row without padding")
-    assistant_only_loss: bool = flag(False, "chats: learn only the assistant's words")
+    assistant_only_loss: bool = flag(False, "chats: learn only what the assistant says")
     completion_only_loss: bool | None = flag(None, "prompt/completion data: learn only the completion (the default)")
 
-    gradient_as_bucket_view: bool = flag(False, "DDP: gradients live in the buckets, one copy fewer")
-    ddp_comm_hook: Literal["no", "fp16", "bf16"] = flag("no", "DDP: compress gradients on the wire")
+    gradient_as_bucket_view: bool = flag(False, "DDP: gradients stay in its buckets, one copy fewer")
+    ddp_comm_hook: Literal["no", "fp16", "bf16"] = flag("no", "DDP: compress gradients for communication")
     cudnn_benchmark: bool = flag(False, "let cuDNN time its kernels once per input shape")

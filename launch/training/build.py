@@ -20,14 +20,14 @@ from launch.training.trainer import (
     only_our_progress,
 )
 from recipes.errors import mistake
-from recipes.factories import training_arguments
+from recipes.factories import arguments_for
 from recipes.run import RunSpec
 
 
 def build_arguments(run: RunSpec) -> TrainingArguments:
     """The real TrainingArguments; their own complaints become one line. Joins the world as a side effect."""
     try:
-        return training_arguments(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
+        return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except (TypeError, ValueError) as error:
         raise mistake("TrainingArguments", str(error).splitlines()[0], "the setting it names") from None
 

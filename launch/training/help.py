@@ -20,7 +20,7 @@ def train_help() -> str:
     recipes = "\n".join(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items())
     own = "\n".join(_line(field) for field in legal.run_flags().values())
     theirs = textwrap.fill(
-        ", ".join(f"--{name}" for name in legal.training_arguments()),
+        ", ".join(f"--{name}" for name in legal.trainer_fields()),
         width=110,
         initial_indent="  ",
         subsequent_indent="  ",

@@ -1,8 +1,7 @@
-"""What is legal, read from the source of the installed libraries without importing them."""
+"""What is legal: read from the source of the installed libraries, without importing them."""
 
-from recipes.legal.source import (
+from recipes.legal.names import (
     ALIASES,
-    Field,
     accelerate_choices,
     accelerate_keys,
     accelerate_nested_keys,
@@ -20,9 +19,9 @@ from recipes.legal.source import (
     run_flags,
     schedule_keys,
     settings,
-    training_arguments,
-    version,
+    trainer_fields,
 )
+from recipes.legal.source import Field, version
 
 __all__ = [
     "ALIASES",
@@ -44,6 +43,6 @@ __all__ = [
     "run_flags",
     "schedule_keys",
     "settings",
-    "training_arguments",
+    "trainer_fields",
     "version",
 ]

@@ -1,10 +1,10 @@
-"""What was renamed or removed, and what belongs somewhere else. Legal names themselves are read, never listed."""
+"""Names that were renamed or removed, or belong elsewhere. Legal names are never listed."""
 
 from __future__ import annotations
 
 _GONE_5_0 = "was removed in transformers 5.0"
 
-# old name -> (what happened, what to write). Sources: transformers' release notes and the fields of its versions.
+# old name -> (what happened, what to write instead), from transformers' release notes and sources
 RENAMED: dict[str, tuple[str, str]] = {
     "evaluation_strategy": ("was renamed by transformers 4.57", "eval_strategy"),
     "overwrite_output_dir": (_GONE_5_0, "leave it out; --fresh starts over without deleting anything"),
@@ -33,7 +33,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     "use_ipex": ("was removed by transformers 4.57", "leave it out"),
     "max_seq_length": ("has another name, as in TRL", "max_length"),
     "torch_dtype": ("has another name, as in transformers 5", "dtype"),
-    "tokenizer_name": ("is not taken: the tokenizer comes with the model", "model_name_or_path"),
+    "tokenizer_name": ("is not needed: the tokenizer comes with the model", "model_name_or_path"),
     "dataset_path": ("has another name", "dataset_name"),
     "train_file": ("has another name", "dataset_name"),
     "block_size": ("has another name", "max_length"),
@@ -54,9 +54,9 @@ RENAMED: dict[str, tuple[str, str]] = {
     "resume": ("is not needed: resuming is automatic", "leave it out, or resume_from_checkpoint: FOLDER"),
 }
 
-# name -> where it belongs instead
+# name -> what to write instead, or where
 ELSEWHERE: dict[str, str] = {
-    "dataset_streaming": "nowhere: data stay on the disk, memory-mapped, and train[:10%] takes a part",
+    "dataset_streaming": "leave it out: data stay on the disk, memory-mapped, and train[:10%] takes a part",
     "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
     "ddp_gradient_as_bucket_view": "gradient_as_bucket_view",
     "num_processes": "after `accelerate launch`, before launch/train.py",

@@ -6,19 +6,55 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import recipes.rules.accelerate_yaml  # noqa: F401 - registers its rules
 from recipes import legal
 from recipes.errors import Problem, UserError
-from recipes.rules.settings import RULES
+from recipes.rules import (
+    accelerate_yaml,
+    adapters,
+    batches,
+    checkpoints,
+    deepspeed_json,
+    engines,
+    evaluation,
+    nested,
+    optimizer,
+    packages,
+    parallelism,
+    precision,
+    speed,
+    values,
+)
+from recipes.rules.facts import Rule
 from recipes.run import RunSpec
 from recipes.run.engine import read_yaml
+
+RULE_MODULES = (
+    values,
+    precision,
+    engines,
+    parallelism,
+    batches,
+    optimizer,
+    adapters,
+    evaluation,
+    checkpoints,
+    packages,
+    speed,
+    nested,
+    accelerate_yaml,
+    deepspeed_json,
+)
+# In the order of the modules, and in each module as the rules are written.
+RULES: list[Rule] = [
+    item for module in RULE_MODULES for item in vars(module).values() if getattr(item, "is_rule", False)
+]
 
 
 def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     """Everything wrong with the run, errors first.
 
-    `accelerate_config_given` false: `accelerate launch` is to be called without --config_file, so that a default
-    configuration of the user's own counts.
+    With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
+    and reads the user's own default configuration if there is one.
     """
     found = [*run.problems, *(problem for rule in RULES for problem in rule(run))]
     if not accelerate_config_given:
@@ -36,13 +72,13 @@ def require_legal(run: RunSpec) -> list[Problem]:
 
 
 def stray_accelerate_config(environment: Mapping[str, str]) -> Iterator[Problem]:
-    """The file that `accelerate launch` reads when it is given none: what it says counts, and nothing mentions it."""
+    """The default configuration that `accelerate launch` silently reads if it is given none."""
     home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     for name in ("default_config.yaml", "default_config.json"):
         file = (Path(home) / "accelerate" / name).expanduser()
         if file.is_file():
             fix = "accelerate launch --config_file FILE, with one of accelerate_configs/"
-            what = f"accelerate launch reads it when given no configuration: {_summary(file)}"
+            what = f"accelerate launch reads this file if it is given none: {_summary(file)}"
             yield Problem(str(file), what, fix, "the user's own default", "advice")
 
 
@@ -50,20 +86,20 @@ def _summary(file: Path) -> str:
     try:
         content = read_yaml(file, str(file))  # JSON is YAML
     except UserError:
-        return "and it is not valid YAML"
-    said = [
+        return "it is not valid YAML"
+    named = [
         f"{name} {content[name]}"
         for name in ("distributed_type", "mixed_precision", "num_processes")
         if name in content
     ]
-    return ", ".join(said) or "it says nothing of consequence"
+    return ", ".join(named) or "it changes nothing of importance"
 
 
-# --- Against the real classes ----------------------------------------------------------------------------------------
+# --- The real classes -----------------------------------------------------------------------------
 
 
 def check_deep(run: RunSpec) -> list[Problem]:
-    """What the installed libraries' own classes refuse. Imports them, which takes seconds."""
+    """What the classes of the installed libraries refuse. Importing them takes seconds."""
     return [*_refused_by_trainer(run), *_refused_by_accelerate(run)]
 
 
@@ -80,17 +116,13 @@ def _refused_by_trainer(run: RunSpec) -> Iterator[Problem]:
 
 
 def _as_problem(run: RunSpec, error: Exception) -> Problem:
-    """Named after the first setting that the message mentions."""
-    words = re.findall(r"\w+", str(error))
-    subject = next((word for word in words if word in legal.settings() and "_" in word), "TrainingArguments")
-    subject = next((word for word in words if run_explicitly(run, word)), subject)
+    """A problem about the first setting that the message names, if possible one the user wrote."""
+    named = [word for word in re.findall(r"\w+", str(error)) if word in legal.settings()]
+    subject = next((name for name in named if "_" in name), "TrainingArguments")
+    subject = next((name for name in named if run.explicit(name)), subject)
     source = run.setting(subject).source if subject in legal.settings() else "transformers"
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     return Problem(subject, f"{first_line} ({type(error).__name__})", "", source)
-
-
-def run_explicitly(run: RunSpec, word: str) -> bool:
-    return word in legal.settings() and run.explicit(word)
 
 
 def _refused_by_accelerate(run: RunSpec) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from recipes.errors import mistake
 
 @dataclass(frozen=True)
 class Batch:
-    """Sizes in examples per process (`micro`), micro-batches per step (`accumulation`), processes (`world`)."""
+    """`micro` examples per process, `accumulation` micro-batches per step, `world` processes."""
 
     micro: int
     accumulation: int
@@ -35,9 +35,9 @@ def split(
 ) -> Batch:
     """Split the global batch `total` over `world` processes.
 
-    The micro-batch is the largest divisor of total/world that does not exceed `cap`. An explicit `micro` or
-    `accumulation` wins over the cap; both together set the global batch, unless that was explicit too.
-    Raises `UserError` where no split keeps the global batch.
+    The micro-batch is the largest divisor of total/world up to `cap`. A given `micro` or
+    `accumulation` wins over the cap; both together set the global batch, unless that is given too.
+    Raises `UserError` if no split keeps the global batch.
     """
     if micro and accumulation:
         return _both_given(total, world, micro, accumulation, total_is_explicit)
@@ -62,7 +62,7 @@ def split(
 
 
 def _both_given(total: int, world: int, micro: int, accumulation: int, total_is_explicit: bool) -> Batch:
-    batch = Batch(micro, accumulation, world, "micro-batch and accumulation were both given, they set the global batch")
+    batch = Batch(micro, accumulation, world, "micro-batch and accumulation were both given: they set the global batch")
     if total_is_explicit and batch.total != total:
         raise mistake(
             "global_batch_size",
@@ -79,6 +79,6 @@ def _require(divides: bool, total: int, unit: int, what: str) -> None:
     nearest = " or ".join(str(size) for size in (below, above) if size)
     raise mistake(
         "global_batch_size",
-        f"{total} cannot be split over {what}, and it never changes by itself",
+        f"{total} cannot be split over {what}, and the global batch never changes by itself",
         f"--global_batch_size {nearest}",
     )

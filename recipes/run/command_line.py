@@ -1,4 +1,4 @@
-"""What the user wrote: flags and a configuration file, turned into settings of the right type, or into problems."""
+"""What the user wrote: flags and a configuration file, as settings of the right type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,23 @@ from recipes.run.spec import COMMAND_LINE, Setting
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
-    """`--name value`, `--name=value`, `--flag`, `--no_flag`; dashes are underscores, as for HF's parser."""
+    """The settings of a command line, with whatever is wrong in it added to `problems`.
+
+    Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name is an
+    underscore, as for Hugging Face's parser.
+    """
     raw: dict[str, Any] = {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            problems.append(Problem(word, "is not a flag", "flags are written --name value", COMMAND_LINE))
+    rest = list(argv)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            problems.append(Problem(flag, "is not a flag", "flags are written --name value", COMMAND_LINE))
             continue
-        name, equals, value = word[2:].partition("=")
+        name, equals, value = flag[2:].partition("=")
         name = name.replace("-", "_")
         values = [value] if equals else []
-        while words and not equals and not words[0].startswith("--"):
-            values.append(words.pop(0))
+        while rest and not equals and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
         if name not in legal.settings() and name.startswith("no_") and _is_bool(name[3:]) and not values:
             name, values = name[3:], ["false"]
         if name in raw:
@@ -41,22 +45,22 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
 
 
 def with_flags(argv: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """A command line with these flags instead of what it said about them; a flag of None is left out."""
-    words, leaving_out = [], False
-    for word in argv:
-        if word.startswith("--"):
-            leaving_out = _name_of(word) in flags
-        if not leaving_out:
-            words.append(word)
+    """A command line with these flags in place of its own; a flag that is None is left out."""
+    changed, replaced = [], False
+    for argument in argv:
+        if argument.startswith("--"):
+            replaced = _name_of(argument) in flags
+        if not replaced:
+            changed.append(argument)
     for name, value in flags.items():
         if value is not None:
-            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return words
+            changed += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return changed
 
 
-def _name_of(word: str) -> str:
-    """The setting that a flag such as `--no_fit` or `--global-batch-size=8` is about."""
-    name = word[2:].partition("=")[0].replace("-", "_")
+def _name_of(flag: str) -> str:
+    """The setting that a flag such as `--no_fit` or `--global-batch-size=8` sets."""
+    name = flag[2:].partition("=")[0].replace("-", "_")
     if name not in legal.settings() and name.startswith("no_"):
         name = name[3:]
     return legal.ALIASES.get(name, name)
@@ -79,15 +83,16 @@ def _join(name: str, values: list[str], problems: list[Problem]) -> Any:
 
 
 def read_config(path: Any, problems: list[Problem]) -> dict[str, Setting]:
+    """The settings of a --config file. Raises `UserError` if it cannot be read."""
     content = read_yaml(path, "--config")
     if "config" in content:
-        problems.append(Problem("config", "a configuration cannot name another one", "leave it out", str(path)))
+        problems.append(Problem("config", "cannot be set in a configuration file", "leave it out", str(path)))
         del content["config"]
     return accept(content, str(path), problems)
 
 
 def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> dict[str, Setting]:
-    """Known names with values of the right type; everything else becomes a problem."""
+    """The settings with a known name and a value of the right type. The others become problems."""
     accepted = {}
     for name, value in values.items():
         name = str(name)
@@ -100,7 +105,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
             problems.append(Problem(name, f"is the new name of {old_name}, and both are given", "write one", source))
         try:
             value = coerce(value, known)
-            if old_name == "output_dir" and value:  # TrainingArguments would, and nobody else
+            if old_name == "output_dir" and value:  # only TrainingArguments would expand ~
                 value = str(Path(value).expanduser())
             accepted[old_name] = Setting(value, source)
         except ValueError as error:
@@ -109,7 +114,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
 
 
 def unknown(name: str, source: str) -> Problem:
-    """Why `name` is no legal setting: renamed, removed, in the wrong place, or misspelt."""
+    """Why `name` is not a legal setting: renamed, removed, in the wrong place, or misspelt."""
     if name in moved.RENAMED:
         what, fix = moved.RENAMED[name]
         return Problem(name, what, fix, source)
@@ -118,52 +123,51 @@ def unknown(name: str, source: str) -> Problem:
     suggestion = nearest(name, legal.settings())
     fix = f"--{suggestion}" if suggestion and source == COMMAND_LINE else suggestion
     return Problem(
-        name, "is no argument of train.py or of TrainingArguments", fix or "`train.py --help` lists them", source
+        name, "is not an argument of train.py or TrainingArguments", fix or "`train.py --help` lists them", source
     )
 
 
 def belongs(name: str) -> str:
-    """What to write instead of a name that is legal elsewhere, DDP's own keywords among them; empty if it is not."""
+    """What to write instead of a name that is legal elsewhere; empty if it is not."""
     if name in legal.ddp_keywords() and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")
 
 
-def nearest(name: str, names: Any) -> str:
-    """The most similar legal name, or an empty string where none is similar."""
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return found[0] if found else ""
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The most similar of `names`; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), "")
 
 
-# --- Values ----------------------------------------------------------------------------------------------------------
+# --- Values ---------------------------------------------------------------------------------------
 
 
 def coerce(value: Any, known: legal.Field) -> Any:
-    """`value` as the type the field wants. Raises ValueError with what is wrong.
+    """`value` in the type of the field. Raises `ValueError` that says what is wrong.
 
-    Text is read as a command line would give it; YAML reads `1e-5` as text too, so text is fine for a number.
+    Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
     value = _plain(value)
     if value is False and "no" in known.choices:
-        value = "no"  # which YAML reads as false where it is not quoted
+        value = "no"  # YAML reads it as false without quotes
     if isinstance(value, str):
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
-        value = "none"  # a word of its own: transformers 5 refuses None
-    accepted = types | {"int"} if "float" in types else types  # 2 stays 2 where 2.0 would do
+        value = "none"  # transformers 5 refuses None
+    accepted = types | {"int"} if "float" in types else types  # an int for a float stays an int
     if type(value).__name__ not in accepted and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
         raise ValueError(f"takes {_names(types)}, got {given}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"takes a finite number, got {value}")
     if known.choices and isinstance(value, str) and value not in known.choices:
-        raise ValueError(f"{value!r} is none of its values")
+        raise ValueError(f"{value!r} is not one of its values")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """What Python callers pass for a plain value: an enumeration's member, a path, a number of numpy's, a tuple."""
+    """The plain value of an enumeration's member, a path, a numpy number or a tuple."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, os.PathLike):
@@ -198,8 +202,8 @@ def _from_text(text: str, types: frozenset[str]) -> Any:
 
 
 def _names(types: frozenset[str]) -> str:
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "dict": "JSON"}
-    return " or ".join([words.get(t, t) for t in ("bool", "int", "float", "str", "list", "dict") if t in types])
+    names = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "dict": "JSON"}
+    return " or ".join([names.get(t, t) for t in ("bool", "int", "float", "str", "list", "dict") if t in types])
 
 
 def _expected(known: legal.Field) -> str:

@@ -1,4 +1,4 @@
-"""The engine that runs the processes: what an Accelerate YAML says, or what a launcher has put in the environment."""
+"""The engine that runs the processes, read from an Accelerate YAML or a launcher's environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from recipes.errors import mistake
 
 @dataclass(frozen=True)
 class Engine:
-    """`kind`: single, ddp, deepspeed, fsdp or another of accelerate's types, lower case; `raw`: the YAML's content."""
+    """`kind` is single, ddp, deepspeed, fsdp or another type of accelerate's in lower case.
+
+    `source` is where it was read, `raw` the content of its Accelerate YAML.
+    """
 
     kind: str
     source: str
@@ -31,29 +34,27 @@ class Engine:
 
     @property
     def title(self) -> str:
+        """Its name for people, such as `DDP` or `DeepSpeed ZeRO-2, optimizer offload`."""
         names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}
         if self.kind != "deepspeed":
             return names.get(self.kind, self.kind)
-        moved = [
-            n
-            for n, where in (("optimizer", self.offload_optimizer), ("parameter", self.offload_param))
-            if where != "none"
-        ]
-        return f"DeepSpeed ZeRO-{self.zero_stage}" + (f", {' and '.join(moved)} offload" if moved else "")
+        devices = {"optimizer": self.offload_optimizer, "parameter": self.offload_param}
+        offloaded = " and ".join(name for name, device in devices.items() if device != "none")
+        return f"DeepSpeed ZeRO-{self.zero_stage}" + (f", {offloaded} offload" if offloaded else "")
 
 
 KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
 
 
 def shipped(name: str) -> Path:
-    """Where a shipped Accelerate YAML lies: inside the installed package, or beside it in a checkout."""
+    """A shipped Accelerate YAML: in the installed package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "accelerate_configs" / name
     return inside if inside.exists() else package.parent / "accelerate_configs" / name
 
 
 def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises `UserError` naming the flag `subject` where there is none."""
+    """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none."""
     import yaml
 
     try:
@@ -67,17 +68,19 @@ def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        raise mistake(subject, f"{path} is not valid YAML{line}", "a file with one `name: value` a line") from None
+        raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise mistake(subject, f"{path} holds a {type(content).__name__}, not settings", "one `name: value` a line")
+        raise mistake(
+            subject, f"{path} holds a {type(content).__name__}, not settings", "one `name: value` on each line"
+        )
     return content
 
 
 @cache
 def _loader() -> Any:
-    """PyYAML's safe loader, which by itself lets the last of two equal keys win. Raises `KeyError` for them."""
+    """PyYAML's safe loader, but `KeyError` for a key that is given twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -92,10 +95,10 @@ def _loader() -> Any:
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """Read an Accelerate YAML. What is illegal in it is for the rules to say; nothing here raises for it."""
+    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them."""
     raw = read_yaml(path, "--accelerate_config")
     deepspeed, dynamo = _section(raw, "deepspeed_config"), _section(raw, "dynamo_config")
-    kind = str(raw.get("distributed_type") or "NO").upper()  # a bare NO is false in YAML
+    kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     processes = raw.get("num_processes")
     json_zero = _zero_of_json(deepspeed)
@@ -126,7 +129,7 @@ def from_deepspeed(config: str | Mapping[str, Any]) -> Engine:
 
 
 def from_environment(environment: Mapping[str, str]) -> Engine | None:
-    """The engine `accelerate launch` or torchrun has set up; None where a process was started by hand."""
+    """The engine that `accelerate launch` or torchrun has set up; None if neither started us."""
     found = Engine(
         kind="single",
         source="the launcher",
@@ -154,7 +157,7 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
 
 
 def launch_environment(engine: Engine) -> dict[str, str]:
-    """The variables `accelerate launch` would export for a DeepSpeed YAML, for a world that was started without it."""
+    """The variables that `accelerate launch` would export for a DeepSpeed YAML."""
     section = engine.raw.get("deepspeed_config") or {}
     names = {
         "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
@@ -179,7 +182,7 @@ def _zero_of_json(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed_json(section: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The DeepSpeed JSON a YAML points to; None where there is none or it cannot be read."""
+    """The DeepSpeed JSON that a YAML names; None if it names none, or it cannot be read."""
     import json
 
     name = section.get("deepspeed_config_file")

@@ -1,4 +1,4 @@
-"""fit.json: the micro-batch that `--fit` found in a real run, and the training, world and devices it was found for."""
+"""fit.json: the micro-batch that `--fit` found, and the training and devices it was found for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recipes.run.spec import FIT, RunSpec
 
 _END_BYTES = 1 << 16
 
-# What a micro-batch's memory depends on, and what its split does.
+# Settings that decide how much memory a micro-batch takes, or how the global batch is split.
 _SETTINGS = (
     "recipe task model_name_or_path model_revision dtype bf16 fp16 tf32 use_peft lora_r lora_dropout "
     "lora_target_modules load_in_4bit use_bnb_nested_quant ddp_comm_hook attn_implementation dataset_name "
@@ -23,7 +23,7 @@ _SETTINGS = (
 
 
 def identity(run: RunSpec) -> dict[str, Any]:
-    """What a fit holds for, as JSON gives it back."""
+    """The training, world, devices and data that a fit holds for, as plain JSON values."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
@@ -33,7 +33,7 @@ def identity(run: RunSpec) -> dict[str, Any]:
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """The fit in a folder; empty where it is missing or damaged."""
+    """The fit in a folder; empty if it is missing or damaged."""
     file = Path(folder) / FIT
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 
 def with_fit(run: RunSpec) -> RunSpec:
-    """The run at the micro-batch that `--fit` found for just this training here, if its output folder holds one."""
+    """The run at the micro-batch in its output folder's fit.json, if it was found for this run."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
     found = batch(run, read(run["output_dir"])) if run["output_dir"] else None
@@ -51,7 +51,7 @@ def with_fit(run: RunSpec) -> RunSpec:
 
 
 def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:
-    """The batch of a fit that holds for just this run; None for any other."""
+    """The batch of a fit that was found for exactly this run; None for any other fit."""
     sizes: list[Any] = [found.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
     if not all(type(size) is int and size > 0 for size in sizes) or found.get("holds_for") != identity(run):
         return None
@@ -60,13 +60,13 @@ def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:
 
 
 def as_batch(found: dict[str, Any]) -> Batch:
-    """The batch that was found, with what was measured as its reason."""
+    """The batch that was found. Its reason is the measured peak of memory."""
     reason = f"the largest that ran here: peak {found['peak_bytes'] / 2**30:.2f} GiB ({found['file']})"
     return Batch(found["micro_batch"], found["accumulation"], found["world_size"], reason)
 
 
 def fingerprint(dataset_name: str | None) -> str | None:
-    """What tells a local file or folder from itself with other contents: names, sizes, both ends. None elsewhere."""
+    """A hash of a local file's or folder's names, sizes and both ends; None if it is not local."""
     path = Path(dataset_name).expanduser() if dataset_name else None
     if path is None or not path.exists():
         return None

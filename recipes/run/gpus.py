@@ -1,11 +1,13 @@
 """NVIDIA GPUs by name, for planning a run on a card that this machine does not have.
 
-Three sizes of one card: what it is sold as, what nvidia-smi shows as its total, and what CUDA, and so torch, may hand
-out. The driver keeps the difference of the last two (a quarter to nine tenths of a GiB), so a plan must fit the third:
-`torch_bytes`, the least that was seen, since it varies with the driver. ECC is as shipped: on for the data centre
-cards, where GDDR6 pays for it with a sixteenth of the memory, off for RTX A6000 and RTX 6000 Ada.
+A card has three sizes: what it is sold as, what nvidia-smi shows as its total, and what CUDA and
+torch can allocate. The driver keeps the difference of the last two, a quarter to nine tenths of a
+GiB, so a plan must fit the third: `torch_bytes`, the least that was seen, since it varies with the
+driver. ECC is as shipped: on for data centre cards, where it costs GDDR6 a sixteenth of the memory,
+off for RTX A6000 and RTX 6000 Ada.
 
-Peaks are for dense matrices, summed in fp32, at the boost clock: half of what a datasheet shows "with sparsity".
+Peaks are for dense matrices with fp32 accumulation at the boost clock: half of what a datasheet
+shows "with sparsity".
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from recipes.errors import mistake
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """`gigabytes` is the size it is sold as, `memory_bytes` the total of nvidia-smi, `torch_bytes` that of torch.
+    """`gigabytes` is the size on the box, `memory_bytes` nvidia-smi's total, `torch_bytes` torch's.
 
-    `peak_flops` is bf16, None for a card without it; `peak_fp16_flops` is given for those only. `sources` says where
-    the total was seen, then where the peak is from.
+    `peak_flops` is FLOP/s in bf16, None for a card without it, which has `peak_fp16_flops` instead.
+    `sources` says where the total was seen, then where the peak is from.
     """
 
     name: str
@@ -36,7 +38,10 @@ class KnownGpu:
 
 
 def find(name: str) -> KnownGpu:
-    """The card that a user or a driver calls `name`, in whatever spelling; H100 and H200 alone are the SXM modules."""
+    """The card that a user or a driver calls `name`. "H100" and "H200" alone are the SXM modules.
+
+    Raises `UserError` for a name that is not in the catalogue, or belongs to several cards.
+    """
     chip, gigabytes = _read(name)
     same_chip = [gpu for gpu in CATALOGUE if _read(gpu.name)[0] == chip]
     found = [gpu for gpu in same_chip if gigabytes in (None, gpu.gigabytes)]
@@ -52,13 +57,13 @@ def find(name: str) -> KnownGpu:
 
 
 def _read(name: str) -> tuple[str, int | None]:
-    """The chip and the size in GB, if any, in a card's name: ("a100", 80) in "NVIDIA A100-SXM4-80GB"."""
+    """The chip and the size in GB, if any, of a card: ("a100", 80) of "NVIDIA A100-SXM4-80GB"."""
     words = re.sub(r"[^a-z0-9]+", " ", name.lower())
     size = re.search(r"\b(\d{2,3}) ?(gi?b?)?\b", words)
     if size:
         words = words.replace(size[0], " ", 1)
     chip = re.sub(r"nvidia|tesla|geforce|rtx|generation|tensor core|gpu|sxm\d?|hbm\d?e?| ", "", words)
-    if not chip.startswith(("h", "v")):  # in a slot, only these chips are another product than on a board
+    if not chip.startswith(("h", "v")):  # only of these chips is the PCIe card another product
         chip = chip.removesuffix("pcie")
     return chip, int(size[1]) if size else None
 
@@ -82,7 +87,7 @@ def _card(
     *sources: str,
     fp16: float | None = None,
 ) -> KnownGpu:
-    """One row; sizes are in MiB, as nvidia-smi and torch print them."""
+    """One row of the catalogue. Sizes are in MiB, as nvidia-smi and torch print them."""
     return KnownGpu(name, smi_mib * 2**20, capability, peak, sources, torch_mib * 2**20, gigabytes, fp16)
 
 

@@ -1,7 +1,8 @@
-"""What this machine has, read once, without importing torch.
+"""What this machine has, read without importing torch.
 
-GPUs are asked of the CUDA driver itself (libcuda through ctypes): it honours CUDA_VISIBLE_DEVICES exactly as torch
-does, creates no context, and answers in milliseconds. A machine without that library trains on its CPU.
+The CUDA driver itself lists the GPUs (libcuda through ctypes). It honours CUDA_VISIBLE_DEVICES
+exactly as torch does, creates no context, and answers in milliseconds. A machine without that
+library trains on its CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """`gpus` visible to this process, `cores` usable CPU cores, and whether Liger kernels are installed."""
+    """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed."""
 
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
@@ -46,7 +47,7 @@ class Hardware:
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s of one GPU; None for a card that is not listed, a slice of one (MIG), or no bf16."""
+        """Peak dense bf16 FLOP/s of one GPU; None if unknown, as for a slice of one (MIG)."""
         try:
             return find(self.gpus[0].name).peak_flops if self.gpus else None
         except UserError:
@@ -62,12 +63,12 @@ class Hardware:
 
 
 def read() -> Hardware:
-    """Read this machine. Never raises: what cannot be read is absent."""
+    """What this machine has. Never raises: what cannot be read is absent."""
     return Hardware(_cuda_gpus(), _usable_cores(), sys.platform, importlib.util.find_spec("liger_kernel") is not None)
 
 
 def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what a Slurm job or a container was given, not what the machine has
+    if hasattr(os, "sched_getaffinity"):  # of a Slurm job or a container, not of the machine
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

@@ -1,6 +1,6 @@
-"""Resolving: command line > file > recipe > library default, into one `RunSpec` that everything else reads.
+"""`resolve()`: command line > file > recipe > library default, together in one `RunSpec`.
 
-Nothing raises for a wrong setting: problems are collected, so that one run of the check reports them all.
+A wrong setting does not raise: problems are collected, so that `check` reports all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ def resolve(
     demonstrate: bool = True,
     elsewhere: frozenset[str] | None = None,
 ) -> RunSpec:
-    """Resolve train.py's command line `argv` (and keyword `settings`, which count the same) into a run.
+    """The run of train.py's command line `argv`, and of `settings`, which count the same.
 
-    The world size is the given one, else the Accelerate YAML's, else 1. Problems are in `run.problems`.
-    `demonstrate` false leaves the demonstration's settings out where no model and data are named.
+    The world size is the given one, or the Accelerate YAML's, or 1. `environment` is os.environ if
+    not given, `hardware` this machine. With `demonstrate` false, a run that names no model and no
+    data is not train.py's demonstration. `elsewhere` are the packages known to be where the run
+    goes; None if it runs here. Problems are in `run.problems`. Raises `UserError` for a file that
+    cannot be read.
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
@@ -51,20 +54,20 @@ def resolve(
     world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
-        hardware = replace(hardware, gpus=())  # GPUs that are not to be used decide nothing
+        hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
     batch = _split(recipe, world, given, problems)
     return RunSpec(
-        recipe,
-        hardware,
-        engine,
-        world,
-        local_world_size or world,
-        given,
-        batch,
-        tuple(problems),
-        os.environ if environment is None else environment,
-        demonstrate,
-        elsewhere,
+        recipe=recipe,
+        hardware=hardware,
+        engine=engine,
+        world_size=world,
+        local_world_size=local_world_size or world,
+        given=given,
+        batch=batch,
+        problems=tuple(problems),
+        environment=os.environ if environment is None else environment,
+        demonstrate=demonstrate,
+        elsewhere=elsewhere,
     )
 
 
@@ -80,7 +83,7 @@ def _find_recipe(given: dict[str, Setting], problems: list[Problem]) -> Recipe:
 def _split(recipe: Recipe, world: int, given: dict[str, Setting], problems: list[Problem]) -> Batch:
     total, micro, accumulation = (given.get(name) for name in BATCH_FIELDS)
     if any(setting and setting.value < 1 for setting in (total, micro, accumulation)):
-        return Batch(1, 1, world, "unknown: a size below 1 was given")  # which the range rules report
+        return Batch(1, 1, world, "unknown: a size below 1 was given")  # rules.values reports it
     try:
         return split(
             total.value if total else legal.run_flags()["global_batch_size"].default,

@@ -1,6 +1,6 @@
 """`RunSpec`: one resolved run, every value with where it came from and why.
 
-It is frozen: what turns up later, such as the model's longest sequence, makes another one.
+A run is frozen. What is known only later, such as the model's longest sequence, makes a new run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes.run.hardware import Hardware
 
 @dataclass(frozen=True)
 class Setting:
-    """A value, where it came from (`command line`, a file, `recipe fast`, ...), and the reason if one is known."""
+    """A value, where it came from (`command line`, a file, `recipe fast`, ...), and why."""
 
     value: Any
     source: str
@@ -35,17 +35,18 @@ HIDDEN = "***"
 
 
 def shown(name: str, value: Any) -> Any:
-    """A value as it may be printed and recorded: a token is a secret."""
+    """A value as it may be printed and recorded: a token is hidden."""
     return HIDDEN if value and name.endswith("_token") else value
 
 
 @dataclass(frozen=True, eq=False)
 class RunSpec(Mapping):
-    """One resolved run. `run[name]` is the value of any legal setting, `run.setting(name)` says where it is from.
+    """One resolved run. `run[name]` is the value of a legal setting, `run.setting(name)` says why.
 
-    `elsewhere`: packages that are known where it is to run; None where it runs with those installed here.
-    `batch_source`: what chose the micro-batch where nobody wrote it, arithmetic or `--fit`.
-    `limits`: values that nobody wrote, lowered to what the model or the machine turned out to allow.
+    `given` is what the user wrote, `demonstrate` whether train.py's demonstration may be trained.
+    `elsewhere`: packages known to be where the run goes; None if it runs here.
+    `batch_source`: what chose a micro-batch that the user did not, arithmetic or `--fit`.
+    `limits`: values that the user did not write, lowered to what the model allows.
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class RunSpec(Mapping):
         return sum(1 for _ in self)
 
     def setting(self, name: str) -> Setting:
+        """The value of a legal setting, its source and its reason. `KeyError` for any other."""
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
@@ -86,54 +88,56 @@ class RunSpec(Mapping):
         return legal.ALIASES.get(name, name) in self.given
 
     def limited(self, name: str, limit: int | None, reason: str) -> RunSpec:
-        """The run with a value that nobody wrote lowered to a limit that has turned up, if it is above it."""
+        """The run with a value lowered to `limit`, unless the user wrote it, or it is lower."""
         if limit is None or self.explicit(name) or self[name] <= limit:
             return self
         return replace(self, limits={**self.limits, name: Setting(limit, "limit", reason)})
 
     def at_batch(self, batch: Batch, source: str) -> RunSpec:
-        """The run with its global batch split like this. What depends on the micro-batch follows."""
+        """The run with its global batch split like this. Settings that depend on it follow."""
         return replace(self, batch=batch, batch_source=source)
 
     def with_source(self, problem: Problem) -> Problem:
-        """The problem with where its setting came from, if it does not say so itself."""
+        """The problem, completed with where its setting came from if it does not say."""
         if problem.source or problem.subject not in legal.settings():
             return problem
         return replace(problem, source=self.setting(problem.subject).source)
 
     @property
     def demonstration(self) -> bool:
-        """Whether train.py trains its demonstration: nobody named a model or data."""
+        """Whether train.py trains its demonstration: the user named neither a model nor data."""
         return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given
 
     def chosen(self) -> dict[str, Setting]:
-        """Every setting that somebody or something chose: all but the libraries' defaults."""
+        """Every setting that is not the libraries' own default."""
         settings = {name: self.setting(name) for name in self}
         return {name: setting for name, setting in settings.items() if setting.source != LIBRARY}
 
     def training_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the installed TrainingArguments, under the names it has."""
-        fields = legal.training_arguments()
+        """Keyword arguments for the installed TrainingArguments, under the names it uses."""
+        fields = legal.trainer_fields()
         newest = {old: new for new, old in legal.ALIASES.items() if new in fields}
         chosen = {name: setting.value for name, setting in self.chosen().items() if name in fields}
         return {newest.get(name, name): value for name, value in chosen.items()}
 
-    def _layers(self, name: str) -> Iterator[tuple[str, Any]]:
+    def _layers(self, name: str) -> Iterator[tuple[str, catalog.Value | None]]:
+        """What could decide a setting that the user did not write, from first to last."""
         if name in self.limits:
             yield "limit", (self.limits[name].value, self.limits[name].reason)
         yield BATCH if name == "global_batch_size" else self.batch_source, self._from_batch(name)
         if name == "use_cpu":
             yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
-            yield "default", (f"outputs/{self.recipe.name}", "one folder a recipe")
+            yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
         yield f"recipe {self.recipe.name}", self.recipe.settings.get(name)
-        epochs_were_asked_for = name == "max_steps" and "num_train_epochs" in self.given  # max_steps would win
-        if name in catalog.DEMONSTRATION and self.demonstration and not epochs_were_asked_for:
+        epochs_win = name == "max_steps" and "num_train_epochs" in self.given
+        if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
             yield "demonstration", catalog.DEMONSTRATION[name]
 
-    def _from_batch(self, name: str) -> catalog.Choice | None:
+    def _from_batch(self, name: str) -> catalog.Decision | None:
         if name not in BATCH_FIELDS:
             return None
-        values = (self.batch.total, self.batch.micro, self.batch.accumulation)
-        value = dict(zip(BATCH_FIELDS, values, strict=True))[name]
-        return value, self.batch.reason if name != "global_batch_size" else f"{self.batch}"
+        if name == "global_batch_size":
+            return self.batch.total, str(self.batch)
+        micro = name == "per_device_train_batch_size"
+        return self.batch.micro if micro else self.batch.accumulation, self.batch.reason

@@ -77,7 +77,7 @@ def _two_steps(config, run, folder: Path) -> None:
 
     from launch.training.model import _auto_class, _with_adapters
     from launch.training.trainer import Meter, RecipeTrainer
-    from recipes.factories import training_arguments
+    from recipes.factories import arguments_for
 
     torch.manual_seed(0)
     config.use_cache = False
@@ -91,7 +91,7 @@ def _two_steps(config, run, folder: Path) -> None:
     pairs = zip(rows, labels, strict=True)
     data = [{"input_ids": row, "labels": label, "attention_mask": mask} for row, label in pairs]
     own = {"output_dir": str(folder), "max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
-    args = training_arguments(run, TrainingArguments, {**own, "logging_strategy": "no"})
+    args = arguments_for(run, TrainingArguments, {**own, "logging_strategy": "no"})
     meter = Meter()
     trainer = RecipeTrainer(model=model, args=args, train_dataset=data, callbacks=[meter])
     trainer.meter = meter

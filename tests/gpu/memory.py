@@ -197,7 +197,7 @@ def train(case: Case):
     import transformers
 
     from launch.training.trainer import RecipeTrainer, apply_ddp_settings
-    from recipes.factories import training_arguments
+    from recipes.factories import arguments_for
     from recipes.run import resolve
 
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +209,7 @@ def train(case: Case):
         run = resolve(settings={**settings, **world, **quiet, **own_flags(case)}, demonstrate=False)
         if run.problems:
             raise ValueError("; ".join(map(str, run.problems)))
-        args = training_arguments(run, transformers.TrainingArguments)
+        args = arguments_for(run, transformers.TrainingArguments)
         trainer = RecipeTrainer(model=model_of(case, run), args=args, train_dataset=rows(case, run["packing"]))
         trainer.remove_callback(transformers.PrinterCallback)
         apply_ddp_settings(trainer, run)

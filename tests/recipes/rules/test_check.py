@@ -16,7 +16,7 @@ from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.legal import source
 from recipes.rules import check as checking
-from recipes.rules import settings as rules
+from recipes.rules import facts
 from recipes.rules.check import check, check_deep, require_legal
 from recipes.run import resolve
 from recipes.run.engine import shipped
@@ -94,7 +94,7 @@ def test_messages_say_what_where_and_what_instead(tmp_path, monkeypatch):
     )
     run = resolve([], accelerate_config="a.yaml", hardware=Hardware(), environment={})
     assert [str(problem) for problem in check(run) if problem.subject == "zero_stge"] == [
-        "zero_stge: is no key of the Accelerate YAML; in deepspeed_config it is dropped silently (a.yaml)."
+        "zero_stge: is not a key of the Accelerate YAML; in deepspeed_config it is dropped silently (a.yaml)."
         " Fix: zero_stage."
     ]
 
@@ -110,7 +110,7 @@ def test_legal_arguments_are_the_fields_of_the_real_class():
     from transformers import TrainingArguments
 
     real = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
-    assert set(legal.training_arguments()) == real
+    assert set(legal.trainer_fields()) == real
 
 
 def test_defaults_and_choices_are_those_of_the_real_class():
@@ -119,7 +119,7 @@ def test_defaults_and_choices_are_those_of_the_real_class():
     for field in dataclasses.fields(TrainingArguments):
         if field.init and field.default is not dataclasses.MISSING:
             expected = getattr(field.default, "value", field.default)
-            assert legal.training_arguments()[field.name].default == expected, field.name
+            assert legal.trainer_fields()[field.name].default == expected, field.name
 
 
 def test_legal_schedule_settings_are_the_parameters_of_the_real_functions():
@@ -225,19 +225,19 @@ def test_a_check_imports_none_of_the_libraries():
 
 
 def test_a_missing_library_is_named_with_its_install_command(monkeypatch):
-    monkeypatch.setattr(source, "_root", lambda package: None)
-    source._parse_classes.cache_clear()
-    legal.training_arguments.cache_clear()
+    monkeypatch.setattr(source, "package_folder", lambda package: None)
+    source.parse_classes.cache_clear()
+    legal.trainer_fields.cache_clear()
     try:
         with pytest.raises(UserError, match="pip install transformers"):
-            legal.training_arguments()
+            legal.trainer_fields()
     finally:
-        source._parse_classes.cache_clear()
+        source.parse_classes.cache_clear()
 
 
 def test_every_optional_package_is_looked_for_without_importing(monkeypatch):
     asked = []
-    monkeypatch.setattr(rules, "installed", lambda package: bool(asked.append(package)))
+    monkeypatch.setattr(facts, "installed", lambda package: bool(asked.append(package)))
     argv = ["--recipe", "memory", "--use_peft", "--load_in_4bit", "--report_to", "mlflow"]
     found = check(resolve(argv, hardware=Hardware(), environment={}))
     fixes = {problem.fix for problem in found}

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.catalog import RECIPES
-from recipes.rules import settings as rules
-from recipes.rules.check import check
-from recipes.rules.settings import RULES
+from recipes.rules import facts
+from recipes.rules.check import RULES, check
 from recipes.run import resolve
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
@@ -43,7 +42,7 @@ class Run:
 
     def resolve(self, folder: Path, monkeypatch):
         monkeypatch.chdir(folder)
-        monkeypatch.setattr(rules, "installed", lambda package: package not in self.missing)
+        monkeypatch.setattr(facts, "installed", lambda package: package not in self.missing)
         for name, content in self.files.items():
             text = content if isinstance(content, str) else json.dumps(content)
             (folder / name).write_text(text, encoding="utf-8")

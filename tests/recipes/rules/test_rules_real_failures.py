@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.rules.settings import RULES
+from recipes.rules.check import RULES
 from recipes.run import resolve
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware

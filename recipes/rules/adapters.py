@@ -1,0 +1,35 @@
+"""LoRA adapters and weights in 4 bits."""
+
+from __future__ import annotations
+
+from recipes.rules.facts import advice, problem, rule, zero_stage
+
+
+@rule
+def four_bits_need_adapters(run):
+    """`You cannot perform fine-tuning on purely quantized models`, when the Trainer is built."""
+    if run["load_in_4bit"] and not run["use_peft"]:
+        yield problem(run, "load_in_4bit", "weights in 4 bits cannot be trained", "--use_peft")
+
+
+@rule
+def qlora_loads_whole_weights(run):
+    """ZeRO-3 shards 4-bit weights after loading: until then every process holds the whole model."""
+    if run["load_in_4bit"] and zero_stage(run) == 3:
+        what = "ZeRO-3 shards the weights only after every process has loaded all of them"
+        yield advice(run, "load_in_4bit", what, "--recipe memory (ZeRO-2) if one process cannot hold them")
+
+
+_ONLY_WITH = {
+    "use_peft": ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant"),
+}
+
+
+@rule
+def adapter_settings_need_adapters(run):
+    """Without `use_peft` the whole model trains, whatever lora_r says."""
+    for switch, names in _ONLY_WITH.items():
+        for name in names:
+            if run.explicit(name) and not run[switch]:
+                yield advice(run, name, f"is ignored without {switch}", f"--{switch}, or leave it out")

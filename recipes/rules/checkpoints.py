@@ -1,0 +1,108 @@
+"""What is saved, and whether a run can resume from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes.rules.facts import (
+    advice,
+    fsdp_section,
+    in_yaml,
+    is_true,
+    problem,
+    rule,
+    uses_deepspeed,
+    uses_fsdp,
+    zero_section,
+    zero_stage,
+)
+
+
+@rule
+def output_has_a_folder(run):
+    """An empty name is a `FileNotFoundError`; with none, Trainer writes into `trainer_output`."""
+    if not run["output_dir"]:
+        yield problem(run, "output_dir", "does not name a folder", "--output_dir FOLDER, or leave it out")
+
+
+@rule
+def resume_starts_from_something(run):
+    """`Can't find a valid checkpoint at ...`, after model and data are loaded."""
+    wanted = run["resume_from_checkpoint"]
+    if not wanted or str(wanted).lower() == "true":
+        return
+    if run["fresh"]:
+        yield problem(run, "resume_from_checkpoint", "contradicts --fresh", "leave one of them out")
+    elif not Path(wanted).is_dir():
+        yield problem(run, "resume_from_checkpoint", f"{wanted} is not a folder", "leave it out: resuming is automatic")
+
+
+@rule
+def a_resume_skips_what_was_trained(run):
+    """A resumed run starts the epoch again: it sees some examples twice, and others never."""
+    if run["ignore_data_skip"]:
+        yield advice(run, "ignore_data_skip", "a resumed run sees some examples twice, others never", "leave it out")
+
+
+@rule
+def persistent_workers_change_a_resume(run):
+    """Persistent workers keep their random state from epoch to epoch, and a resume loses it.
+
+    It matters if random numbers are drawn: for dropout, or to augment data.
+    """
+    if run["dataloader_persistent_workers"] and run["dataloader_num_workers"]:
+        what = "from its next epoch, a resumed run draws other random numbers than an uninterrupted one"
+        yield advice(run, "dataloader_persistent_workers", what, "leave it out if a resume must be exact")
+
+
+@rule
+def weights_alone_cannot_find_the_best(run):
+    """`DeepSpeed can't be used with save_only_model along with load_best_model_at_end`"""
+    sharded = "DeepSpeed" if uses_deepspeed(run) else "FSDP" if uses_fsdp(run) else ""
+    if sharded and run["save_only_model"] and run["load_best_model_at_end"]:
+        yield problem(
+            run, "save_only_model", f"cannot be combined with load_best_model_at_end under {sharded}", "leave it out"
+        )
+
+
+@rule
+def sharded_checkpoints_hold_the_optimizer(run):
+    """`save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'`"""
+    is_sharded = fsdp_section(run).get("state_dict_type") == "SHARDED_STATE_DICT"
+    if uses_fsdp(run) and run["save_only_model"] and is_sharded:
+        yield problem(run, "save_only_model", "needs whole weights", "fsdp_state_dict_type: FULL_STATE_DICT")
+
+
+@rule
+def weights_alone_do_not_resume(run):
+    """Without optimizer, schedule and random state, a resume silently starts new ones."""
+    if run["save_only_model"]:
+        yield advice(run, "save_only_model", "a resume would start with a new optimizer", "leave it out")
+
+
+@rule
+def signal_checkpoints_may_be_incomplete(run):
+    """It saves mid-step, and if one rank alone gets SIGTERM, only a sentinel file."""
+    if run["enable_jit_checkpoint"]:
+        what = "saves in the middle of a step, so a resume is not exact, and a checkpoint may be incomplete"
+        yield advice(run, "enable_jit_checkpoint", what, "leave it out: train.py saves when it is told to stop")
+
+
+@rule
+def zero3_saves_whole_weights(run):
+    """Otherwise ZeRO-3 writes a warning instead of model.safetensors: there is nothing to load."""
+    if zero_stage(run) != 3 or run["save_strategy"] == "no":
+        return
+    content = zero_section(run)
+    section = run.engine.raw.get("deepspeed_config")
+    gathered = content.get(
+        "stage3_gather_16bit_weights_on_model_save", content.get("gather_16bit_weights_on_model_save")
+    )
+    if gathered is None and isinstance(section, Mapping) and not content:
+        gathered = section.get("zero3_save_16bit_model")
+    if gathered is None and not content and not run.engine.raw:
+        gathered = run.environment.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL")
+    if not is_true(gathered):
+        key = "stage3_gather_16bit_weights_on_model_save" if content else "zero3_save_16bit_model"
+        yield in_yaml(run, key, "is off: checkpoints will not have a model.safetensors", f"{key}: true", "advice")

@@ -1,0 +1,130 @@
+"""The DeepSpeed JSON: its keys, and whether it agrees with the YAML and the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from recipes import legal
+from recipes.errors import Problem
+from recipes.rules.facts import deepspeed_file, deepspeed_section, in_yaml, is_true, read_json, rule, uses_deepspeed
+from recipes.run import RunSpec, nearest
+
+_BELONGS_IN_JSON = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+)
+
+
+@rule
+def deepspeed_is_configured_once(run):
+    """`When using deepspeed_config_file, the following accelerate config variables will be ignored`
+
+    It sounds like a warning, and is an error.
+    """
+    section = deepspeed_section(run)
+    if not section.get("deepspeed_config_file"):
+        return
+    what = "cannot be set together with deepspeed_config_file"
+    for name in _BELONGS_IN_JSON:
+        if name in section:
+            yield in_yaml(run, name, what, "set it in the JSON, and remove it here")
+    if run.engine.raw.get("mixed_precision") is not None:
+        fix = 'remove it here, and set bf16 or fp16 in the JSON to "enabled": "auto"'
+        yield in_yaml(run, "mixed_precision", what, fix)
+
+
+@rule
+def deepspeed_file_can_be_read(run):
+    """The launcher does not read it: every rank fails, with the same traceback."""
+
+    file = deepspeed_section(run).get("deepspeed_config_file")
+    if not file:
+        return
+    content, what = read_json(str(file))
+    if what:
+        yield in_yaml(run, "deepspeed_config_file", what, "the path of a JSON file that holds an object")
+    elif "zero_optimization" not in content:
+        yield in_yaml(run, "zero_optimization", f"is missing in {file}", '"zero_optimization": {"stage": 2}')
+
+
+@rule
+def deepspeed_json_keys_are_known(run):
+    """Silently ignored (`gradient_cliping`), or fatal in every worker below `zero_optimization`."""
+    content = deepspeed_file(run)
+    if not content or not legal.deepspeed_keys():
+        return
+    zero = content.get("zero_optimization")
+    for names, known in ((content, legal.deepspeed_keys()), (zero, legal.deepspeed_zero_keys())):
+        for key in names if isinstance(names, dict) else ():
+            if key not in known:
+                fix = nearest(str(key), known) or "a key of DeepSpeed's own reference"
+                yield Problem(str(key), "is not a key that DeepSpeed reads", fix, _json_source(run))
+
+
+@rule
+def deepspeed_json_agrees_with_arguments(run):
+    """`Please correct the following DeepSpeed config values that mismatch TrainingArguments`"""
+    content = deepspeed_file(run)
+    if not content or not uses_deepspeed(run):
+        return
+    for path, expected, argument in _must_match(run):
+        value = _at(content, path)
+        if value is None or value == "auto" or value == expected:
+            continue
+        what = f"{value} contradicts {argument} {expected}"
+        yield Problem(path, what, f'"{path.rpartition(".")[2]}": "auto"', _json_source(run))
+
+
+def _must_match(run: RunSpec) -> Iterator[tuple[str, Any, str]]:
+    """A path in the JSON, the value that it must have, and the argument that has this value."""
+    yield "train_micro_batch_size_per_gpu", run["per_device_train_batch_size"], "per_device_train_batch_size"
+    yield "gradient_accumulation_steps", run["gradient_accumulation_steps"], "gradient_accumulation_steps"
+    yield "train_batch_size", run.batch.total, "the global batch"
+    yield "gradient_clipping", run["max_grad_norm"], "max_grad_norm"
+    yield "optimizer.params.lr", run["learning_rate"], "learning_rate"
+    yield "optimizer.params.betas", [run["adam_beta1"], run["adam_beta2"]], "adam_beta1 and adam_beta2"
+    yield "optimizer.params.eps", run["adam_epsilon"], "adam_epsilon"
+    yield "optimizer.params.weight_decay", run["weight_decay"], "weight_decay"
+    yield "scheduler.params.warmup_max_lr", run["learning_rate"], "learning_rate"
+    yield "fp16.enabled", bool(run["fp16"] or run["fp16_full_eval"]), "fp16"
+    yield "bf16.enabled", bool(run["bf16"] or run["bf16_full_eval"]), "bf16"
+    if run["warmup_steps"] == 0 or run["warmup_steps"] >= 1:
+        yield "scheduler.params.warmup_num_steps", max(1, int(run["warmup_steps"])), "warmup_steps"
+    if run["max_steps"] > 0:
+        yield "scheduler.params.total_num_steps", run["max_steps"], "max_steps"
+
+
+@rule
+def deepspeed_json_has_one_precision(run):
+    """`bfloat16 and fp16 modes cannot be simultaneously enabled`, when DeepSpeed reads it."""
+    content = deepspeed_file(run) or {}
+    if is_true(_at(content, "bf16.enabled")) and is_true(_at(content, "fp16.enabled")):
+        yield Problem("fp16.enabled", "and bf16.enabled are both on", '"enabled": "auto" in both', _json_source(run))
+
+
+@rule
+def zero_stages_exist(run):
+    """`Input should be 0, 1, 2 or 3`, from every worker."""
+    stage = _at(deepspeed_file(run) or {}, "zero_optimization.stage")
+    if stage is not None and stage not in (0, 1, 2, 3):
+        yield Problem("zero_optimization.stage", f"there is no stage {stage}", "0, 1, 2 or 3", _json_source(run))
+
+
+def _at(content: Any, path: str) -> Any:
+    for name in path.split("."):
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def _json_source(run: RunSpec) -> str:
+    named = (
+        run["deepspeed"] if isinstance(run["deepspeed"], str) else deepspeed_section(run).get("deepspeed_config_file")
+    )
+    return str(named or "DeepSpeed JSON")

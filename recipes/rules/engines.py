@@ -1,0 +1,107 @@
+"""Which engine runs the processes, how many there are, and whether this machine can run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.errors import Problem
+from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed
+from recipes.run.engine import read_yaml, shipped
+
+
+@rule
+def several_processes_on_a_cpu_need_use_cpu(run):
+    """Without a GPU and without `use_cpu`, two ranks train two separate models into one folder."""
+    if run.world_size > 1 and not run.hardware.cuda and not run["use_cpu"]:
+        yield problem(
+            run, "use_cpu", f"is off without a GPU: {run.world_size} processes would train separate models", "--use_cpu"
+        )
+
+
+@rule
+def single_engine_starts_one_process(run):
+    """`distributed_type: 'NO'` and `MULTI_CPU` start one process, whatever --num_processes says."""
+    kind = run.engine.kind
+    if run.world_size == 1 or not run.engine.raw or kind not in ("single", "multi_cpu"):
+        return
+    if run.engine.raw.get("mpirun_config"):
+        return  # mpirun starts them
+    what = f"{run.engine.raw.get('distributed_type', 'NO')} starts one process, and {run.world_size} are asked for"
+    is_default = kind == "single" and run.engine.source == str(shipped(run.recipe.engine))
+    severity = "advice" if is_default else "error"  # the user did not choose that file, and can launch another
+    fix = "distributed_type: MULTI_GPU, also for several CPU processes"
+    yield in_yaml(run, "distributed_type", what, fix, severity)
+
+
+@rule
+def processes_have_a_gpu_each(run):
+    """`CUDA error: invalid device ordinal`, or NCCL's `Duplicate GPU detected`."""
+    if not run.hardware.cuda or run["use_cpu"] or run["ddp_backend"] == "gloo":
+        return  # with gloo, processes may share a GPU
+    machines = run.engine.raw.get("num_machines", 1)
+    machines = machines if isinstance(machines, int) and machines > 0 else 1
+    here, gpus = min(run.local_world_size, -(-run.world_size // machines)), len(run.hardware.gpus)
+    if here > gpus:
+        what = f"{here} on this machine, which has {gpus} GPU{'s' * (gpus > 1)}"
+        yield Problem("num_processes", what, f"--num_processes {gpus}", "the launch")
+
+
+@rule
+def one_process_uses_one_gpu(run):
+    """The others stay idle: DataParallel would multiply the global batch, and is switched off."""
+    if run.engine.kind != "single" or run.world_size > 1 or len(run.hardware.gpus) < 2 or run["use_cpu"]:
+        return
+    count = len(run.hardware.gpus)
+    fix = f"accelerate launch --config_file accelerate_configs/standard.yaml --num_processes {count}"
+    yield Problem("num_processes", f"1 uses one of {count} GPUs", fix, "the launch", "advice")
+
+
+@rule
+def recipe_has_its_own_engine(run):
+    """A memory recipe under plain DDP offloads nothing and runs out of memory."""
+    own = read_yaml(shipped(run.recipe.engine), "engine").get("distributed_type")
+    if own == "DEEPSPEED" and not uses_deepspeed(run):
+        what = f"is made for DeepSpeed, and the launch uses {run.engine.title}"
+        fix = f"accelerate launch --config_file {_short(shipped(run.recipe.engine))}; or let train.py start it"
+        yield advice(run, "recipe", what, fix)
+
+
+def _short(path: Path) -> str:
+    """A path as a person would type it: relative if it is below the current folder."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+@rule
+def fsdp_needs_a_gpu(run):
+    """On a CPU an FSDP YAML silently trains plain DDP: nothing is sharded."""
+    if run.engine.kind == "fsdp" and not run.hardware.cuda:
+        what = "FSDP shards nothing on a CPU: this is plain DDP"
+        yield in_yaml(run, "distributed_type", what, "distributed_type: MULTI_GPU", "advice")
+
+
+@rule
+def fsdp_and_deepspeed_exclude_each_other(run):
+    """`Using --fsdp xxx together with --deepspeed is not possible`"""
+    if run["fsdp"] and uses_deepspeed(run):
+        yield problem(run, "fsdp", "and DeepSpeed exclude each other", "leave one of them out")
+
+
+@rule
+def fsdp_argument_needs_a_distributed_launch(run):
+    """`ValueError: Using fsdp only works in distributed training.`"""
+    if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
+        yield problem(run, "fsdp", "needs a distributed launch", "accelerate launch --config_file fsdp2.yaml")
+
+
+@rule
+def ddp_backend_needs_processes(run):
+    """`Default process group has not been initialized`, if one process is given a backend."""
+    if run.explicit("ddp_backend") and run["ddp_backend"] and run.engine.kind == "single" and run.world_size == 1:
+        yield problem(run, "ddp_backend", "is for several processes, and this run has one", "leave it out")
+
+
+@rule
+def nccl_needs_a_gpu(run):
+    """`ValueError: Your assigned backend nccl is not available, please use gloo`"""
+    if run["ddp_backend"] == "nccl" and (not run.hardware.cuda or run["use_cpu"]):
+        yield problem(run, "ddp_backend", "nccl needs GPUs", "leave it out: gloo is used on a CPU")

@@ -1,0 +1,106 @@
+"""Evaluations, the metric that decides which model is best, and early stopping."""
+
+from __future__ import annotations
+
+from recipes.rules.facts import advice, problem, rule
+
+
+@rule
+def best_model_needs_matching_strategies(run):
+    """`--load_best_model_at_end requires the save and eval strategy to match`"""
+    if not run["load_best_model_at_end"]:
+        return
+    evaluation, saving = run["eval_strategy"], run["save_strategy"]
+    if evaluation == "no":
+        yield problem(run, "load_best_model_at_end", "needs evaluations to find the best", "--eval_strategy steps")
+    elif saving not in (evaluation, "best"):
+        what = f"needs save_strategy {saving} and eval_strategy {evaluation} to match"
+        yield problem(run, "load_best_model_at_end", what, f"--save_strategy {evaluation}, or best")
+    elif evaluation == saving == "steps":
+        every, save = run["eval_steps"] or run["logging_steps"], run["save_steps"]
+        if every <= 0 or save <= 0:
+            return  # values_are_in_range and a_run_has_steps report these
+        if (every < 1) != (save < 1) or round(save * 1_000_000) % round(every * 1_000_000):
+            what = f"needs save_steps {save:g} to be a multiple of eval_steps {every:g}"
+            yield problem(run, "load_best_model_at_end", what, f"--save_steps {every:g}")
+
+
+@rule
+def saving_the_best_needs_evaluation(run):
+    """With save_strategy 'best' and eval_strategy 'no', nothing is ever saved, silently."""
+    if run["save_strategy"] != "best":
+        return
+    if run["eval_strategy"] == "no":
+        yield problem(run, "save_strategy", "best never saves without evaluations", "--eval_strategy steps")
+    elif not run["metric_for_best_model"] and not run["load_best_model_at_end"]:
+        what = "best needs a metric to compare"
+        yield problem(run, "save_strategy", what, "--metric_for_best_model loss")
+
+
+@rule
+def early_stopping_needs_evaluation(run):
+    """`EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, and a metric."""
+    if run["early_stopping_patience"] is None:
+        return
+    if run["eval_strategy"] == "no":
+        yield problem(run, "early_stopping_patience", "counts evaluations, and there are none", "--eval_strategy steps")
+    elif not run["load_best_model_at_end"] and not run["metric_for_best_model"]:
+        yield problem(run, "early_stopping_patience", "needs a metric to compare", "--load_best_model_at_end")
+
+
+@rule
+def best_metric_is_reported(run):
+    """`KeyError: The metric_for_best_model ... which is not found`, after the first evaluation."""
+    wanted = run["metric_for_best_model"]
+    if not wanted or run["eval_strategy"] == "no":
+        return
+    classifies = run["task"] == "sequence_classification" and not run["prediction_loss_only"]
+    known = ["loss", "accuracy"] if classifies else ["loss"]
+    speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
+    if wanted.removeprefix("eval_") not in (*known, *speeds):
+        yield problem(run, "metric_for_best_model", f"{wanted} is not reported", " or ".join(known))
+
+
+@rule
+def evaluating_needs_data(run):
+    """`ValueError: Trainer: evaluation requires an eval_dataset.`; `do_eval` alone does nothing."""
+    if run["eval_strategy"] != "no":
+        return
+    if run["eval_on_start"]:
+        yield problem(run, "eval_on_start", "has no data to evaluate on without eval_strategy", "--eval_strategy steps")
+    if run.explicit("do_eval") and run["do_eval"]:
+        yield advice(run, "do_eval", "evaluates nothing without eval_strategy", "--eval_strategy epoch")
+
+
+@rule
+def accuracy_is_computed_at_the_end(run):
+    """train.py's accuracy needs one array of all predictions, and takes no `compute_result`."""
+    if run["task"] != "sequence_classification":
+        return
+    separate = run["eval_strategy"] != "no" and not run["eval_do_concat_batches"]
+    for name, fails in (("batch_eval_metrics", run["batch_eval_metrics"]), ("eval_do_concat_batches", separate)):
+        if fails:
+            yield problem(run, name, "cannot be combined with the accuracy of train.py", "leave it out")
+
+
+@rule
+def labels_have_one_name(run):
+    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`."""
+    if run["label_names"] not in (None, ["labels"]):
+        yield problem(run, "label_names", f"{run['label_names']} are not in the batches of train.py", "leave it out")
+
+
+@rule
+def a_training_trains(run):
+    """train.py always trains, and evaluates by `eval_strategy`: other scripts read these flags."""
+    if run.explicit("do_train") and not run["do_train"]:
+        yield problem(run, "do_train", "is off, and train.py does nothing but train", "leave it out")
+    if run.explicit("do_predict") and run["do_predict"]:
+        yield advice(run, "do_predict", "predicts nothing: train.py trains and evaluates", "leave it out")
+
+
+@rule
+def test_split_is_used(run):
+    """Without an evaluation strategy, nothing loads the split."""
+    if run["eval_strategy"] == "no" and run.explicit("dataset_test_split") and run["dataset_test_split"]:
+        yield advice(run, "dataset_test_split", "is not used without evaluations", "--eval_strategy epoch")

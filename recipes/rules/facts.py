@@ -1,0 +1,180 @@
+"""What rules are made of: how to report a problem, and what rules ask about a run.
+
+To add a rule, write one function in the file of its subject:
+
+    @rule
+    def tf32_needs_sm80(run):
+        "`ValueError: --tf32 requires Ampere or a newer GPU arch`"
+        if run["tf32"] and run.hardware.capability < (8, 0):
+            yield problem(run, "tf32", "needs a GPU of compute capability 8.0", "leave it out")
+
+Its name says what holds in a legal run, its docstring which failure it prevents. An error stops
+the run, an advice does not. A rule never refuses a run that would train as asked: if a setting is
+only ignored, the rule advises. The tests want two runs for every rule: one in which it fires, and
+the nearest one in which it does not (tests/recipes/rules/test_rules.py). A new file of rules
+belongs in `check.RULE_MODULES`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import Problem
+from recipes.run import RunSpec
+from recipes.run.engine import deepspeed_json
+
+Rule = Callable[[RunSpec], Iterator[Problem]]
+
+
+def rule(function: Rule) -> Rule:
+    """Marks a function as a rule: `check` collects all that are marked."""
+    function.is_rule = True  # type: ignore[attr-defined]
+    return function
+
+
+def problem(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
+    """An error about the setting `subject`, with where its value came from."""
+    return Problem(subject, what, fix, run.setting(subject).source)
+
+
+def advice(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
+    """The same, as an advice."""
+    return Problem(subject, what, fix, run.setting(subject).source, severity="advice")
+
+
+def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
+    """A package is not installed: an error, or an advice if the run goes to another machine."""
+    what = what or f"needs the package {package}"
+    if run.elsewhere is not None:
+        return advice(run, subject, f"{what}, and it is not installed here", f"have {package} where it will run")
+    return problem(run, subject, what, f"pip install {package}")
+
+
+def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
+    """A problem with the key `subject` of the Accelerate YAML."""
+    return Problem(subject, what, fix, run.engine.source, severity)
+
+
+def installed(package: str) -> bool:
+    """Whether a top-level package is installed here. Looks for it without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def available(run: RunSpec, package: str) -> bool:
+    """Whether a package is installed here, or known to be where the run goes."""
+    return package in (run.elsewhere or ()) or installed(package)
+
+
+def uses_deepspeed(run: RunSpec) -> bool:
+    return run.engine.kind == "deepspeed" or run["deepspeed"] is not None
+
+
+def deepspeed_section(run: RunSpec) -> Mapping[str, Any]:
+    return dict(sections(run)).get("deepspeed_config", {})
+
+
+def deepspeed_file(run: RunSpec) -> dict[str, Any] | None:
+    """The DeepSpeed JSON of `--deepspeed`, the YAML or the launcher. None without one."""
+    if isinstance(run["deepspeed"], dict):
+        return run["deepspeed"]
+    section = run.engine.raw.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
+    launched = run.environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if run.engine.kind == "deepspeed" else None
+    return deepspeed_json({"deepspeed_config_file": run["deepspeed"] or named or launched})
+
+
+def zero_section(run: RunSpec) -> dict[str, Any]:
+    section = (deepspeed_file(run) or {}).get("zero_optimization")
+    return section if isinstance(section, dict) else {}
+
+
+def zero_stage(run: RunSpec) -> int:
+    return zero_section(run).get("stage", run.engine.zero_stage) if uses_deepspeed(run) else 0
+
+
+def optimizer_is_offloaded(run: RunSpec) -> bool:
+    if not uses_deepspeed(run):
+        return False
+    section = zero_section(run).get("offload_optimizer")
+    if isinstance(section, dict):
+        return section.get("device", "none") not in (None, "none")
+    return run.engine.offload_optimizer != "none"
+
+
+def uses_fsdp(run: RunSpec) -> bool:
+    return run.engine.kind == "fsdp" or bool(run["fsdp"])
+
+
+def fsdp_section(run: RunSpec) -> dict[str, Any]:
+    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`."""
+    both = {**mapping(run.engine.raw.get("fsdp_config")), **mapping(run["fsdp_config"])}
+    return {str(key).removeprefix("fsdp_"): value for key, value in both.items()}
+
+
+def uses_ddp(run: RunSpec) -> bool:
+    """Whether DDP wraps the model, as it does when a launcher starts several `single` processes."""
+    if uses_deepspeed(run) or uses_fsdp(run):
+        return False
+    return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1
+
+
+def mixed_precision(run: RunSpec) -> str:
+    """`no`, `bf16`, `fp16` or `fp8`. The arguments win over the Accelerate YAML."""
+    if run["bf16"] or run["fp16"]:
+        return "bf16" if run["bf16"] else "fp16"
+    return run.engine.mixed_precision
+
+
+def accelerator_config(run: RunSpec) -> dict[str, Any]:
+    return mapping(run["accelerator_config"])
+
+
+def gradient_accumulation_kwargs(run: RunSpec) -> dict[str, Any]:
+    return mapping(accelerator_config(run).get("gradient_accumulation_kwargs"))
+
+
+SECTIONS = (  # of an Accelerate YAML
+    "deepspeed_config",
+    "fsdp_config",
+    "dynamo_config",
+    "parallelism_config",
+    "mpirun_config",
+    "fp8_config",
+    "megatron_lm_config",
+)
+
+
+def sections(run: RunSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sections of the Accelerate YAML, by name."""
+    for name in SECTIONS:
+        if isinstance(run.engine.raw.get(name), Mapping):
+            yield name, run.engine.raw[name]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """`value` itself if it is a mapping, the content of the JSON file that it names, or {}."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return read_json(value)[0] if isinstance(value, str) else {}
+
+
+def read_json(file: str) -> tuple[dict[str, Any], str]:
+    """The object in a JSON file, and what is wrong with the file: empty if nothing is."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        return {}, f"{file} cannot be read"
+    except ValueError as error:
+        return {}, f"{file} is not valid JSON: {error}"
+    if not isinstance(content, dict):
+        return {}, f"{file} holds a {type(content).__name__}"
+    return content, ""
+
+
+def is_true(value: Any) -> bool:
+    """Whether a value from YAML, JSON or the environment means true."""
+    return str(value).lower() in ("true", "1", "yes")

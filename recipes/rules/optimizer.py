@@ -1,0 +1,130 @@
+"""The optimizer, its arguments, the learning rate schedule and the number of steps."""
+
+from __future__ import annotations
+
+from recipes import legal
+from recipes.rules.facts import advice, deepspeed_file, optimizer_is_offloaded, problem, rule, uses_deepspeed
+from recipes.run import nearest
+
+_WORKS_WITH_OFFLOAD = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
+_CRASHES_WITH_OFFLOAD = (
+    "adafactor",
+    "adagrad",
+    "lion_32bit",
+    "paged_lion_32bit",
+    "ademamix",
+    "paged_ademamix_32bit",
+)
+
+
+@rule
+def offload_needs_adamw(run):
+    """Offload runs DeepSpeedCPUAdam: it silently replaces SGD and 8-bit Adam, and others crash."""
+    content = deepspeed_file(run) or {}
+    keeps_the_choice = "optimizer" in content or content.get("zero_force_ds_cpu_optimizer") is False
+    if not optimizer_is_offloaded(run) or keeps_the_choice or run["optim"] in _WORKS_WITH_OFFLOAD:
+        return
+    becomes = "fails with" if run["optim"] in _CRASHES_WITH_OFFLOAD else "is replaced by DeepSpeedCPUAdam under"
+    yield problem(run, "optim", f"{run['optim']} {becomes} ZeRO's optimizer offload", "--optim adamw_torch")
+
+
+@rule
+def deepspeed_json_chooses_the_optimizer(run):
+    """An `optimizer` or `scheduler` in the DeepSpeed JSON silently replaces Trainer's."""
+    content = deepspeed_file(run) or {}
+    for section, name in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        if section in content and run.explicit(name) and uses_deepspeed(run):
+            yield advice(
+                run, name, f"is ignored: the DeepSpeed JSON has its own {section}", f"remove {section} from the JSON"
+            )
+
+
+@rule
+def optimizer_arguments_are_read(run):
+    """`ValueError: not enough values to unpack`, without `=`. AdamW of torch ignores all of it."""
+    given = run["optim_args"]
+    if not given:
+        return
+    if any(part.count("=") != 1 for part in given.split(",")):
+        yield problem(run, "optim_args", f"{given!r} is not name=value,name=value", "--optim_args rank=64,scale=0.5")
+    elif run["optim"] in legal.optimizers_without_arguments():
+        fix = "--adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay, or leave them out"
+        yield advice(run, "optim_args", f"are ignored by {run['optim']}", fix)
+
+
+@rule
+def layerwise_optimizers_work_alone(run):
+    """`Layer-wise ... does not support DDP at this time`, nor `support gradient accumulation`."""
+    if not run["optim"].endswith("_layerwise"):
+        return
+    if run.world_size > 1 or "RANK" in run.environment:  # torchrun starts DDP for one process too
+        yield problem(run, "optim", f"{run['optim']} does not work with DDP", run["optim"].removesuffix("_layerwise"))
+    elif run["gradient_accumulation_steps"] > 1:
+        fix = f"--gradient_accumulation_steps 1, or --optim {run['optim'].removesuffix('_layerwise')}"
+        yield problem(run, "optim", f"{run['optim']} does not work with accumulation", fix)
+
+
+@rule
+def target_modules_are_named(run):
+    """`You need to define optim_target_modules to use GaLore / APOLLO optimizers`"""
+    if run["optim"].startswith(("galore_", "apollo_")) and not run["optim_target_modules"]:
+        yield problem(
+            run, "optim", f"{run['optim']} needs the modules it works on", "--optim_target_modules all-linear"
+        )
+
+
+@rule
+def schedule_needs_evaluation(run):
+    """`lr_scheduler_type reduce_lr_on_plateau requires an eval strategy`"""
+    if run["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and run["eval_strategy"] == "no":
+        yield problem(
+            run, "lr_scheduler_type", f"{run['lr_scheduler_type']} needs evaluations", "--eval_strategy epoch"
+        )
+
+
+@rule
+def least_rate_is_named_once(run):
+    """`ValueError: One of min_lr or min_lr_rate should be set`, as training begins."""
+    named = {"min_lr", "min_lr_rate"} & set(run["lr_scheduler_kwargs"] or {})
+    schedule = run["lr_scheduler_type"]
+    if schedule in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and len(named) != 1:
+        what = "needs a lowest learning rate" if not named else "takes one lowest learning rate, not two"
+        fix = "--lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'"
+        yield problem(run, "lr_scheduler_type", f"{schedule} {what}", fix)
+
+
+@rule
+def schedule_settings_are_its_own(run):
+    """`TypeError: get_..._schedule_with_warmup() got an unexpected keyword argument`"""
+    given = set(run["lr_scheduler_kwargs"] or {})
+    schedule = run["lr_scheduler_type"]
+    if not given and schedule != "warmup_stable_decay":  # only that one requires a key
+        return
+    keys = legal.schedule_keys().get(schedule)
+    if keys is None:
+        return
+    if schedule in ("constant", "constant_with_warmup"):
+        yield advice(run, "lr_scheduler_kwargs", f"are ignored by the schedule {schedule}", "leave them out")
+        return
+    for key in sorted(given - set(keys)):
+        fix = nearest(key, keys) or ("one of " + ", ".join(keys) if keys else "leave it out")
+        yield problem(run, "lr_scheduler_kwargs", f"the schedule {schedule} has no {key!r}", fix)
+    for key, required in keys.items():
+        if required and key not in given:
+            yield problem(run, "lr_scheduler_type", f"{schedule} needs {key}", f"lr_scheduler_kwargs with {key}")
+
+
+@rule
+def one_warmup_step_is_one_step(run):
+    """Below 1 it is a fraction of the run, but 1.0 is one step, not the whole run."""
+    if run.explicit("warmup_steps") and run["warmup_steps"] == 1:
+        yield advice(
+            run, "warmup_steps", "1.0 is one step, not the whole run", "a value below 1 for a fraction of the run"
+        )
+
+
+@rule
+def max_steps_wins_over_epochs(run):
+    """With `max_steps`, the number of epochs is not read."""
+    if run.explicit("num_train_epochs") and run["max_steps"] > 0:
+        yield advice(run, "num_train_epochs", "is ignored: max_steps wins", "leave one of them out")

@@ -1,4 +1,4 @@
-"""`recipes compare`: records of runs side by side: what was set, where they ran, what came out, and against targets."""
+"""`recipes compare`: the records of runs side by side: settings, machine, results, targets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SOURCES = (
     COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", LIBRARY,
 )  # fmt: skip
 
-# Where a run writes and what it prints: of no influence on what is trained or how fast, and other in every run.
+# Where a run writes and what it prints: without influence on the training or its speed.
 _NO_DIFFERENCE = {
     "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
 }  # fmt: skip
 
-# Runs that differ in one of these did not train the same: their results answer different questions.
+# Runs that differ in one of these did not train the same: their results are not comparable.
 _TRAINING = {
     "task": ("task",),
     "model": ("model_name_or_path", "model_revision"),
@@ -44,7 +44,7 @@ _COSTS = (
     "step_time", "samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "train_runtime",
 )  # fmt: skip
 _ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-_NO_RESULT = ("world_size", "num_parameters")  # numbers in a record that nobody aims at
+_NO_RESULT = ("world_size", "num_parameters")  # numbers in a record that are not results
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Its results, those that are no number any more (a diverged loss) among them."""
+        """Its results, NaN (a diverged loss) among them."""
         return {
             name: value for name, value in self.record.items() if type(value) in (int, float) and name not in _NO_RESULT
         }
@@ -69,7 +69,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Target:
-    """A number that a result is to reach: from below, or from above where less is better."""
+    """A value that a result should reach: at least, or at most if less is better."""
 
     metric: str
     value: float
@@ -79,7 +79,7 @@ class Target:
         return any(word in self.metric for word in ("loss", "time", "memory", "perplexity"))
 
     def margin(self, run: Run) -> float | None:
-        """By how much a run is better than asked, negative where it is worse; None where it has no such number."""
+        """How much better a run is than asked, negative if worse; None if it has no such number."""
         value = run.numbers.get(self.metric)
         if value is None or not math.isfinite(value):
             return None
@@ -96,7 +96,6 @@ class Target:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
-        help="runs side by side: settings, speed, memory, results",
         allow_abbrev=False,
         usage="recipes compare RUN RUN [RUN ...] [--target METRIC VALUE] [--json]",
     )
@@ -107,29 +106,29 @@ def add_parser(commands: Any) -> None:
         nargs=2,
         action="append",
         default=[],
-        help="what a run is to reach, such as eval_loss 2.5; several are all to be reached",
+        help="a result that a run should reach, such as eval_loss 2.5; of several, all",
     )
     parser.add_argument("--json", action="store_true", help="values in the order of the runs")
     parser.set_defaults(run=compare)
 
 
 def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Returns 0, or 1 where there are targets and no run meets all of them. Raises `UserError`."""
+    """Returns 0, or 1 if there are targets and no run meets all of them. Raises `UserError`."""
     if len(options.runs) < 2:
-        raise mistake("RUN", "is one run only", "two or more to compare")
+        raise mistake("RUN", "is only one run", "name two or more")
     paths = [Path(word) for word in options.runs]
     records = [_read(path) for path in paths]
     runs = [Run(*entry) for entry in zip(_names(paths), paths, records, strict=True)]
     targets = [_target(metric, value, runs) for metric, value in options.target]
     print(json.dumps(_finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
-    return 0 if not targets or _meeting_all(runs, targets) else 1
+    return 0 if not targets or _meet_all(runs, targets) else 1
 
 
-# --- Reading ---------------------------------------------------------------------------------------------------------
+# --- Reading --------------------------------------------------------------------------------------
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The record of a run that has ended. Raises `UserError` where there is none."""
+    """The record of a run that has ended. Raises `UserError` if there is none."""
     try:
         file = path / record.NAME if path.is_dir() else path
         if path.is_dir() and not file.exists():
@@ -140,10 +139,10 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise mistake("RUN", f"{file} is damaged: {error}", "the run's own record, as train.py wrote it") from None
     if not _is_record(content):
-        raise mistake("RUN", f"{file} is no record of a run: it lacks status or settings", f"a {record.NAME}")
+        raise mistake("RUN", f"{file} is not the record of a run: it lacks status or settings", f"a {record.NAME}")
     if content["status"] == "running":
         fix = f"wait for its end: recipes status {quote(str(file.parent))}"
-        raise mistake("RUN", f"{file} is unfinished: the run goes on, or was killed", fix)
+        raise mistake("RUN", f"{file} is unfinished: the run is still running, or was killed", fix)
     return content
 
 
@@ -163,7 +162,7 @@ def _is_record(content: Any) -> bool:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """Those of the folders, or what was written where two folders have one name."""
+    """The names of the folders; the paths as written if two folders have one name."""
     names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else list(map(str, paths))
 
@@ -178,27 +177,30 @@ def _target(metric: str, value: str, runs: list[Run]) -> Target:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise mistake("target", f"{metric} {value!r} is no number", f"--target {metric} NUMBER")
+        raise mistake("target", f"{metric} {value!r} is not a number", f"--target {metric} NUMBER")
     return Target(metric, number)
 
 
-# --- What differs ----------------------------------------------------------------------------------------------------
+# --- What differs ---------------------------------------------------------------------------------
 
 
 def other_training(runs: list[Run]) -> list[str]:
-    """In what the runs did not train the same; empty where they did."""
+    """What differs in the training itself; empty if all runs trained the same."""
     found = []
     for what, names in _TRAINING.items():
         differing = [name for name in names if _differs([run.settings.get(name, {}).get("value") for run in runs])]
         if what == "data" and not differing and _differs([run.record.get("data") for run in runs]):
-            differing = ["the contents of one name"]
+            differing = ["same name, other contents"]
         if differing:
             found.append(f"{what} ({', '.join(differing)})")
     return found
 
 
 def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Source -> setting -> its entry in each run. The source is the most deliberate one that it has in any of them."""
+    """Source -> setting -> its entry in each run.
+
+    The source is the most deliberate one that it has in any of them.
+    """
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {source: {} for source in _SOURCES}
     for name in sorted({name for run in runs for name in run.settings} - _NO_DIFFERENCE):
         entries = [run.settings.get(name, _ABSENT) for run in runs]
@@ -246,15 +248,18 @@ def _differs(values: list[Any]) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
-def _meeting_all(runs: list[Run], targets: list[Target]) -> list[Run]:
+def _meet_all(runs: list[Run], targets: list[Target]) -> list[Run]:
     return [run for run in runs if all(target.met(run) for target in targets)]
 
 
-# --- Showing ---------------------------------------------------------------------------------------------------------
+# --- Showing --------------------------------------------------------------------------------------
 
 
 def as_json(runs: list[Run], targets: list[Target]) -> dict[str, Any]:
-    """Lists are in the order of the runs. `margin`: by how much a target is met; negative where it is missed."""
+    """Lists are in the order of the runs.
+
+    `margin`: by how much a target is met; negative if it is missed.
+    """
     return {
         "runs": [
             {
@@ -279,12 +284,12 @@ def as_json(runs: list[Run], targets: list[Target]) -> dict[str, Any]:
             }
             for target in targets
         ],
-        **({"meets_all": [run.name for run in _meeting_all(runs, targets)]} if targets else {}),
+        **({"meets_all": [run.name for run in _meet_all(runs, targets)]} if targets else {}),
     }
 
 
 def _finite(content: Any) -> Any:
-    """JSON knows no NaN."""
+    """NaN and infinity become null: JSON has neither."""
     if isinstance(content, dict):
         return {name: _finite(value) for name, value in content.items()}
     if isinstance(content, list):
@@ -295,7 +300,7 @@ def _finite(content: Any) -> Any:
 def _print(runs: list[Run], targets: list[Target]) -> None:
     other = other_training(runs)
     if other:
-        print(f"not the same training, so results differ for that too: other {', '.join(other)}\n")
+        print(f"not the same training, which changes the results too: other {', '.join(other)}\n")
     names = [run.name for run in runs]
     settings = _setting_rows(runs)
     _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
@@ -307,14 +312,14 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
             print(f"{run.name}: {run.record['error']}")
     if targets:
         _table(["target", *names], [[str(target), *(_verdict(target, run) for run in runs)] for target in targets])
-        met = [run.name for run in _meeting_all(runs, targets)]
+        met = [run.name for run in _meet_all(runs, targets)]
         print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> None:
     if not rows:
         return
-    from launch.terminal import print_table  # rich, only once there is something to print
+    from launch.terminal import print_table  # imports rich
 
     print_table(headings, rows)
     print()
@@ -335,7 +340,7 @@ def _text(value: Any) -> str:
 
 
 def _cells(name: str, values: list[float | None]) -> list[str]:
-    """Each value, with what it is to the first run's: a ratio for time, speed and memory, else a difference."""
+    """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
     shown, first = _format(name), values[0]
     cells = []
     for index, value in enumerate(values):
@@ -362,6 +367,6 @@ def _format(name: str) -> Callable[[float], str]:
 def _verdict(target: Target, run: Run) -> str:
     margin = target.margin(run)
     if margin is None:
-        return "missed: it has none" if target.metric not in run.numbers else "missed: it is no number"
+        return "missed: no such result" if target.metric not in run.numbers else "missed: it is not a number"
     share = f" ({abs(margin / target.value):.1%})" if target.value else ""
     return f"{'met' if margin >= 0 else 'missed'} by {abs(margin):.4g}{share}"

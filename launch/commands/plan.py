@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import plots
+from launch.flags import count
 from recipes.errors import mistake
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
 from recipes.planner.plan import Plan, plan_memory
@@ -30,10 +31,9 @@ _HEADS = {
 }
 
 
-def add_parser(commands: Any, count: Any) -> None:
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="say which recipe fits a GPU, before anything runs",
         allow_abbrev=False,
         usage="recipes plan --model ID|FOLDER|config.json|SIZE [--gpu NAME | --gpu_memory GB] [--host_memory GB] "
         "[--num_processes N] [--nodes N] [--recipe NAME] [--accelerate_config FILE] [--mfu SHARE] [--bandwidth GB/s] "

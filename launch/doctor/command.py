@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from launch.flags import count, whole
 from recipes.errors import mistake
 from recipes.run import hardware
 
@@ -25,10 +26,9 @@ _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
 
 
-def add_parser(commands: Any, count: Any) -> None:
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say whether this machine and its links are fit to train",
         allow_abbrev=False,
         usage="recipes doctor [--num_processes N] [--timeout SECONDS] [--json] "
         "[--nodes N --machine_rank R --main_process_ip ADDRESS --main_process_port PORT]",
@@ -37,7 +37,7 @@ def add_parser(commands: Any, count: Any) -> None:
     for name, kind, words in (
         ("num_processes", count, "processes in all, one a GPU [all GPUs; 2 on a CPU]"),
         ("nodes", count, "[those of srun, or 1]"),
-        ("machine_rank", _whole, "which of the nodes this is, from 0 [SLURM_NODEID or NODE_RANK]"),
+        ("machine_rank", whole, "which of the nodes this is, from 0 [SLURM_NODEID or NODE_RANK]"),
         ("main_process_ip", str, "address of node 0 [MASTER_ADDR]"),
         ("main_process_port", count, "a port that is free there, with the 10 after it [MASTER_PORT]"),
     ):
@@ -45,12 +45,6 @@ def add_parser(commands: Any, count: Any) -> None:
     parser.add_argument("--timeout", type=count, default=20, metavar="SECONDS", help="for a collective [20]")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=examine)
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
 
 
 def examine(options: argparse.Namespace, rest: list[str]) -> int:

@@ -118,9 +118,7 @@ class RankFailed(Exception):
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "explain", help="measure here what accumulation and mixed precision do", allow_abbrev=False
-    )
+    parser = commands.add_parser("explain", allow_abbrev=False)
     topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", choices=TOPICS, help=topics)
     parser.add_argument("--json", action="store_true", help="bytes, seconds and the reasons")

@@ -1,6 +1,7 @@
-"""A job for Azure ML: the YAML that `az ml job create -f` takes, with one process a node and `accelerate launch` in it.
+"""The target `azureml`: the YAML that `az ml job create -f` takes, and sending it.
 
-Only that form applies an Accelerate YAML: DeepSpeed and FSDP come from it.
+The job has one process per node, which calls `accelerate launch`. Azure applies an Accelerate YAML,
+where DeepSpeed and FSDP are chosen, in no other form.
 """
 
 from __future__ import annotations
@@ -8,29 +9,44 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from launch.jobs.job import Job, flag_lines
-from recipes.errors import mistake
+from launch.jobs import azure_read, azure_workspace
+from launch.jobs.azure_workspace import Workspace
+from launch.jobs.job import SCRIPT, Job, Node, flag_lines, refuse_fresh
+from launch.output.submission import NAME, Submission, announce
+from recipes.errors import UserError, mistake
+from recipes.flags import flag
+from recipes.run import RunSpec
+
+HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
+WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
+FOLDER: Path | None = SCRIPT.parents[1] / "azureml"
 
 
 @dataclass(frozen=True)
 class Azure:
-    """Where the job runs, and what it reads and writes."""
+    """The flags of this target: where the job runs, what it reads and writes, and the workspace."""
 
-    compute: str | None = None
-    instance_type: str | None = None
-    spot: bool = False
-    data: str | None = None
-    output_uri: str | None = None
-    environment: str | None = None
-    experiment_name: str = "accelerate-recipes"
-    job_name: str | None = None
-    shm_size: str = "16g"
+    compute: str | None = flag(None, "name of a cluster")
+    instance_type: str | None = flag(None, "a VM size, for serverless compute")
+    spot: bool = flag(False, "serverless compute that may be taken away")
+    data: str | None = flag(None, "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name")
+    output_uri: str | None = flag(None, "datastore path for checkpoints, the same for every start of this run")
+    environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
+    experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
+    job_name: str | None = flag(None, "[the recipe]")
+    shm_size: str = flag("16g", "size of /dev/shm [16g]")
+    subscription_id: str | None = flag(None, "the workspace, with the next two [config.json here or in a folder above]")
+    resource_group: str | None = flag(None, "")
+    workspace_name: str | None = flag(None, "")
 
+
+FLAGS: type = Azure
 
 _LAUNCH = """\
 accelerate launch --config_file accelerate_configs/{config}
@@ -47,13 +63,18 @@ python3 launch doctor
 && """
 
 
+def node(azure: Azure, processes: int | None) -> Node:
+    return azure_read.node(processes or 1)
+
+
 def render(job: Job, azure: Azure) -> str:
-    """The job as YAML. It is to lie in azureml/, beside environment/ and below the code it uploads."""
+    """The job as YAML for a file in azureml/: the environment's and the code's path start there."""
     return yaml.dump(body(job, azure), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def body(job: Job, azure: Azure) -> dict[str, Any]:
     """The job as data, in the order a reader expects."""
+    refuse_fresh(job, "another --output_uri")
     name = azure.job_name or job.run.recipe.name
     if job.run.explicit("output_dir"):
         raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
@@ -86,7 +107,7 @@ def body(job: Job, azure: Azure) -> dict[str, Any]:
 
 
 def output_of(job: Job, azure: Azure) -> str:
-    """Where checkpoints go: the same for the same words, so that the run resumes there; another one's for others."""
+    """Where checkpoints go: the same command line resumes from there, another has its own place."""
     if azure.output_uri:
         return _remote("output_uri", azure.output_uri)
     name = azure.job_name or job.run.recipe.name
@@ -99,22 +120,24 @@ def output_of(job: Job, azure: Azure) -> str:
 def _remote(name: str, uri: str) -> str:
     if re.match(r"azureml:|[a-z]+://", uri):
         return uri
-    raise mistake(name, f"{uri} is no place in the cloud", "azureml:NAME:VERSION, or a uri: azureml://datastores/...")
+    raise mistake(
+        name, f"{uri} is not a place in the cloud", "azureml:NAME:VERSION, or a uri: azureml://datastores/..."
+    )
 
 
 def _command(job: Job, azure: Azure) -> str:
     more = "--deepspeed_multinode_launcher standard" if job.run.engine.kind == "deepspeed" else ""
     text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=job.run.recipe.engine, more=more)
     lines = [line.strip() for line in text.splitlines()]
-    lines += flag_lines(job.words[1:], _quoted)
+    lines += flag_lines(job.command[1:], _quoted)
     lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []
-    lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # installed there, not here
+    lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is installed there, not here
     lines += ["--output_dir ${{outputs.run}}"]
     return " \\\n  ".join(lines) + "\n"
 
 
 def _quoted(word: str) -> str:
-    """A word for bash, in which Azure finds none of its `${{...}}`, nor of the old `{...}`, to fill in."""
+    """A word quoted for bash, without any `${{...}}` or old `{...}` that Azure would fill in."""
     quoted = shlex.quote(word)
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
@@ -127,12 +150,12 @@ def _input(uri: str) -> dict[str, str]:
 
 
 def _named(name: str) -> str:
-    """A thing of the workspace, as a YAML refers to it."""
+    """A resource of the workspace, as a YAML refers to it."""
     return f"azureml:{name.removeprefix('azureml:')}"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines stay lines."""
+    """Writes text of several lines as a block, line by line."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -141,3 +164,97 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _text)
+
+
+# --- Checking and sending -------------------------------------------------------------------------
+
+
+def check(text: str, job: Job, azure: Azure) -> None:
+    """What would be sent is read back as `recipes check --azureml` reads it.
+
+    Raises `UserError` with every error.
+    """
+    assert FOLDER
+    if not FOLDER.joinpath("environment").is_dir():
+        what = "uploads a checkout, and this is an installed wheel"
+        raise mistake("azureml", what, "run it in a clone of the project")
+    _workspace(azure)
+    _refuse_local_files(job.run)
+    _, problems = azure_read.read_text(text, FOLDER)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors:
+        raise UserError(*errors)
+
+
+def submit(text: str, job: Job, azure: Azure) -> int:
+    assert FOLDER
+    client = azure_workspace.connected(_workspace(azure))
+    name, address = azure_workspace.submit(client, text, FOLDER)
+    workspace = asdict(azure_workspace.workspace_of(client))
+    submission = Submission("azureml", job.title, address, name, workspace=workspace)
+    found_at = {"studio": address, "output": f"{output_of(job, azure)}: submitted again, it resumes from there"}
+    announce(Path("outputs") / name, submission, found_at, cancel=f"az ml job cancel --name {name}")
+    return 0
+
+
+def _workspace(azure: Azure) -> Workspace | None:
+    """The workspace that the flags name; None if they name none.
+
+    Raises `UserError` if they name a part of it.
+    """
+    names = {field.name: getattr(azure, field.name) for field in fields(Workspace)}
+    if not any(names.values()):
+        return None
+    for name, value in names.items():
+        if not value:
+            raise mistake(name, "is missing beside the rest of the workspace", f"--{name}, or a config.json for all")
+    return Workspace(**names)
+
+
+def _refuse_local_files(run: RunSpec) -> None:
+    """Files that only this machine has will be missing when the job runs. Raises `UserError`."""
+    for name in ("config", "dataset_name", "model_name_or_path", "deepspeed", "resume_from_checkpoint"):
+        value = run[name] if run.explicit(name) else None
+        if not isinstance(value, str) or SCRIPT.parents[1].joinpath(value).is_file():  # the checkout is uploaded
+            continue
+        if value.startswith((".", "/", "~")) or Path(value).exists():
+            fixes = {"dataset_name": "--data with an asset or uri", "config": "its settings as flags after --"}
+            fix = fixes.get(name, "a name on the Hub")
+            raise mistake(name, f"{value} is on this machine only", fix, run.setting(name).source)
+
+
+# --- A job that was submitted ---------------------------------------------------------------------
+
+
+def state(submission: Submission) -> str:
+    return azure_workspace.state(_client(submission), submission.job)
+
+
+def is_over(state: str) -> bool:
+    return azure_workspace.is_over(state)
+
+
+def print_log(submission: Submission, folder: Path, following: bool) -> None:
+    """The SDK streams the log of a running job only, and downloads the log of an ended one only."""
+    client = _client(submission)
+    state = azure_workspace.state(client, submission.job)
+    if is_over(state):
+        for file in azure_workspace.download_logs(client, submission.job, folder):
+            print(file.read_text(encoding="utf-8", errors="replace"), end="")
+        print(f"{state}: {submission.log}")
+    elif following:
+        azure_workspace.stream(client, submission.job)
+    else:
+        raise mistake("logs", f"job {submission.job} is {state}", f"recipes logs -f {folder}, or {submission.log}")
+
+
+def last_line(submission: Submission) -> str:
+    return submission.log  # the job's address: the log itself is not here
+
+
+def _client(submission: Submission) -> Any:
+    try:
+        workspace = Workspace(**submission.workspace)
+    except TypeError:
+        raise mistake(NAME, "does not name the workspace of the job", f"look at {submission.log}") from None
+    return azure_workspace.connected(workspace)

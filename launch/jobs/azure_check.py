@@ -1,4 +1,4 @@
-"""Whether a job's YAML is one that Azure ML runs as it is meant: what Azure's own parser misses, and what it says."""
+"""Whether Azure ML runs a job's YAML as intended: what its parser misses, and what it reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from launch.jobs.job import SECRET
+from launch.jobs.secrets import SECRET
 from recipes.errors import Problem
 
 _SIZE = re.compile(r"\d+[bkmg]")
@@ -20,7 +20,7 @@ _OLD_REFERENCE = re.compile(r"(?<!\$)(?<!\{)\{(?:inputs|outputs)\.\w+\}(?!\})")
 
 
 def missed_by_azure(content: dict[str, Any]) -> list[Problem]:
-    """What is wrong with a job although Azure's SDK sends it. `content` is the YAML as data."""
+    """What is wrong with a job although Azure's SDK accepts it. `content` is the YAML as data."""
     checks = (_command, _compute, _environment, _resources, _environment_variables, _processes, _outputs, _secrets)
     return [problem for check in checks for problem in check(content)]
 
@@ -33,7 +33,7 @@ def _command(content: dict[str, Any]) -> Iterator[Problem]:
             fix = f"one of {', '.join(map(str, known))}" if known else f"an entry {name} under {kind}"
             yield Problem("command", f"{kind}.{name} is not defined", fix)
     for old in dict.fromkeys(_OLD_REFERENCE.findall(command)):
-        yield Problem("command", f"{old} is the old way to refer, and arrives as it stands", f"${{{old}}}")
+        yield Problem("command", f"{old} is deprecated syntax: Azure passes it on literally", f"${{{old}}}")
 
 
 def _compute(content: dict[str, Any]) -> Iterator[Problem]:
@@ -41,21 +41,21 @@ def _compute(content: dict[str, Any]) -> Iterator[Problem]:
     if compute is None and "instance_type" not in _section(content, "resources"):
         yield Problem("compute", "is missing", "compute: azureml:NAME, or resources.instance_type for serverless")
     elif compute is not None and not _COMPUTE.fullmatch(str(compute)):
-        yield Problem("compute", f"{compute!r} is no name of a compute", "azureml:NAME")
+        yield Problem("compute", f"{compute!r} is not the name of a compute", "azureml:NAME")
 
 
 def _environment(content: dict[str, Any]) -> Iterator[Problem]:
     environment = content.get("environment")
     if isinstance(environment, str) and not _ENVIRONMENT.fullmatch(environment):
         fix = "azureml:NAME:VERSION, azureml:NAME@latest or azureml://registries/..."
-        yield Problem("environment", f"{environment!r} is no name of an environment", fix)
+        yield Problem("environment", f"{environment!r} is not the name of an environment", fix)
 
 
 def _resources(content: dict[str, Any]) -> Iterator[Problem]:
     resources = _section(content, "resources")
     size = resources.get("shm_size", "2g")
     if not _SIZE.fullmatch(str(size)):
-        yield Problem("resources.shm_size", f"{size!r} is no size", "a whole number and b, k, m or g: 16g")
+        yield Problem("resources.shm_size", f"{size!r} is not a size", "a whole number and b, k, m or g: 16g")
     count = resources.get("instance_count", 1)
     if isinstance(count, int) and count < 1:
         yield Problem("resources.instance_count", f"{count} nodes run nothing", "1 or more")
@@ -64,7 +64,7 @@ def _resources(content: dict[str, Any]) -> Iterator[Problem]:
 def _environment_variables(content: dict[str, Any]) -> Iterator[Problem]:
     for name, value in _section(content, "environment_variables").items():
         if not isinstance(value, (str, int, float)):
-            yield Problem(f"environment_variables.{name}", f"{value!r} is no text", f"one value: {name}: '...'")
+            yield Problem(f"environment_variables.{name}", f"{value!r} is not text", f"one value: {name}: '...'")
 
 
 def _processes(content: dict[str, Any]) -> Iterator[Problem]:
@@ -87,11 +87,11 @@ def _outputs(content: dict[str, Any]) -> Iterator[Problem]:
         return
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), None)
     if name is None:
-        yield Problem("command", "writes to a folder of the job, gone with it", "--output_dir ${{outputs.run}}")
+        yield Problem("command", "writes to a folder that is deleted with the job", "--output_dir ${{outputs.run}}")
         return
     output = _section(content, "outputs").get(name)
     if isinstance(output, dict) and output.get("mode", "rw_mount") != "rw_mount":
-        what = f"{output['mode']} keeps nothing of a job that is preempted"
+        what = f"{output['mode']} keeps nothing if the job is preempted"
         yield Problem(f"outputs.{name}.mode", what, "rw_mount")
 
 
@@ -103,17 +103,17 @@ def _secrets(content: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """A mapping in the YAML; empty where it is missing or none, which Azure's parser says itself."""
+    """A mapping in the YAML; empty if missing or of another type, which Azure's parser reports."""
     section = content.get(name)
     return section if isinstance(section, dict) else {}
 
 
-# --- The training in it ----------------------------------------------------------------------------------------------
+# --- The training in it ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a job's command starts: train.py's flags, its Accelerate YAML if one is named, and the world."""
+    """What a job's command starts: train.py's flags, the Accelerate YAML if any, and the world."""
 
     flags: list[str]
     config: str | None
@@ -122,7 +122,7 @@ class Training:
 
 
 def training_in(content: dict[str, Any]) -> Training | None:
-    """The training in a job's command, references to inputs filled in; None for a command that is none of ours."""
+    """The training in a job's command, inputs filled in; None if it does not start train.py."""
     inputs = _section(content, "inputs")
     command = _REFERENCE.sub(lambda found: _value(inputs, *found.groups()), str(content.get("command", "")))
     words = next((words for words in _commands(command) if any(map(_is_train, words))), None)
@@ -134,7 +134,9 @@ def training_in(content: dict[str, Any]) -> Training | None:
     counts = (_section(content, "resources").get("instance_count", 1), inputs.get("processes_per_node", 1))
     nodes, processes = (int(str(count)) if str(count).isdigit() else 1 for count in counts)
     elastic = not (config or "").endswith("single.yaml")
-    flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]  # as `Job.words` writes them
+    flags = [
+        word.replace("$$", "$") if elastic else word for word in words[script + 1 :]
+    ]  # as `Job.command` writes them
     return Training(flags, config, max(1, nodes), max(1, processes))
 
 
@@ -143,13 +145,13 @@ def _is_train(word: str) -> bool:
 
 
 _OPERATORS = ";&|()<>\n"
-_QUOTED = {ord(char): chr(0xE000 + at) for at, char in enumerate(_OPERATORS)}  # private use: in nobody's arguments
+_QUOTED = {ord(char): chr(0xE000 + at) for at, char in enumerate(_OPERATORS)}  # private use: in no real argument
 _PLAIN = {ord(quoted): chr(char) for char, quoted in _QUOTED.items()}
 
 
 def _commands(text: str) -> list[list[str]]:
-    """The words of each simple command, which ends as in bash: at a line's end, or at an operator."""
-    # Between quotes all stands for itself; elsewhere a backslash goes on with the next line.
+    """The words of each simple command; as in bash, a line's end or an operator ends it."""
+    # Everything between quotes is literal; elsewhere a backslash joins its line with the next.
     text = re.sub(r"('[^']*'|\"[^\"]*\")|\\\n", lambda found: found[1].translate(_QUOTED) if found[1] else " ", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
@@ -170,11 +172,11 @@ def _value(inputs: dict[str, Any], kind: str, name: str) -> str:
     return str(value) if isinstance(value, (str, int, float)) else f"/mnt/{kind}/{name}"
 
 
-# --- What Azure's parser says ----------------------------------------------------------------------------------------
+# --- What Azure's parser reports ------------------------------------------------------------------
 
 
 def as_problems(error: Exception) -> list[Problem]:
-    """An error of Azure's parser as one line each: the place in the YAML and what is wrong there."""
+    """An error of Azure's parser, one line each: the place in the YAML and what is wrong there."""
     text = re.sub(r"\x1b\[\d+m", "", str(error))
     details = _innermost(text)
     if details:
@@ -198,7 +200,10 @@ def _innermost(text: str) -> dict[str, Any]:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every complaint with its place. Of alternatives, which come as a list of mappings, the one that was meant."""
+    """Every error with its place.
+
+    Alternatives come as a list of mappings: of these, the one that was meant.
+    """
     if isinstance(node, dict):
         for name, inner in node.items():
             yield from _leaves(inner, path if name in ("value", "_schema") else (*path, name))
@@ -209,7 +214,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _meant(alternatives: list[Any], path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
-    """The complaints of the alternative whose `type` was the one that is written; else one that names the choices."""
+    """The errors of the alternative with the written `type`; else one that names the choices."""
     other_kinds = {"type", "null", "_schema"}  # another type; no mapping at all
     of_type = [item for item in alternatives if isinstance(item, dict) and not other_kinds & item.keys()]
     found = [list(_leaves(item, path)) for item in alternatives]
@@ -221,4 +226,4 @@ def _meant(alternatives: list[Any], path: tuple[str, ...]) -> list[tuple[tuple[s
     place = next(place for leaves in found for place, what in leaves if what == choices[0])
     names = [name for what in choices for name in re.findall(r"'([^']*)'", what.partition("in set")[2])]
     value = re.match(r"Value '?(.*?)'? passed", choices[0])
-    return [(place, f"{value.group(1) if value else 'this'} is none of {', '.join(dict.fromkeys(names))}")]
+    return [(place, f"{value.group(1) if value else 'this'} is not one of {', '.join(dict.fromkeys(names))}")]

@@ -1,4 +1,4 @@
-"""Azure ML through its own SDK: reading a job's YAML as it will be sent, sending it, asking for it, reading its log."""
+"""Azure ML through its own SDK: reading a job's YAML, sending it, its state and its log."""
 
 from __future__ import annotations
 
@@ -45,13 +45,16 @@ def require_sdk() -> None:
 
 
 def problems_of(text: str, folder: Path) -> list[Problem]:
-    """Everything wrong with a job's YAML, whose relative paths start in `folder`; by Azure's parser if it is here."""
+    """Everything wrong with a job's YAML, also by Azure's parser if it is installed.
+
+    `folder` is where the YAML's relative paths start.
+    """
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         return [Problem("azureml", f"is not valid YAML: {' '.join(str(error).split())}")]
     if not isinstance(content, dict):
-        return [Problem("azureml", "is no job: a mapping of names to values is expected")]
+        return [Problem("azureml", "is not a job: a mapping of names to values is expected")]
     found = missed_by_azure(content)
     if sdk_is_installed():
         known = {problem.subject for problem in found}
@@ -68,26 +71,29 @@ def _refused_by_azure(text: str, folder: Path) -> list[Problem]:
 
 
 def load(text: str, folder: Path) -> Job:
-    """A YAML as Azure's SDK reads it. Raises `UserError` with each complaint of Azure's parser."""
-    with silence(), _complaints():
+    """A YAML as Azure's SDK reads it. Raises `UserError` with each error of Azure's parser."""
+    with silence(), _parsing():
         from azure.ai.ml import load_job
 
         return load_job(io.StringIO(text), relative_origin=str(folder / "job.yaml"))
 
 
 def body(job: Job) -> dict[str, Any]:
-    """The properties of the request that would be sent. Only private names lead there: the SDK's version is pinned."""
-    with silence(), _complaints():
+    """The properties of the request that would be sent.
+
+    Only private names lead there: the SDK's version is pinned.
+    """
+    with silence(), _parsing():
         return job._to_job()._to_rest_object().as_dict()["properties"]  # type: ignore[attr-defined]
 
 
 def connected(workspace: Workspace | None) -> MLClient:
-    """A client with the login of `az login`, of a managed identity, or of the environment; nothing is asked yet.
+    """A client with the login of `az login`, of a managed identity, or of the environment.
 
-    Without a workspace it is that of config.json, here or in a folder above, as the SDK looks for it.
+    It connects later. The workspace None is that of a config.json, here or in a folder above.
     """
     require_sdk()
-    with silence(), _answers():
+    with silence(), _asking():
         from azure.ai.ml import MLClient
         from azure.identity import DefaultAzureCredential
 
@@ -104,25 +110,28 @@ def workspace_of(client: MLClient) -> Workspace:
 def submit(client: MLClient, text: str, folder: Path) -> tuple[str, str]:
     """Upload the code and create the job. Returns its name and its address in Azure ML's studio."""
     job = load(text, folder)
-    with silence(), _answers():
+    with silence(), _asking():
         created = client.jobs.create_or_update(job)
     return str(created.name), str(created.studio_url or "")
 
 
 def state(client: MLClient, name: str) -> str:
-    """Azure ML's word: Queued, Preparing, Running, Completed, Failed, Canceled, ..."""
-    with silence(), _answers():
+    """Azure ML's own word: Queued, Preparing, Running, Completed, Failed, Canceled, ..."""
+    with silence(), _asking():
         status = client.jobs.get(name).status
     return str(getattr(status, "value", status))
 
 
-def over(state: str) -> bool:
+def is_over(state: str) -> bool:
     return state in _OVER
 
 
 def stream(client: MLClient, name: str) -> None:
-    """Print the job's log as it is written, until the job has ended. Ctrl-C stays KeyboardInterrupt."""
-    with silence(), _answers():
+    """Print the job's log as it is written, until the job has ended.
+
+    Ctrl-C stays KeyboardInterrupt.
+    """
+    with silence(), _asking():
         from azure.ai.ml.exceptions import JobException
 
         try:
@@ -135,17 +144,17 @@ def stream(client: MLClient, name: str) -> None:
 
 def download_logs(client: MLClient, name: str, folder: Path) -> list[Path]:
     """The logs of an ended job, copied into the folder."""
-    with silence(), _answers():
+    with silence(), _asking():
         client.jobs.download(name, download_path=folder)
     return sorted(folder.rglob("std_log*.txt"))
 
 
-# --- The SDK's manners -----------------------------------------------------------------------------------------------
+# --- The SDK's errors -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _complaints() -> Iterator[None]:
-    """What the SDK's parser raises, as `UserError`."""
+def _parsing() -> Iterator[None]:
+    """Turns what the SDK's parser raises into `UserError`."""
     from azure.core.exceptions import AzureError
     from marshmallow.exceptions import MarshmallowError
 
@@ -156,8 +165,8 @@ def _complaints() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _answers() -> Iterator[None]:
-    """What the login or the service refuses, as `UserError`."""
+def _asking() -> Iterator[None]:
+    """Turns what the login or the service refuses into `UserError`."""
     from azure.core.exceptions import AzureError, ClientAuthenticationError, ServiceRequestError
 
     try:
@@ -166,7 +175,7 @@ def _answers() -> Iterator[None]:
         fix = "az login, or the variables of DefaultAzureCredential (AZURE_CLIENT_ID and others)"
         raise mistake("azureml", "nobody is logged in to Azure, or not to this workspace", fix) from None
     except ServiceRequestError as error:
-        raise mistake("azureml", f"Azure cannot be reached: {_first_line(error)}", "see to the network") from None
+        raise mistake("azureml", f"Azure cannot be reached: {_first_line(error)}", "check the network") from None
     except (AzureError, ValueError) as error:
         fix = "--subscription_id, --resource_group and --workspace_name" if "config.json" in str(error) else ""
         raise mistake("azureml", f"Azure says: {_first_line(error)}", fix) from None

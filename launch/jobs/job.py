@@ -1,34 +1,49 @@
-"""A job: one resolved run, and the nodes and processes that are to run it. Every target renders the same one."""
+"""A job: one resolved run, and the nodes and processes that will run it.
+
+Every target renders the same job.
+"""
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.errors import UserError, mistake
-from recipes.run import RunSpec
+from launch.jobs.secrets import refuse_secrets
+from launch.terminal import console, print_problems
+from recipes.errors import mistake
+from recipes.rules.check import require_legal
+from recipes.run import RunSpec, resolve, with_fit
 from recipes.run.engine import shipped
+from recipes.run.hardware import Gpu, Hardware
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
-THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # also where its environment is not activated
+THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # works without an activated environment
 
-# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and passwords in addresses,
-# by how each starts and how long it is.
-SECRET = re.compile(
-    r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
-    r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
-)
+# A node that cannot be looked at from here. train.py checks again on the node itself.
+ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is known of a node before the job runs there; `processes` is how many it will run.
+
+    `packages` are installed there besides our own requirements; None if it uses this installation.
+    """
+
+    hardware: Hardware
+    processes: int
+    packages: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """`argv` are train.py's own words; `config` the Accelerate YAML; `shutdown_seconds` how long a signal leaves.
+    """`argv` is train.py's command line; `config` the Accelerate YAML.
 
-    With `preflight` every node runs `recipes doctor` first, and where it finds a fault the launcher never starts.
+    `shutdown_seconds` is the time between a signal to stop and the kill.
+    With `preflight` every node runs `recipes doctor` first; after a failed check nothing starts.
     """
 
     run: RunSpec
@@ -46,12 +61,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The output folder, as it was written: relative to the current one."""
+        """The output folder as the user wrote it: relative to the current folder."""
         return Path(self.run["output_dir"])
 
     @property
-    def words(self) -> list[str]:
-        """The script and its words as the launcher wants them: torch elastic reads `$$` as `$` and fills in macros."""
+    def command(self) -> list[str]:
+        """The script and its arguments. torch elastic fills in macros, and reads `$$` as `$`."""
         words = [self.script, *self.argv]
         return words if self.run.engine.kind == "single" else [word.replace("$", "$$") for word in words]
 
@@ -62,21 +77,56 @@ class Job:
         return f"{self.run.recipe.name} on {self.run.engine.title}, {world}, batch {self.run.batch}"
 
 
+def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int = 1, preflight: bool = False) -> Job:
+    """The job of a legal run on `nodes` such nodes. Advice is printed.
+
+    `recipe` is None if the file that --config names chooses it, or nobody does.
+    Raises `UserError` with every problem.
+    """
+    words = ["--recipe", recipe, *argv] if recipe else list(argv)
+    chosen = resolve(words, hardware=node.hardware).recipe  # --recipe's, or that of --config's file
+    run = resolve(
+        words,
+        world_size=nodes * node.processes,
+        local_world_size=node.processes,
+        hardware=node.hardware,
+        accelerate_config=str(shipped(chosen.engine)),
+        elsewhere=node.packages,
+    )
+    run = with_fit(run)
+    advice = require_legal(run)
+    if advice:
+        print_problems(advice, console(stderr=True))
+    return job_of(run, nodes, node.processes, argv, preflight)
+
+
 def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str], preflight: bool = False) -> Job:
-    """The job of a legal run. Raises `UserError` for a world the engine cannot start, or a secret in the words."""
+    """The job of a legal run.
+
+    Raises `UserError` for a world the engine cannot start, or a secret in `argv`.
+    """
     if run.engine.kind == "single" and run.world_size > 1:
         raise mistake(
             "processes_per_node",
             f"{run.recipe.name} trains in one process, {run.world_size} are asked for",
             "--nodes 1 --processes_per_node 1, or --recipe standard",
         )
-    words = ("--recipe", run.recipe.name, *argv)
-    _refuse_secrets(run, words)
-    return Job(run, nodes, processes_per_node, words, str(shipped(run.recipe.engine)), preflight=preflight)
+    argv = ("--recipe", run.recipe.name, *argv)
+    refuse_secrets(run, argv)
+    return Job(run, nodes, processes_per_node, argv, str(shipped(run.recipe.engine)), preflight=preflight)
 
 
-def launch_words(job: Job, accelerate: Sequence[str], rank: str, address: str, port: str) -> list[str]:
-    """`accelerate launch` and its options, quoted for bash; `rank`, `address` and `port` are bash already."""
+def refuse_fresh(job: Job, fix: str) -> None:
+    """Raises `UserError` for --fresh in a job that its target may start again."""
+    if job.run["fresh"]:
+        raise mistake("fresh", "would move the run aside again at every restart of the job", fix)
+
+
+def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str, port: str) -> list[str]:
+    """`accelerate launch` and its options, quoted for bash.
+
+    `rank`, `address` and `port` are bash expressions.
+    """
     words = [*quoted(accelerate), "--config_file", shlex.quote(job.config)]
     words += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
     if job.nodes > 1:
@@ -85,38 +135,32 @@ def launch_words(job: Job, accelerate: Sequence[str], rank: str, address: str, p
         if job.run.engine.kind == "deepspeed":
             words += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
     elif job.run.engine.kind != "single":
-        words += ["--main_process_port", "0"]  # any free one: two runs may share a machine
+        words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return words
 
 
-def preflight_words(job: Job, python: str, rank: str, address: str, port: str) -> list[str]:
-    """The doctor of the job's world and `&&`, for bash, before the launcher; nothing where it is not asked for.
+def preflight_command(job: Job, python: str, rank: str, address: str, port: str) -> list[str]:
+    """`recipes doctor` for the job's world and `&&`, for bash; empty without a preflight.
 
-    `port` must not be the launcher's, which another job on the node may hold already.
+    `port` must differ from the launcher's, which another job on the node may hold already.
     """
     if not job.preflight:
         return []
-    # A folder, as train.py is a script: the nodes need not have this package installed.
-    words = [
-        *quoted([python, str(SCRIPT.parent)]),
-        "doctor",
-        "--nodes",
-        str(job.nodes),
-        "--num_processes",
-        str(job.processes),
-    ]
+    # `python launch` runs the folder, as a script: this package need not be installed on the nodes.
+    words = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
+    words += ["--nodes", str(job.nodes), "--num_processes", str(job.processes)]
     if job.nodes > 1:
         words += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
     return [*words, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:
-    """Words for bash, which reads each back as it was."""
+    """Each word quoted, so that bash passes it on unchanged."""
     return [shlex.quote(word) for word in words]
 
 
 def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) -> list[str]:
-    """Quoted words, a flag with its values a line."""
+    """Quoted words: one line for each flag and its values."""
     lines: list[str] = []
     for word in words:
         if word.startswith("--") or not lines:
@@ -127,27 +171,6 @@ def flag_lines(words: Sequence[str], quote: Callable[[str], str] = shlex.quote) 
 
 
 def arguments(job: Job) -> list[str]:
-    """A bash array of the script and its words."""
-    comment = ["    # torch elastic reads $$ as $"] if any("$$" in word for word in job.words) else []
-    return ["command=(", *comment, *(f"    {line}" for line in flag_lines(job.words)), ")"]
-
-
-def _refuse_secrets(run: RunSpec, words: Sequence[str]) -> None:
-    """A job's text is stored by schedulers and clouds, and read by others."""
-    named = [name for name in run.given if name.endswith("_token") and run[name]]
-    looks = [word.partition("=")[0] if word.startswith("--") else "argument" for word in words if SECRET.search(word)]
-    if named or looks:
-        raise _secret((named or looks)[0])
-
-
-def without_secrets(text: str) -> str:
-    """A job's text as it would be sent. Raises `UserError` where a flag of the target has put a secret into it."""
-    found = SECRET.search(text)
-    if found:
-        raise _secret(f"{found.group()[:6]}...")
-    return text
-
-
-def _secret(subject: str) -> UserError:
-    what = "looks like a secret, and would be written into the job, where others can read it"
-    return mistake(subject, what, "HF_TOKEN or the like in the environment of the job, or `hf auth login` there")
+    """A bash array of the script and its arguments."""
+    comment = ["    # torch elastic reads $$ as $"] if any("$$" in word for word in job.command) else []
+    return ["command=(", *comment, *(f"    {line}" for line in flag_lines(job.command)), ")"]

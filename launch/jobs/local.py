@@ -1,22 +1,41 @@
-"""A job on this machine: the bash text that runs it, and running it."""
+"""The target `local`: a bash script on this machine. It can go on after running out of memory."""
 
 from __future__ import annotations
 
-import fcntl
-import signal
-import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
-from typing import IO
+from shlex import join
+from typing import Any
 
 from launch.host.signals import EXIT_CODE
-from launch.jobs.job import THIS_ACCELERATE, Job, arguments, launch_words, preflight_words
-from launch.jobs.tail import follow
-from launch.output import record
-from launch.output.submission import LOCAL_LOG, Submission, note
-from recipes.errors import mistake
+from launch.jobs import here, tail
+from launch.jobs.job import THIS_ACCELERATE, Job, Node, arguments, checked_job, launch_command, preflight_command
+from launch.jobs.secrets import without_secrets
+from launch.output.submission import Submission
+from launch.training import out_of_memory
+from recipes.run import with_flags
+
+HELP = "this machine"
+WRITES_HERE = True
+FOLDER: Path | None = None
+
+
+@dataclass(frozen=True)
+class Local:
+    """The flags of this target."""
+
+    on_oom: str = field(
+        default="stop",
+        metadata={
+            "choices": ("next", "stop"),
+            "help": "out of memory: go on with the next smaller micro-batch, or only say which that is [stop]",
+        },
+    )
+
+
+FLAGS: type = Local
+
 
 _FORWARD = """\
 tell() {  # the training processes themselves: accelerate forwards nothing to a single one
@@ -40,11 +59,11 @@ exit "$code"
 """
 
 
-def render(job: Job) -> str:
-    """A bash script. Several nodes are all started here, as a rehearsal."""
-    words = launch_words(job, THIS_ACCELERATE, '"$rank"', "127.0.0.1", '"$port"')
+def render(job: Job, flags: Local | None = None) -> str:
+    """A bash script. Several nodes all start on this machine, as a rehearsal."""
+    words = launch_command(job, THIS_ACCELERATE, '"$rank"', "127.0.0.1", '"$port"')
     start = " ".join([*words, "--quiet", '"${command[@]}"'])
-    preflight = preflight_words(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
+    preflight = preflight_command(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
     start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
     lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
     lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown_seconds}", ""]
@@ -62,60 +81,59 @@ def render(job: Job) -> str:
     return "\n".join(lines) + "\n\n" + _FORWARD
 
 
-def submit(text: str, job: Job) -> int:
-    """Run the script; what it prints is kept in the output folder and shown here; signals that come here reach it.
-
-    Through a file and not a pipe: a run outlives this process if it must, and `recipes logs` goes on reading.
-    Returns the script's exit code, 75 where the run was told to stop. Raises `UserError` while another run is there.
-    """
-    path, before = job.folder / LOCAL_LOG, record.read(job.folder)
-    with _locked_log(path) as log:
-        submission = Submission("local", job.title, str(path.resolve()))
-        note(job.folder, submission)
-        start = path.stat().st_size
-        process = subprocess.Popen(
-            ["bash", "-c", text, "recipes"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=sys.platform == "linux",
-        )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda received, frame: process.send_signal(received))
-    signal.signal(signal.SIGHUP, lambda received, frame: process.send_signal(signal.SIGTERM))
-    follow(path, lambda: process.poll() is not None, start)
-    note(job.folder, replace(submission, exit_code=process.returncode))
-    after = record.read(job.folder)
-    told = process.returncode != 0 and after != before and after.get("status") == "preempted"
-    return EXIT_CODE if told else process.returncode
+def node(flags: Local, processes: int | None) -> Node:
+    return here.this_node(processes)
 
 
-def running(log: Path) -> bool:
-    """Whether a run writes to this log: its processes hold the lock, and nothing else can."""
-    try:
-        with log.open("rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no log, or a file system without locks
-        return False
-    return False
+def check(text: str, job: Job, flags: Local) -> None:
+    without_secrets(text)
 
 
-def _locked_log(path: Path) -> IO[bytes]:
-    """The log, open to be added to and locked for whoever has it open: this process and those it starts."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("ab")
-    except OSError as error:
-        what = f"{path.parent} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "--output_dir with a folder that can") from None
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.close()
-        fix = f"another --output_dir, or wait: recipes logs -f {quote(str(path.parent))}"
-        raise mistake("output_dir", f"another run is writing to {path.parent}", fix) from None
-    except OSError:  # a file system without locks locks nothing
-        pass
-    return log
+def submit(text: str, job: Job, flags: Local) -> int:
+    """Run the job to its end. Returns its exit code."""
+    if not job.run.hardware.cuda:
+        print(f"no GPU here: {job.processes} process{'es' * (job.processes > 1)} on {job.run.hardware}", flush=True)
+    code = here.run_script(text, job)
+    return _go_on_with_less(job, code) if flags.on_oom == "next" else code
+
+
+def _go_on_with_less(job: Job, code: int) -> int:
+    """Run again with less memory at the same global batch, until that is enough or impossible."""
+    tried: list[dict[str, Any]] = []
+    while code not in (0, EXIT_CODE):
+        attempt = out_of_memory.next_flags(job.folder)
+        if attempt is None or attempt in tried:
+            if tried:
+                print("\nno smaller micro-batch is left that goes on with the same training", file=sys.stderr)
+            break
+        tried.append(attempt)
+        job = _with_flags(job, attempt)
+        print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
+        code = here.run_script(without_secrets(render(job)), job)
+    return code
+
+
+def _with_flags(job: Job, flags: dict[str, Any]) -> Job:
+    _, recipe, *argv = job.argv
+    again = Node(job.run.hardware, job.processes_per_node)
+    return checked_job(recipe, with_flags(argv, flags), again, job.nodes, job.preflight)
+
+
+# --- A job that was submitted ---------------------------------------------------------------------
+
+
+def state(submission: Submission) -> str:
+    """`running`, or empty if no process writes to the log any more."""
+    return "running" if here.is_written(Path(submission.log)) else ""
+
+
+def is_over(state: str) -> bool:
+    return not state
+
+
+def print_log(submission: Submission, folder: Path, following: bool) -> None:
+    tail.print_log(Path(submission.log), folder, following, lambda: state(submission), is_over, ask_every=0.2)
+
+
+def last_line(submission: Submission) -> str:
+    return tail.last_line(Path(submission.log))

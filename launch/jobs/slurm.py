@@ -1,4 +1,4 @@
-"""A job for Slurm: the sbatch script, and handing it to sbatch."""
+"""The target `slurm`: the sbatch script of a job, handing it to sbatch, asking Slurm about it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,66 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.jobs.job import THIS_ACCELERATE, Job, arguments, launch_words, preflight_words, quoted
+from launch.jobs import tail
+from launch.jobs.job import (
+    ASSUMED_GPU,
+    THIS_ACCELERATE,
+    Job,
+    Node,
+    arguments,
+    launch_command,
+    preflight_command,
+    quoted,
+    refuse_fresh,
+)
+from launch.jobs.secrets import without_secrets
+from launch.output.submission import Submission, announce
 from recipes.errors import UserError, mistake
+from recipes.flags import flag
+from recipes.run.hardware import Hardware
+from recipes.run.hardware import read as read_hardware
+
+HELP = "a Slurm cluster, through sbatch"
+WRITES_HERE = True  # the nodes and this machine share a disk
+FOLDER: Path | None = None
+_SBATCH = "as sbatch takes it"
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """What a cluster asks for, under Slurm's own names. `module` and `venv` prepare the environment of the job."""
+    """The flags of this target, under Slurm's own names.
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str | None = None
-    gpus_per_node: str | None = None
-    cpus_per_task: int | None = None
-    mem: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    job_name: str | None = None
-    module: tuple[str, ...] = ()
-    venv: str | None = None
-    container_image: str | None = None
-    signal_seconds: int = 120
-    max_restarts: int = 10
+    `module` and `venv` prepare the environment of the job.
+    """
+
+    partition: str | None = flag(None, _SBATCH)
+    account: str | None = flag(None, _SBATCH)
+    qos: str | None = flag(None, _SBATCH)
+    time: str | None = flag(None, "time limit, as Slurm writes it (2-12:00:00)")
+    gpus_per_node: str | None = flag(None, "a count or type:count; also the processes of a node, unless they are given")
+    cpus_per_task: int | None = flag(
+        None, "cores of a node for its processes and their data loading [the cluster's default, often 1]"
+    )
+    mem: str | None = flag(None, _SBATCH)
+    constraint: str | None = flag(None, _SBATCH)
+    reservation: str | None = flag(None, _SBATCH)
+    job_name: str | None = flag(None, "[the recipe]")
+    module: tuple[str, ...] = flag((), "environment modules to load, in this order")
+    venv: str | None = flag(None, "virtual environment to activate on the nodes")
+    container_image: str | None = flag(None, "image for srun --container-image (pyxis)")
+    signal_seconds: int = flag(120, "how long before the time limit the run is told to stop [120]")
+    max_restarts: int = flag(10, "how often a preempted or timed-out run is requeued [10]")
 
     @property
     def prepares(self) -> bool:
-        """Whether the nodes have an installation of their own. Else this interpreter runs there, from a shared disk."""
+        """Whether the nodes have their own installation.
+
+        Otherwise this interpreter runs there, from a shared disk.
+        """
         return bool(self.venv or self.module or self.container_image)
 
+
+FLAGS: type = Slurm
 
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
@@ -74,10 +105,27 @@ exit "$code"
 """
 
 
+def node(slurm: Slurm, processes: int | None) -> Node:
+    """A node of the cluster, which cannot be looked at from here: its GPUs are assumed."""
+    gpus = _gpu_count(slurm.gpus_per_node)
+    processes = processes or max(1, gpus)
+    hardware = Hardware((ASSUMED_GPU,) * gpus, slurm.cpus_per_task or processes, liger=read_hardware().liger)
+    return Node(hardware, processes, frozenset() if slurm.prepares else None)
+
+
+def _gpu_count(text: str | None) -> int:
+    """2 for `2` and for `a100:2`."""
+    count = (text or "0").rpartition(":")[2]
+    if not count.isdigit():
+        raise mistake("gpus_per_node", f"{text!r} is not a count of GPUs", "--gpus_per_node 4, or a100:4")
+    return int(count)
+
+
 def render(job: Job, slurm: Slurm) -> str:
-    """An sbatch script: one task a node, `accelerate launch` in each, the node's rank expanded on the node."""
+    """An sbatch script: one task per node, which calls `accelerate launch` with the node's rank."""
+    refuse_fresh(job, "another --output_dir")
     name = slurm.job_name or job.run.recipe.name
-    if not re.fullmatch(r"[\w.,:@+=-]+", name):  # it names the log, where / is a folder and % a pattern
+    if not re.fullmatch(r"[\w.,:@+=-]+", name):  # the name of the log too: / is a folder there and % a pattern
         raise mistake("job_name", f"{name!r} cannot name a log", "letters, digits and .,:@+=-")
     directives = {"job-name": name, "output": "%x-%j.log", "nodes": job.nodes, "ntasks-per-node": 1}
     directives |= {key.replace("_", "-"): getattr(slurm, key) for key in _DIRECTIVES if getattr(slurm, key)}
@@ -100,11 +148,11 @@ def _prepared(slurm: Slurm) -> list[str]:
 
 
 def _step(job: Job, slurm: Slurm) -> list[str]:
-    """The srun command. It runs in the background, so that this script hears signals while it waits."""
+    """The srun command. It runs in the background, so that bash handles signals while it waits."""
     accelerate = ["accelerate", "launch"] if slurm.prepares else THIS_ACCELERATE
-    launcher = launch_words(job, accelerate, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
+    launcher = launch_command(job, accelerate, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     python = "python3" if slurm.prepares else sys.executable
-    preflight = preflight_words(job, python, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$((MASTER_PORT - 10000))"')
+    preflight = preflight_command(job, python, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$((MASTER_PORT - 10000))"')
     inner = quoted([" ".join([*preflight, "exec", *launcher])])[0]
     options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
     if slurm.cpus_per_task:
@@ -120,15 +168,30 @@ def _step(job: Job, slurm: Slurm) -> list[str]:
 
 
 def _plain(key: str, value: object) -> str:
-    """A directive's value. sbatch expands nothing there, and reads up to a blank."""
+    """A directive's value. sbatch expands nothing in it, and reads up to the first blank."""
     text = str(value)
     if re.fullmatch(r"[\w.,:/@%+=&|*()\[\]-]+", text):
         return text
     raise mistake(key.replace("-", "_"), f"{text!r} cannot stand in an #SBATCH line", "letters, digits and .,:/@%+=-")
 
 
-def submit(text: str) -> str:
-    """Hand the script to sbatch. Returns the job id. Raises `UserError` with Slurm's own words where it refuses."""
+def check(text: str, job: Job, slurm: Slurm) -> None:
+    without_secrets(text)
+
+
+def submit(text: str, job: Job, slurm: Slurm) -> int:
+    job_id = sbatch(text)
+    log = Path.cwd() / f"{slurm.job_name or job.run.recipe.name}-{job_id}.log"  # as `--output=%x-%j.log` says
+    submission = Submission("slurm", job.title, str(log), job_id)
+    announce(job.folder, submission, {"log": str(log)}, cancel=f"scancel {job_id}")
+    return 0
+
+
+def sbatch(text: str) -> str:
+    """Hand the script to sbatch. Returns the job id.
+
+    Raises `UserError` with Slurm's own message if it refuses.
+    """
     if shutil.which("sbatch") is None:
         raise mistake("slurm", "there is no sbatch on this machine", "a login node, or --dry_run and sbatch by hand")
     # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
@@ -139,8 +202,8 @@ def submit(text: str) -> str:
     raise _refused(done.stderr)
 
 
-def _refused(words: str) -> UserError:
-    said = " ".join(re.sub(r"(sbatch|scontrol): error:", "", words).split())
+def _refused(output: str) -> UserError:
+    message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", output).split())
     fixes = {
         "partition": "--partition with one that `sinfo` lists",
         "account": "--account with one of yours",
@@ -148,30 +211,39 @@ def _refused(words: str) -> UserError:
         "contact slurm controller": "wait for the controller: `scontrol ping` says whether it answers",
         "configuration is not available": "fewer nodes, GPUs or CPUs: `sinfo` shows what there is",
     }
-    fix = next((fix for word, fix in fixes.items() if word in said.lower()), "")
-    return mistake("slurm", f"Slurm says: {said or 'nothing'}", fix)
+    fix = next((fix for word, fix in fixes.items() if word in message.lower()), "")
+    return mistake("slurm", f"Slurm says: {message or 'nothing'}", fix)
 
 
-def log_path(job: Job, slurm: Slurm, job_id: str) -> Path:
-    """Where the job writes, as `--output=%x-%j.log` says."""
-    return Path.cwd() / f"{slurm.job_name or job.run.recipe.name}-{job_id}.log"
+# --- A job that was submitted ---------------------------------------------------------------------
 
 
-def state(job_id: str) -> str:
-    """What Slurm says of a job: `PENDING (Resources)`, `RUNNING`, ...; empty when it has forgotten it, after minutes.
+def state(submission: Submission) -> str:
+    """What Slurm says of a job: `PENDING (Resources)`, `RUNNING`, ...
 
-    Raises `UserError` where Slurm cannot be asked.
+    Empty once Slurm has forgotten the job, some minutes after its end.
+    Raises `UserError` if Slurm cannot be asked.
     """
     if shutil.which("scontrol") is None:
         raise mistake("slurm", "there is no scontrol on this machine", "ask from a login node of the cluster")
-    done = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True)
+    words = ["scontrol", "show", "job", "-o", submission.job]
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0 and "Invalid job id" not in done.stderr:
         raise _refused(done.stderr)
-    said = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
-    waits = said.get("JobState") == "PENDING" and said.get("Reason", "None") != "None"
-    return f"PENDING ({said['Reason']})" if waits else said.get("JobState", "")
+    fields = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+    waits = fields.get("JobState") == "PENDING" and fields.get("Reason", "None") != "None"
+    return f"PENDING ({fields['Reason']})" if waits else fields.get("JobState", "")
 
 
-def going_on(state: str) -> bool:
-    """Whether the job is still to run, or running."""
-    return state.partition(" ")[0] in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+def is_over(state: str) -> bool:
+    waiting_or_running = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+    return state.partition(" ")[0] not in waiting_or_running
+
+
+def print_log(submission: Submission, folder: Path, following: bool) -> None:
+    """Slurm is asked every ten seconds only: its controller serves many users."""
+    tail.print_log(Path(submission.log), folder, following, lambda: state(submission), is_over, ask_every=10)
+
+
+def last_line(submission: Submission) -> str:
+    return tail.last_line(Path(submission.log))

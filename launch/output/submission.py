@@ -1,23 +1,25 @@
-"""What was submitted, noted in the run's output folder, by which `recipes status` and `recipes logs` find it again."""
+"""What was submitted, noted in the run's output folder for `recipes status` and `recipes logs`."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from launch.output import record
 from recipes.run import FIT
 
 NAME = "submission.json"
-TARGETS = ("local", "slurm", "azureml")
 LOCAL_LOG = "train.log"
 KEPT_HERE = (NAME, LOCAL_LOG, FIT)  # they belong to no one run, and --fresh moves none of them aside
 
 
 @dataclass(frozen=True)
 class Submission:
-    """`target` is local, slurm or azureml; `job` Slurm's job id or Azure ML's job name; `log` a file or an address.
+    """`target` names a target, `job` is its own id or name of the job, `log` a file or an address.
 
     `exit_code` is that of a local run that has ended.
     """
@@ -30,10 +32,6 @@ class Submission:
     submitted: str = field(default_factory=record.now)
     workspace: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def where(self) -> str:
-        return f"slurm {self.job}" if self.target == "slurm" else self.target  # Azure ML's job names the folder
-
 
 def note(folder: Path, submission: Submission) -> None:
     """Write it into the output folder. Raises OSError."""
@@ -41,14 +39,27 @@ def note(folder: Path, submission: Submission) -> None:
 
 
 def noted(folder: Path) -> Submission | None:
-    """What was submitted to write into this folder last; None where nothing was, or the note is damaged."""
+    """The last submission into this folder; None if there is none, or the note is damaged."""
     try:
         submission = Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    texts = (submission.title, submission.log, submission.job, submission.submitted)
-    whole = submission.target in TARGETS and all(isinstance(text, str) for text in texts)
-    known = isinstance(submission.workspace, dict) and (
-        submission.target != "azureml" or len(submission.workspace) == 3
-    )
-    return submission if whole and known else None
+    texts = (submission.target, submission.title, submission.log, submission.job, submission.submitted)
+    whole = all(isinstance(text, str) for text in texts) and isinstance(submission.workspace, dict)
+    return submission if whole else None
+
+
+def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:
+    """Note a job that was submitted, and print where to find it: `found_at` and our own commands.
+
+    The job runs already, so a note that cannot be written is reported and raises nothing.
+    """
+    try:
+        note(folder, submission)
+    except OSError as error:
+        print(f"not noted in {folder} ({error.strerror}): `recipes status` will not know it", file=sys.stderr)
+    print(f"submitted job {submission.job}: {submission.title}")
+    here = quote(str(folder))
+    commands = {"status": f"recipes status {here}", "follow": f"recipes logs -f {here}", "cancel": cancel}
+    for name, text in {**found_at, **commands}.items():
+        print(f"{name:<8}{text}")

@@ -16,14 +16,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from launch.flags import count
 from launch.jobs import local as local_job
-from launch.jobs.job import Job, without_secrets
-from launch.jobs.submit import job_here
+from launch.jobs.here import job_here
+from launch.jobs.job import Job
+from launch.jobs.secrets import without_secrets
 from launch.output import record
 from recipes import legal
 from recipes.errors import mistake
@@ -56,7 +58,7 @@ class Point:
         return f"{self.applied or self.recipe}, {processes}, global batch {self.global_batch}"
 
 
-def add_parser(commands: Any, count: Callable[[str], int]) -> None:
+def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         prog="recipes scale run",

@@ -1,104 +1,94 @@
-"""The `recipes` command: what it prints is what the catalogue holds, and what it writes reads back."""
+"""The `recipes` command itself: its help, its mistakes, and that each command imports only itself."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-from launch.cli import main
-from recipes.catalog import RECIPES
-from recipes.run import resolve
+from launch.cli import COMMANDS, GROUPS, main
+from recipes import __version__
 
 
-def test_list_names_every_recipe(capsys):
-    assert main(["list"]) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in RECIPES)
+def test_help_lists_every_command_once_in_its_group(capsys):
+    assert main(["--help"]) == 0
+    groups = [block.splitlines() for block in capsys.readouterr().out.split("\n\n")[2:-1]]
+    assert [heading for heading, *_ in groups] == ["choose:", "check:", "run:", "understand:"]
+    assert [line.split()[0] for _, *lines in groups for line in lines] == list(COMMANDS)
 
 
-def test_show_gives_value_source_and_reason(capsys):
-    main(["show", "fast", "--num_processes", "2", "--json"])
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["settings"]["per_device_train_batch_size"] == {
-        "value": 8,
-        "source": "batch arithmetic",
-        "reason": "micro-batch 8: largest divisor of 16/2 = 8 up to 8",
-    }
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_of_its_own(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: recipes {name}")
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_show_prints_every_chosen_setting(name, capsys):
-    main(["show", name])
-    printed = capsys.readouterr().out
-    assert all(setting in printed for setting in RECIPES[name]().settings)
+def test_every_group_has_commands():
+    assert all(GROUPS.values())
 
 
-def test_diff_prints_only_what_differs(capsys):
-    main(["show", "fast", "--diff", "standard", "--json"])
-    difference = json.loads(capsys.readouterr().out)
-    assert difference["logging_steps"] == {"fast": 10, "standard": 5}
-    assert "ddp_bucket_cap_mb" not in difference
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accelerate-recipes {__version__}\n"
 
 
-def test_show_says_that_a_batch_cannot_be_split(capsys):
-    assert main(["show", "fast", "--num_processes", "3"]) == 2
-    assert "15 or 18" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "fix"), [(["chekc"], "Fix: check."), (["xyz"], "one of list, show"), ([], "one of list, show")]
+)
+def test_an_unknown_command_gets_the_nearest_name(words, fix, capsys):
+    assert main(words) == 2
+    assert fix in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_copied_recipe_reads_back_as_the_same_run(name, tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    assert main(["copy", name, str(file)]) == 0
-    copied = resolve(["--config", str(file)], world_size=2)
-    assert not copied.problems
-    assert dict(copied) == dict(resolve(["--recipe", name, "--config", str(file)], world_size=2))
-    assert copied.training_arguments() == resolve(["--recipe", name], world_size=2).training_arguments()
+def test_an_unknown_flag_is_refused(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["list", "--learning_rate", "1"])
+    assert end.value.code == 2
+    assert "unrecognized arguments: --learning_rate" in capsys.readouterr().err
 
 
-def test_copy_never_overwrites(tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
-    file.write_text("precious")
-    assert main(["copy", "fast", str(file)]) == 2
-    assert file.read_text() == "precious"
+# --- Imports ----------------------------------------------------------------------------------------------------------
+
+LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
+OTHER_COMMANDS = (
+    *("launch.jobs", "launch.doctor", "launch.scaling", "launch.explain", "launch.fit", "launch.training"),
+    *("launch.commands.plan", "launch.commands.compare", "launch.commands.submit", "recipes.planner"),
+)
 
 
-def test_a_misspelt_recipe_gets_the_nearest_name(capsys):
-    assert main(["show", "fsat"]) == 2
-    assert "Fix: fast" in capsys.readouterr().err
-
-
-def test_check_accepts_every_recipe(capsys):
-    assert [main(["check", "--recipe", name]) for name in RECIPES] == [0] * len(RECIPES)
-
-
-def test_check_reports_all_problems_at_once(capsys):
-    assert main(["check", "--lerning_rate", "1", "--max_steps", "many", "--recipe", "fats"]) == 2
-    printed = capsys.readouterr().err
-    assert all(word in printed for word in ("learning_rate", "max_steps", "fats"))
-
-
-def test_check_in_json_holds_the_verdict_and_the_settings(capsys):
-    assert main(["check", "--recipe", "fast", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["legal"] is True and found["settings"]["logging_steps"]["value"] == 10
-
-
-def test_check_in_json_stays_json_for_a_mistake(capsys):
-    assert main(["check", "--config", "missing.yaml", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["legal"] is False
-
-
-def test_deep_check_builds_the_real_arguments(capsys):
-    assert main(["check", "--recipe", "fast", "--deep"]) == 0
-
-
-@pytest.mark.parametrize("words", [["list"], ["show", "fast"], ["check", "--recipe", "memory"], ["--help"]])
-def test_the_command_imports_no_heavy_library(words):
+def imported(*words: str) -> set[str]:
+    """The modules that a command has imported when it ends, in a process of its own."""
     code = (
         "import sys\nfrom launch.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'transformers', 'accelerate', 'numpy') if name in sys.modules])"
+        "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "words", [["list"], ["show", "fast"], ["check", "--recipe", "memory"], ["--help"], ["scale", "report", "--help"]]
+)
+def test_the_command_imports_no_heavy_library(words):
+    assert not imported(*words) & set(LIBRARIES)
+
+
+@pytest.mark.parametrize(
+    "words", [["list"], ["show", "fast"], ["copy", "fast", "/dev/null"], ["check", "--recipe", "memory"]]
+)
+def test_a_quick_command_imports_none_of_the_others(words):
+    assert not imported(*words) & set(OTHER_COMMANDS)
+
+
+def test_list_reads_no_rules_and_resolves_nothing():
+    assert not imported("list") & {"recipes.rules", "recipes.run", "recipes.legal", "yaml"}
+
+
+def test_a_legal_check_prints_without_rich():
+    assert "rich" not in imported("check", "--recipe", "fast")
+
+
+def test_help_imports_no_command():
+    assert not {name for name in imported("--help") if name.startswith("launch.commands.")}

@@ -238,7 +238,7 @@ def test_the_training_in_a_job_for_azure_is_found_behind_its_preflight():
 
 def patient(*words: str, gpus: int = 0, **environment: str) -> Patient:
     parser = argparse.ArgumentParser()
-    doctor.add_parser(parser.add_subparsers(), int)
+    doctor.add_parser(parser.add_subparsers())
     hardware = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30),) * gpus, cores=8)
     return doctor.patient_of(parser.parse_args(["doctor", *words]), hardware, environment)
 

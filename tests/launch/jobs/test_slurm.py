@@ -160,7 +160,7 @@ def test_a_run_is_found_again(cancelled):
 
 def test_two_runs_do_not_share_a_folder(cancelled):
     refused = cancelled.refused
-    assert refused.code == 2 and f"job {cancelled.job}, which is still to end" in refused.output
+    assert refused.code == 2 and f"job {cancelled.job} is still running and writes to run" in refused.output
 
 
 def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.jobs.local import running
-from launch.jobs.tail import follow, last_words
+from launch.jobs.here import is_written
+from launch.jobs.tail import follow, last_line
+from launch.jobs.targets import submitted
 from launch.output import record, submission
 from launch.output.submission import Submission
 from tests.support.running import model_flags, read_record, train_here
@@ -73,9 +74,9 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
 def test_a_run_that_was_killed_is_not_running(orphan, capsys):
     folder, _ = orphan
     kill_writers(folder / "train.log")
-    wait_until(lambda: not running(folder / "train.log"))
+    wait_until(lambda: not is_written(folder / "train.log"))
     assert read_record(folder)["status"] == "running"  # it could not say anything else any more
-    assert "ended without a word" in status(folder, capsys)
+    assert "ended unexpectedly (killed?)" in status(folder, capsys)
 
 
 def test_a_run_that_was_started_by_hand_is_shown_too(tiny_model, texts, tmp_path, capsys):
@@ -104,7 +105,7 @@ def test_without_a_run_it_says_so(command, tmp_path, capsys):
 )
 def test_a_damaged_note_is_no_note(text, tmp_path):
     (tmp_path / submission.NAME).write_text(text)
-    assert submission.noted(tmp_path) is None
+    assert submitted(tmp_path) is None
 
 
 def test_a_note_comes_back_as_it_was(tmp_path):
@@ -143,6 +144,6 @@ def test_a_log_is_followed_through_a_character_that_comes_in_two_parts(tmp_path,
         ("x" * 200, "x" * 77 + "..."),
     ],
 )
-def test_the_last_words_of_a_log_are_about_a_step(text, last, tmp_path):
+def test_the_last_line_of_a_log_is_about_a_step(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
-    assert last_words(tmp_path / "log") == last
+    assert last_line(tmp_path / "log") == last

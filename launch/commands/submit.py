@@ -1,0 +1,58 @@
+"""`recipes submit`: its flags. What submitting does is in `launch.jobs.submit`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from launch.flags import add_fields, count, from_fields, spellings
+from launch.jobs.submit import submit
+from launch.jobs.targets import TARGETS, Target
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "submit",
+        allow_abbrev=False,
+        usage=f"recipes submit {'|'.join(TARGETS)} [--recipe NAME] [--nodes N] [--processes_per_node G] [--dry_run] "
+        "[--output FILE] [target flags] -- [train.py flags]",
+    )
+    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
+    for name, target in TARGETS.items():
+        _add_target(targets, name, target)
+
+
+def _add_target(targets: Any, name: str, target: Target) -> None:
+    parser = targets.add_parser(
+        name,
+        prog=f"recipes submit {name}",
+        help=target.HELP,
+        description=target.HELP,
+        usage=f"recipes submit {name} [flags] -- [train.py flags]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--recipe", help="baseline, standard, fast, memory, ... [--config's, or standard]")
+    parser.add_argument("--nodes", type=count, default=1, help="[1]")
+    parser.add_argument(*spellings("processes_per_node"), type=count, help="one per GPU")
+    parser.add_argument(*spellings("dry_run"), action="store_true", help="print what would be sent, send nothing")
+    parser.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file")
+    preflight = "`recipes doctor` on every node first: a failed check ends the job"
+    parser.add_argument("--preflight", action="store_true", help=preflight)
+    add_fields(parser, target.FLAGS)
+    parser.set_defaults(run=submit_run)
+
+
+def submit_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    target = TARGETS[options.target]
+    return submit(
+        target,
+        from_fields(target.FLAGS, options),
+        argv,
+        recipe=options.recipe,
+        nodes=options.nodes,
+        processes_per_node=options.processes_per_node,
+        preflight=options.preflight,
+        dry_run=options.dry_run,
+        output=options.output,
+    )

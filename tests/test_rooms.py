@@ -27,7 +27,7 @@ LAYERS = (
     "recipes.planner",
     "recipes.factories",
     "recipes",  # its __init__, which hands names on to users
-    "launch.host launch.terminal launch.plots",
+    "launch.host launch.terminal launch.plots launch.flags",
     "launch.output launch.doctor",
     "launch.training launch.explain",
     "launch.fit launch.jobs",
@@ -190,7 +190,7 @@ def test_an_init_only_hands_names_on():
 
 
 def _hands_on(node: ast.stmt) -> bool:
-    """Docstring, imports, __all__ and __version__; names that __getattr__ imports when asked for."""
+    """Docstring, imports, __all__, __version__, and a __getattr__ that imports when asked for."""
     if isinstance(node, ast.Assign):
         return {ast.unparse(target) for target in node.targets} <= {"__all__", "__version__"}
     if isinstance(node, ast.If):

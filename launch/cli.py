@@ -34,7 +34,7 @@ _SHOW, _STATUS = ("launch.commands.show",), ("launch.commands.status",)
 
 GROUPS = {
     "choose": {
-        "list": Command("the recipes, a line each", _SHOW),
+        "list": Command("the recipes, one line each", _SHOW),
         "show": Command("every setting of a recipe, its value and the reason", _SHOW),
         "copy": Command("write a recipe as a YAML for --config", _SHOW),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),

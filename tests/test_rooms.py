@@ -27,7 +27,7 @@ LAYERS = (
     "recipes.planner",
     "recipes.factories",
     "recipes",  # its __init__, which hands names on to users
-    "launch.host launch.terminal launch.plots",
+    "launch.host launch.terminal launch.plots launch.flags",
     "launch.output launch.doctor",
     "launch.training launch.explain",
     "launch.fit launch.jobs",
@@ -64,7 +64,10 @@ def imports() -> dict[str, set[str]]:
 
 
 def imports_of(module: str, tree: ast.Module) -> set[str]:
-    """The modules that the code names; of `from recipes.run import spec`, recipes.run.spec."""
+    """The modules that the code names; of `from recipes.run import spec`, recipes.run.spec.
+
+    A file that calls import_module imports every module that one of its strings names.
+    """
     named: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -72,6 +75,9 @@ def imports_of(module: str, tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{module}, line {node.lineno}: an import with dots; write the whole name"
             named |= {f"{node.module}.{alias.name}" for alias in node.names}
+    if "importlib.import_module" in named:
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        named |= {module for module in files() if "." in module and module in strings}
     return {file for file in map(_file_of, named) if file and file != module}
 
 
@@ -132,10 +138,12 @@ from recipes.run.batch import Batch
 if TYPE_CHECKING:
     from recipes.errors import Problem
 def later():
+    from importlib import import_module
     from recipes import catalog, fast
+    return import_module("recipes.rules.check")
 """
     found = imports_of("recipes.run.resolve", ast.parse(code))
-    of_run, of_recipes = {"spec", "batch"}, {"legal", "errors", "catalog"}
+    of_run, of_recipes = {"spec", "batch"}, {"legal", "errors", "catalog", "rules.check"}
     assert found == {
         "recipes",
         *(f"recipes.run.{name}" for name in of_run),
@@ -182,8 +190,13 @@ def test_an_init_only_hands_names_on():
 
 
 def _hands_on(node: ast.stmt) -> bool:
+    """Docstring, imports, __all__, __version__, and a __getattr__ that imports when asked for."""
     if isinstance(node, ast.Assign):
         return {ast.unparse(target) for target in node.targets} <= {"__all__", "__version__"}
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(_hands_on, node.body))
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "__getattr__"
     is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     return is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))
 

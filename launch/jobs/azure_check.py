@@ -75,7 +75,7 @@ def _processes(content: dict[str, Any]) -> Iterator[Problem]:
         what = "accelerate launch starts the processes of a node, and would be started once for each"
         yield Problem("distribution.process_count_per_instance", what, "1")
     elif str(_section(content, "inputs").get("processes_per_node", 1)) == "0":
-        yield Problem("inputs.processes_per_node", "0 processes train nothing", "1 or more, one a GPU")
+        yield Problem("inputs.processes_per_node", "0 processes train nothing", "1 or more, one per GPU")
     elif distribution.get("type") != "pytorch":
         what = "WORLD_SIZE, NODE_RANK and MASTER_ADDR are only set for pytorch"
         yield Problem("distribution.type", what, "type: pytorch, process_count_per_instance: 1")

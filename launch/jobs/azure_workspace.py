@@ -173,7 +173,7 @@ def _asking() -> Iterator[None]:
         yield
     except ClientAuthenticationError:
         fix = "az login, or the variables of DefaultAzureCredential (AZURE_CLIENT_ID and others)"
-        raise mistake("azureml", "nobody is logged in to Azure, or not to this workspace", fix) from None
+        raise mistake("azureml", "there is no login to Azure, or none for this workspace", fix) from None
     except ServiceRequestError as error:
         raise mistake("azureml", f"Azure cannot be reached: {_first_line(error)}", "check the network") from None
     except (AzureError, ValueError) as error:

@@ -80,7 +80,7 @@ class Job:
 def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int = 1, preflight: bool = False) -> Job:
     """The job of a legal run on `nodes` such nodes. Advice is printed.
 
-    `recipe` is None if the file that --config names chooses it, or nobody does.
+    `recipe` is None if --config's file names it, or if it is the default.
     Raises `UserError` with every problem.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)

@@ -83,7 +83,7 @@ _WAIT = """\
 step=$!
 told=no
 tell() { scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null; }  # the steps, not this script
-trap 'told=yes; tell' USR1  # Slurm's word, before the time limit, to this script alone
+trap 'told=yes; tell' USR1  # from Slurm before the time limit, to this script alone
 trap tell TERM
 
 code=0

@@ -26,7 +26,7 @@ def newest(folder: Path) -> tuple[Path, Submission]:
         if submission:
             return run, submission
     raise mistake(
-        "FOLDER", f"the run in {folder} was started without `recipes submit`", "look where its output was sent"
+        "FOLDER", f"the run in {folder} was started without `recipes submit`", "read its output where you started it"
     )
 
 
@@ -76,7 +76,7 @@ def _ended(state: str, outcome: str) -> str:
     """What became of a run that its target no longer runs."""
     if outcome == "running":  # the run could not write anything else any more
         return f"{state}: ended unexpectedly (killed?)".removeprefix(": ")
-    return ", ".join(word for word in (state, outcome) if word) or "ended, nobody knows how"
+    return ", ".join(word for word in (state, outcome) if word) or "ended, outcome unknown"
 
 
 def _outcome(folder: Path, submission: Submission | None) -> str:

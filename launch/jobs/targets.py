@@ -13,8 +13,8 @@ from launch.output.submission import Submission, noted
 class Target(Protocol):
     """What a target's module holds. `flags` is an instance of its dataclass `FLAGS`."""
 
-    HELP: str  # a line for `recipes submit --help`
-    WRITES_HERE: bool  # whether the output folder is one of this machine's
+    HELP: str  # one line for `recipes submit --help`
+    WRITES_HERE: bool  # whether the job writes to the output folder on this machine
     FOLDER: Path | None  # where the job's text must lie for its relative paths to hold; None for anywhere
     FLAGS: type
 

@@ -39,10 +39,14 @@ _STEPS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("standard", _CHECKPOINTED, _RECOMPUTED),
     # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
     # without, on a V100.
-    ("standard", {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"}, f"{_RECOMPUTED}; 8-bit Adam adds none where published"),
+    (
+        "standard",
+        {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"},
+        f"{_RECOMPUTED}; 8-bit Adam: not slower where published",
+    ),
     ("memory", {"optim": None}, f"{_RECOMPUTED}; Adam on the host: {{pcie}}"),
     ("memory_zero3", {"optim": None}, f"{_RECOMPUTED}; Adam on the host; parameters over PCIe twice per micro-batch"),
-    ("standard", _LORA, "none: weight gradients left out save what the second forward pass costs"),
+    ("standard", _LORA, "none: frozen weights save as much as the second forward pass costs"),
     ("standard", _QLORA, "weights are unpacked at each use; not measured"),
     ("standard", {**_QLORA, "max_length": _HALF_LENGTH}, "none, but half the context"),
 )
@@ -77,7 +81,7 @@ def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: U
 
 
 def _words(recipe: str, changes: dict[str, Any], base: RunSpec) -> str:
-    """The step as flags, and the flags of the user's that it leaves out."""
+    """The flags to write, and those of the user's flags to leave out."""
     dropped = [name for name, value in changes.items() if value is None and base.explicit(name)]
     return " ".join(with_flags(["--recipe", recipe], changes)) + "".join(f", without --{name}" for name in dropped)
 

@@ -1,9 +1,9 @@
-"""How soon `recipes list` and `recipes check` answer, against `trl -h` and `accelerate launch --help`.
+"""Start-up: `recipes list` and `check` against `trl -h` and `accelerate launch --help`.
 
 python -m tests.benchmarks.check_time [--rounds 10] [--trl PATH]
 
-Whole processes in turns, so that what else the machine does falls on all of them. A ratio is that of
-two processes of one round. trl is best installed in an environment of its own, with this interpreter:
+Whole processes in turns, so that other load on the machine falls on all of them. A ratio is that
+of two processes of one round. Install trl in an environment of its own, with this interpreter:
 
 python -m venv trl-env && trl-env/bin/pip install trl torch
 """
@@ -30,7 +30,7 @@ def seconds(command: list[str]) -> float:
 
 
 def measure(commands: dict[str, list[str]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each command in each round. A first round, which reads the disk, does not count."""
+    """Seconds of each command in each round. A first round only reads the disk."""
     times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds + 1):
         for name, command in commands.items():
@@ -45,7 +45,7 @@ def spread(values: list[float]) -> str:
 
 
 def find_trl(given: str | None) -> str | None:
-    """The program that was named, else `trl` beside this interpreter or on the PATH; None without one."""
+    """The given program, else `trl` beside this interpreter or on the PATH; None without one."""
     beside = Path(sys.executable).with_name("trl")
     return given or (str(beside) if beside.exists() else shutil.which("trl"))
 

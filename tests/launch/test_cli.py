@@ -1,4 +1,4 @@
-"""The `recipes` command itself: its help, its mistakes, and that each command imports only itself."""
+"""The `recipes` command itself: help, mistakes, and that each command imports only itself."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_an_unknown_flag_is_refused(capsys):
     assert "unrecognized arguments: --learning_rate" in capsys.readouterr().err
 
 
-# --- Imports ----------------------------------------------------------------------------------------------------------
+# --- Imports --------------------------------------------------------------------------------------
 
 LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 OTHER_COMMANDS = (

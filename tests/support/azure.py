@@ -1,4 +1,4 @@
-"""A workspace of Azure ML on this machine: what the SDK asks over TLS is answered and noted, nothing else reached."""
+"""A workspace of Azure ML on this machine: it answers the SDK over TLS, and notes the requests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _BLOB_HEADERS = {"ETag": '"1"', "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"
 
 
 class Workspace:
-    """`jobs` are the bodies that were sent, `blobs` what was uploaded, `tracked` what MLflow was told, by endpoint.
+    """`jobs` are the bodies that were sent, `blobs` the uploads, `tracked` the calls of MLflow.
 
-    A job's `status` and `log` are the test's to set. `refuse` makes the service answer every job with an error.
+    The test sets a job's `status` and `log`. With `refuse` the service answers every job with
+    that error.
     """
 
     def __init__(self) -> None:
@@ -137,7 +138,7 @@ class Workspace:
 
 @contextlib.contextmanager
 def loopback(folder: Path, monkeypatch: Any) -> Iterator[Workspace]:
-    """The workspace, and this process's environment pointed at it: a real client with a real login finds it alone."""
+    """The workspace. The environment points to it: a real client with a real login finds it."""
     workspace = Workspace()
     certificate = _certificate(folder / "certificate.pem")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

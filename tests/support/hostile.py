@@ -1,4 +1,4 @@
-"""Arguments that a careless quoting breaks, and a stand-in for train.py that notes what it was given."""
+"""Arguments that careless quoting breaks, and a stand-in for train.py that notes its arguments."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from launch.jobs import local as local_job
-from launch.jobs import slurm as slurm_job
+from launch.jobs import local, slurm
 from launch.jobs.job import Job, job_of
 from launch.jobs.slurm import Slurm
 from recipes.run import resolve
@@ -33,7 +32,7 @@ Path({file!r}).write_text(json.dumps(sys.argv[1:]))
 
 
 def hostile_job(words: list[str], folder: Path) -> Job:
-    """A job whose script writes the words it got, after those of the recipe, to a file."""
+    """A job whose script writes its arguments to a file, those of the recipe first."""
     script = folder / "note the words.py"
     script.write_text(_NOTE.format(file=str(folder / "words.json")))
     job = job_of(resolve(["--recipe", "standard"], hardware=Hardware(cores=2), environment={}), 1, 1, words)
@@ -42,11 +41,11 @@ def hostile_job(words: list[str], folder: Path) -> Job:
 
 def script_that_prints_its_words(target: str, words: list[str], folder: Path) -> str:
     job = hostile_job(words, folder)
-    return local_job.render(job) if target == "local" else slurm_job.render(job, Slurm())
+    return local.render(job) if target == "local" else slurm.render(job, Slurm())
 
 
 def received(folder: Path) -> list[str]:
-    """The words that arrived, without the recipe's own two."""
+    """The arguments that arrived, without the recipe's own two."""
     return json.loads((folder / "words.json").read_text())[2:]
 
 

@@ -1,4 +1,4 @@
-"""A private Slurm cluster of two nodes on this machine: no root, no munge, gone with the test."""
+"""A private Slurm cluster of two nodes on this machine, without root and munge, for one test."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd")
@@ -53,7 +54,7 @@ def installed() -> bool:
 
 
 class Cluster:
-    """Two nodes, a `low` partition whose jobs are preempted by those of `high`."""
+    """Two nodes; jobs in the partition `high` preempt those in `low`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +70,8 @@ class Cluster:
     def start(self) -> None:
         for words in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
             self.run(*words)
-        self.wait_until(lambda: self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() == ["idle"] * 2)
+        states = ("sinfo", "-h", "-N", "-p", "low", "-o", "%T")
+        self.wait_until("two idle nodes", lambda: self.run(*states).split() == ["idle"] * 2, 120)
 
     def stop(self) -> None:
         for file in self.folder.glob("*.pid"):
@@ -87,14 +89,14 @@ class Cluster:
         words = self.run("scontrol", "show", "job", job_id, "-o").split()
         return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
 
-    def wait_for(self, job_id: str, *states: str, seconds: float = 300) -> str:
-        self.wait_until(lambda: self.state(job_id) in states, seconds)
+    def wait_for(self, job_id: str, *states: str, seconds: float = 500) -> str:
+        self.wait_until(f"job {job_id} to be {' or '.join(states)}", lambda: self.state(job_id) in states, seconds)
         return self.state(job_id)
 
-    def wait_until(self, true, seconds: float = 60) -> None:
+    def wait_until(self, what: str, true: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not true():
-            assert time.monotonic() < deadline, self.logs()
+            assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{self.logs()}"
             time.sleep(0.2)
 
     def logs(self) -> str:

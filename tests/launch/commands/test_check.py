@@ -1,4 +1,4 @@
-"""`recipes check`: its verdict, its exit code and its JSON. What is legal is tested beside the rules."""
+"""`recipes check`: verdict, exit code and JSON. The rules have tests of their own."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`recipes compare`: what differs between the records of real runs, and which of them meets a target."""
+"""`recipes compare`: what differs between records of real runs, and which meets a target."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ EVALUATED = ["--dataset_train_split", "train[:90%]", "--dataset_test_split", "tr
 
 @pytest.fixture(scope="module")
 def runs(tiny_model, texts, tmp_path_factory):
-    """A folder with the runs `plain`, `changed` (another rate from a file, another recipe) and `diverged`."""
+    """A folder with three runs; `changed` has another recipe, and another rate from a file."""
     folder = tmp_path_factory.mktemp("runs")
     config = folder / "mine.yaml"
     config.write_text("learning_rate: 0.01\n")

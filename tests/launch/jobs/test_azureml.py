@@ -1,4 +1,7 @@
-"""Jobs for Azure ML, through Azure's own parser to the body that would be sent. Nothing here has run on Azure."""
+"""Jobs for Azure ML, through Azure's own parser to the body that would be sent.
+
+Nothing here has run on Azure.
+"""
 
 import json
 import os
@@ -47,7 +50,7 @@ def sent(file: Path) -> dict:
 
 @pytest.fixture
 def rendered():
-    """Writes a job beside the shipped ones, where its relative paths hold."""
+    """Writes a job beside the shipped ones, where its relative paths start."""
     written = []
 
     def write(text: str) -> Path:
@@ -128,7 +131,7 @@ def test_the_check_reads_a_command_as_bash_does():
     assert training_in(content).flags[2 : 2 + len(HOSTILE)] == HOSTILE
 
 
-def test_another_run_has_another_place_for_its_checkpoints():
+def test_another_command_line_has_another_place_for_its_checkpoints():
     def place(*argv, **named):
         return azure_job.output_of(job(argv=argv), Azure(compute="c", **named))
 
@@ -196,7 +199,7 @@ def test_a_mistake_is_one_line(words, advice, capsys):
     assert advice in capsys.readouterr().err
 
 
-# --- What Azure takes and should not, and what it says ----------------------------------------------------------------
+# --- What Azure accepts and should not, and what it reports ---------------------------------------
 
 
 def changed(path: str, value: object) -> str:
@@ -226,7 +229,7 @@ def changed(path: str, value: object) -> str:
         ("environment_variables.HF_TOKEN", "hf_" + "a1B2c3D4" * 4, "environment_variables", "key vault"),
         ("distribution.process_count_per_instance", 4, "distribution.process_count_per_instance", "once for each"),
         ("distribution", None, "distribution.type", "only set for pytorch"),
-        # And of these it says, in many lines, what is one.
+        # Azure's SDK reports these, over many lines.
         ("resources.instance_cnt", 2, "resources.instance_cnt", "Unknown field"),
         ("resources.instance_count", "two", "resources.instance_count", "Not a valid integer"),
         ("distribution.process_count_per_instance", "x", "distribution.process_count_per_instance", ""),
@@ -240,7 +243,7 @@ def changed(path: str, value: object) -> str:
         ("environment", {"image": "a", "build": {"path": "environment"}}, "environment", "not both"),
     ],
 )
-def test_what_is_wrong_with_a_job_is_one_line_with_its_place(path, value, subject, what):
+def test_an_error_in_a_job_is_one_line_with_its_place(path, value, subject, what):
     pytest.importorskip("azure.ai.ml")
     problems = azure_workspace.problems_of(changed(path, value), FOLDER)
     assert [problem.subject for problem in problems] == [subject]
@@ -279,7 +282,7 @@ def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys)
     assert advice in capsys.readouterr().err
 
 
-# --- Over the wire, to a workspace on this machine --------------------------------------------------------------------
+# --- Over the wire, to a workspace on this machine ------------------------------------------------
 
 
 @pytest.fixture
@@ -336,25 +339,25 @@ def test_status_and_logs_find_the_job_again(workspace, capsys):
     assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
 
 
-def test_what_the_service_refuses_is_one_line(workspace, capsys):
+def test_a_refusal_of_the_service_is_one_line(workspace, capsys):
     workspace.refuse = "Unknown compute target 'gpus'."
     assert main(SUBMIT) == 2
     assert "Azure says: (UserError) Unknown compute target 'gpus'" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_a_login_it_says_how_to_log_in(workspace, monkeypatch, capsys):
+def test_without_a_login_the_message_says_how_to_log_in(workspace, monkeypatch, capsys):
     monkeypatch.delenv("IDENTITY_ENDPOINT")
     assert main(SUBMIT) == 2
     assert "az login" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_a_workspace_it_says_how_to_name_one(workspace, capsys):
+def test_without_a_workspace_the_message_says_how_to_name_one(workspace, capsys):
     Path("config.json").unlink()
     assert main(SUBMIT) == 2
     assert "--workspace_name" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_the_sdk_it_says_what_to_install(monkeypatch, capsys):
+def test_without_the_sdk_the_message_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(azure_workspace, "sdk_is_installed", lambda: False)
     assert main(SUBMIT) == 2
     assert "pip install -e '.[azureml]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Runs on a real Slurm: a private cluster of two nodes, started here. What is submitted is what a user would submit."""
+"""Runs on a real Slurm: a private cluster of two nodes, started here, used as a user would."""
 
 import os
 import re
@@ -26,7 +26,7 @@ STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 6
 def cluster(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
     one_core = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # two nodes: what the jobs may use, they inherit from here
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # two nodes: the jobs inherit the cores they may use from here
     cluster.start()
     yield cluster
     cluster.stop()
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory):
 
 
 def recipes(cluster: Cluster, folder, *words: str) -> Outcome:
-    """What the `recipes` command says in `folder`."""
+    """The outcome of the `recipes` command in `folder`."""
     done = subprocess.run(
         [sys.executable, "-m", "launch", *words],
         cwd=folder,
@@ -46,10 +46,10 @@ def recipes(cluster: Cluster, folder, *words: str) -> Outcome:
 
 
 def submit(cluster: Cluster, folder, *words: str) -> tuple[str, Outcome]:
-    """The id of a job that `recipes submit slurm` submitted from `folder`, and what the command said."""
-    said = recipes(cluster, folder, "submit", "slurm", "--recipe", "standard", *words)
-    found = re.search(r"submitted job (\d+)", said.output)
-    return found.group(1) if found else "", said
+    """The id of a job that `recipes submit slurm` submitted from `folder`, and the outcome."""
+    outcome = recipes(cluster, folder, "submit", "slurm", "--recipe", "standard", *words)
+    found = re.search(r"submitted job (\d+)", outcome.output)
+    return found.group(1) if found else "", outcome
 
 
 def log(folder) -> str:
@@ -57,7 +57,7 @@ def log(folder) -> str:
 
 
 def wait_for_step(cluster: Cluster, folder, step: int) -> None:
-    cluster.wait_until(lambda: f"step {step}/" in log(folder), 120)
+    cluster.wait_until(f"step {step} in the log", lambda: f"step {step}/" in log(folder), 300)
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +81,22 @@ def finished(folder) -> Outcome:
 
 @pytest.fixture(scope="module")
 def preempted(cluster, slow_flags, tmp_path_factory):
-    """The folder of a run of two nodes that a job of higher priority interrupted, its job, and what submitting said."""
+    """The folder of a run of two nodes that a job of higher priority interrupted, and its job."""
     folder = tmp_path_factory.mktemp("preempted")
-    job, said = submit(cluster, folder, "--nodes", "2", "--partition", "low", "--", *slow_flags)
+    job, outcome = submit(cluster, folder, "--nodes", "2", "--partition", "low", "--", *slow_flags)
     wait_for_step(cluster, folder, 5)
     cluster.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 3")
     assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(folder)
-    return folder, job, said
+    return folder, job, outcome
 
 
 def test_what_is_submitted_is_named_with_its_log(preempted):
-    folder, job, said = preempted
-    assert said.code == 0 and f"scancel {job}" in said.output and str(folder / f"standard-{job}.log") in said.output
+    folder, job, outcome = preempted
+    assert (
+        outcome.code == 0
+        and f"scancel {job}" in outcome.output
+        and str(folder / f"standard-{job}.log") in outcome.output
+    )
 
 
 def test_two_nodes_are_one_world_and_train_what_one_process_trains(preempted, uninterrupted):
@@ -105,7 +109,7 @@ def test_a_preempted_run_is_requeued_and_goes_on(preempted):
 
 
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
-    # Slurm's shortest limit is a minute, in which at most 9 steps of six seconds fit; the third start is quick.
+    # Slurm's shortest limit is a minute: at most 9 steps of 6 seconds; the third start is quick.
     model = write_slow_model(tmp_path / "slow", tiny_model, 3.0, restarts=2)
     flags = [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "20", "--output_dir", str(tmp_path / "run")]
     job, _ = submit(
@@ -119,7 +123,7 @@ def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, te
 
 @dataclass
 class Cancelled:
-    """A run of two nodes that was cancelled after its third step, and what the commands said of it, in this order."""
+    """A run of two nodes, cancelled after its third step, and what the commands printed, in order."""
 
     folder: Path
     job: str
@@ -133,7 +137,7 @@ class Cancelled:
 @pytest.fixture(scope="module")
 def cancelled(cluster, slow_flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cancelled")
-    job, said = submit(cluster, folder, "--nodes", "2", "--", *slow_flags)
+    job, outcome = submit(cluster, folder, "--nodes", "2", "--", *slow_flags)
     second, refused = submit(cluster, folder, "--", *slow_flags)
     assert second == ""
     wait_for_step(cluster, folder, 3)
@@ -141,12 +145,13 @@ def cancelled(cluster, slow_flags, tmp_path_factory):
     cluster.run("scancel", job)
     followed = recipes(cluster, folder, "logs", "-f", "run").output
     ended = recipes(cluster, folder, "status", "run").output
-    return Cancelled(folder, job, said.output, refused, running, followed, ended)
+    return Cancelled(folder, job, outcome.output, refused, running, followed, ended)
 
 
 def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, cancelled):
     assert cluster.wait_for(cancelled.job, "COMPLETED", "CANCELLED") == "CANCELLED"
-    cluster.wait_until(lambda: read_record(cancelled.folder / "run").get("status") == "preempted")
+    run = cancelled.folder / "run"
+    cluster.wait_until("the run's record", lambda: read_record(run).get("status") == "preempted", 120)
     assert "requeued" not in log(cancelled.folder)
 
 
@@ -170,9 +175,9 @@ def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):
 
 
 def test_an_unknown_partition_is_one_line(cluster, tmp_path):
-    job, said = submit(cluster, tmp_path, "--partition", "nowhere")
-    assert (job, said.code) == ("", 2)
-    assert said.output.count("\n") == 1 and "--partition with one that `sinfo` lists" in said.output
+    job, outcome = submit(cluster, tmp_path, "--partition", "nowhere")
+    assert (job, outcome.code) == ("", 2)
+    assert outcome.output.count("\n") == 1 and "--partition with one that `sinfo` lists" in outcome.output
 
 
 def test_a_silent_controller_is_one_line(cluster, tmp_path):
@@ -180,8 +185,8 @@ def test_a_silent_controller_is_one_line(cluster, tmp_path):
     (tmp_path / "slurm.conf").write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=1", conf) + "MessageTimeout=2\n")
     silent = Cluster.__new__(Cluster)
     silent.environment = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
-    _, said = submit(silent, tmp_path)
-    assert said.code == 2 and "scontrol ping" in said.output.splitlines()[-1]
+    _, outcome = submit(silent, tmp_path)
+    assert outcome.code == 2 and "scontrol ping" in outcome.output.splitlines()[-1]
 
 
 def test_arguments_arrive_as_they_were_typed(cluster, tmp_path):

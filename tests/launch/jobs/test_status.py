@@ -1,4 +1,4 @@
-"""`recipes status` and `recipes logs` of local runs; Slurm's and Azure ML's are in the files of those targets."""
+"""`recipes status` and `recipes logs` of local runs; other targets have files of their own."""
 
 import contextlib
 import os
@@ -22,10 +22,10 @@ NOTE = '{"target": "%s", "title": "a", "log": %s}'
 RECIPES = [sys.executable, "-m", "launch"]
 
 
-def wait_until(true, seconds=120):
+def wait_until(what, true, seconds=300):
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
         time.sleep(0.1)
 
 
@@ -37,12 +37,12 @@ def status(folder, capsys) -> str:
 
 @pytest.fixture
 def orphan(tiny_model, texts, tmp_path):
-    """The output folder of a run whose `recipes submit local` was killed at step 5, and the run's process group."""
+    """The output folder and process group of a run whose `recipes submit local` was killed."""
     folder = tmp_path / "run"
     flags = [*model_flags(tiny_model, texts), "--max_steps", "100000", "--output_dir", str(folder)]
     submit = subprocess.Popen([*RECIPES, "submit", "local", "--", *flags], stdout=subprocess.DEVNULL)
     log = folder / "train.log"
-    wait_until(lambda: log.exists() and "step 5/" in log.read_text())
+    wait_until("step 5", lambda: log.exists() and "step 5/" in log.read_text())
     group = int(Path(f"/proc/{submit.pid}/task/{submit.pid}/children").read_text())
     submit.kill()
     submit.wait()
@@ -51,9 +51,11 @@ def orphan(tiny_model, texts, tmp_path):
 
 
 def kill_writers(log: Path) -> None:
-    """Every process whose output goes to the log, the ranks first: none may hear of its launcher's death and save."""
+    """Kill every process that writes to the log, ranks first: none may notice its launcher's death
+    and save.
+    """
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: -int(folder.name)):
-        with contextlib.suppress(OSError):  # gone, or not ours
+        with contextlib.suppress(OSError):  # gone, or of another user
             if (process / "fd" / "1").samefile(log):
                 os.kill(int(process.name), signal.SIGKILL)
 
@@ -64,7 +66,7 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
     second = ["submit", "local", "--", *model_flags(tiny_model, texts), "--output_dir", str(folder)]
     assert main(second) == 2 and "another run is writing to" in capsys.readouterr().err
     steps = len((folder / "train.log").read_text())
-    wait_until(lambda: len((folder / "train.log").read_text()) > steps)
+    wait_until("a longer log", lambda: len((folder / "train.log").read_text()) > steps)
     os.kill(group, signal.SIGTERM)
     assert main(["logs", "-f", str(folder)]) == 0
     assert "told to stop by SIGTERM at step" in capsys.readouterr().out
@@ -74,8 +76,8 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
 def test_a_run_that_was_killed_is_not_running(orphan, capsys):
     folder, _ = orphan
     kill_writers(folder / "train.log")
-    wait_until(lambda: not is_written(folder / "train.log"))
-    assert read_record(folder)["status"] == "running"  # it could not say anything else any more
+    wait_until("the lock of the log", lambda: not is_written(folder / "train.log"))
+    assert read_record(folder)["status"] == "running"  # it could not write anything else
     assert "ended unexpectedly (killed?)" in status(folder, capsys)
 
 
@@ -94,7 +96,7 @@ def test_the_newest_run_comes_first(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["status", "logs"])
-def test_without_a_run_it_says_so(command, tmp_path, capsys):
+def test_without_a_run_the_message_says_so(command, tmp_path, capsys):
     assert main([command, str(tmp_path)]) == 2
     assert "no run was submitted" in capsys.readouterr().err
 
@@ -103,7 +105,7 @@ def test_without_a_run_it_says_so(command, tmp_path, capsys):
     "text",
     ["", "{", "[]", '{"target": "local"}', '{"target": 1, "more": 2}', NOTE % ("mars", '"x"'), NOTE % ("local", "5")],
 )
-def test_a_damaged_note_is_no_note(text, tmp_path):
+def test_a_damaged_note_is_ignored(text, tmp_path):
     (tmp_path / submission.NAME).write_text(text)
     assert submitted(tmp_path) is None
 

@@ -1,4 +1,4 @@
-"""`recipes submit`: checked before it goes, readable before it goes, and what is shown is what runs."""
+"""`recipes submit`: checked before it is sent, and what a dry run shows is what runs."""
 
 import os
 import signal
@@ -43,8 +43,8 @@ RENDERED = {
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_what_is_rendered_is_the_golden_file(name):
-    """To accept a change: `ACCEPT_GOLDEN=1 pytest tests/launch/jobs/test_submit.py`, and read the difference."""
+def test_the_rendered_text_is_the_golden_file(name):
+    """To accept: `ACCEPT_GOLDEN=1 pytest tests/launch/jobs/test_submit.py`, and read the diff."""
     text = RENDERED[name]().replace(sys.executable, "python").replace(str(ROOT), "/checkout")
     if os.environ.get("ACCEPT_GOLDEN"):
         (GOLDEN / name).write_text(text)
@@ -71,7 +71,7 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
 
 @pytest.fixture(scope="module")
 def rehearsed(tiny_model, texts, tmp_path_factory):
-    """A run of two local nodes with two processes each: the script that a dry run wrote, run by hand."""
+    """Two local nodes with two processes each: the script of a dry run, run by hand."""
     folder = tmp_path_factory.mktemp("rehearsed")
     flags = [*model_flags(tiny_model, texts), *STEPS, "--output_dir", str(folder / "out")]
     words = ["submit", "local", "--nodes", "2", "--processes_per_node", "2", "--dry_run"]
@@ -108,13 +108,13 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
             if "step 5/" in line:
                 break
         job.send_signal(number)
-        job.communicate(timeout=120)
+        job.communicate(timeout=300)
     assert job.returncode != 0
     assert read_record(tmp_path)["status"] == "preempted"
     assert list(tmp_path.glob("checkpoint-*/trainer_state.json"))
 
 
-# --- Nothing illegal is submitted ------------------------------------------------------------------------------------
+# --- Nothing illegal is submitted -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_a_configuration_names_its_recipe(tmp_path, capsys):
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
 
 
-def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert job(argv=("--output_dir", "~/run")).folder == tmp_path / "run"
 
 
-def test_without_sbatch_it_says_where_there_is_one(capsys, monkeypatch):
+def test_without_sbatch_the_message_says_where_to_find_one(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert main(["submit", "slurm"]) == 2
     assert "there is no sbatch" in capsys.readouterr().err
@@ -173,7 +173,7 @@ def test_train_pys_flags_before_the_dashes_are_explained(capsys):
 
 
 def test_the_command_starts_quickly_also_for_a_dry_run():
-    """No torch: what takes seconds is imported by the training, not by what submits it."""
+    """Without torch: the training imports what takes seconds, not the command that submits it."""
     code = (
         "import sys; from launch.cli import main; main(['submit', 'slurm', '--dry_run']); print('torch' in sys.modules)"
     )

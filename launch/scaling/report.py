@@ -37,6 +37,7 @@ from launch.scaling.words import (
 )
 from recipes.errors import mistake
 from recipes.scaling import timings
+from recipes.scaling.row import to_columns
 from recipes.scaling.verdicts import Series
 
 _WIDTH = 110  # of the text's lines
@@ -101,9 +102,14 @@ def report(found: Findings, folder: Path) -> list[Path]:
 def as_json(found: Findings) -> dict[str, Any]:
     """All of the report as numbers: seconds, samples, bytes and ratios."""
     return {
-        "series": [{**asdict(series), "advice": _advice(found, series)} for series in found.series],
+        "series": [_series(found, series) for series in found.series],
         "applied": [asdict(one) for one in found.applied],
     }
+
+
+def _series(found: Findings, series: Series) -> dict[str, Any]:
+    sizes = [{**asdict(size), "typical": to_columns(size.typical)} for size in series.sizes]
+    return {**asdict(series), "sizes": sizes, "advice": _advice(found, series)}
 
 
 def _advice(found: Findings, series: Series) -> list[dict[str, Any]]:

@@ -30,8 +30,10 @@ from recipes.errors import mistake
 from recipes.run import nearest, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.scaling.advice import BEFORE, Advice, advise
-from recipes.scaling.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
-from recipes.scaling.verdicts import Series, Size, analyse, milliseconds
+from recipes.scaling.causes import milliseconds
+from recipes.scaling.row import Timing, with_columns
+from recipes.scaling.timings import WARM_UP_STEPS, append, name_of, read, require_room
+from recipes.scaling.verdicts import Series, Size, analyse
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
@@ -142,7 +144,7 @@ def _model_name(argv: Sequence[str]) -> str:
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
     """Rows of one name are one training: others would be taken for it. Raises `UserError`."""
-    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
+    earlier = {row.setup.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
         then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
         what = f"{file} holds timings of {name} with {then}, not {now}"
@@ -186,7 +188,7 @@ def _measure_in_turns(options: argparse.Namespace, points: list[Point], argv: Se
             if row is None:
                 failed.append(point)
                 continue
-            row = replace(row, name=name, command=shlex.join(argv), epoch=repeat + 1)
+            row = with_columns(row, name=name, command=shlex.join(argv), epoch=repeat + 1)
             row = replace(row, applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
             speed = (row.samples or 0) / row.epoch_time
@@ -257,12 +259,12 @@ def _tried(options: argparse.Namespace, rows: list[Timing], argv: Sequence[str])
     series, size = _chosen(options, analyse(rows))
     advice = _find(options.apply, advise(size, series), size)
     row = size.typical
-    batch = row.global_batch or 0
+    batch = row.batch.total or 0
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
     after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
     after = replace(after, predicted=advice.gain, global_batch=advice.flags.get("global_batch_size", batch))
     print(f"{advice.title}: {advice.why}; predicted {advice.gain:.2f} times the throughput")
-    return row.name, shlex.split(row.command), [before, after]
+    return row.name, shlex.split(row.setup.command), [before, after]
 
 
 def _chosen(options: argparse.Namespace, every: list[Series]) -> tuple[Series, Size]:

@@ -8,8 +8,9 @@ import unicodedata
 from typing import Any
 
 from launch.scaling.words import Findings, number
-from recipes.scaling.timings import PARTS
-from recipes.scaling.verdicts import CAUSES, Series, Size, Spread, Verdict
+from recipes.scaling.causes import CAUSES
+from recipes.scaling.row import PARTS, to_columns
+from recipes.scaling.verdicts import Series, Size, Spread, Verdict
 
 # --- comprehensive_summary.csv ---------------------------------------------------------------------------------------
 
@@ -26,8 +27,8 @@ def summary_csv(found: Findings) -> str:
 
 def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
     seconds = {cause.key: cause.seconds for cause in verdict.causes}
-    typical = {name: getattr(size.typical, name) for name in ("samples", "global_batch", "micro_batch", "accumulation")}
-    measured = {name: getattr(size.typical, name) for name in ("step_time", *PARTS, "loss", "peak_memory")}
+    typical = to_columns(size.typical)
+    names = ("samples", "global_batch", "micro_batch", "accumulation", "step_time", *PARTS, "loss", "peak_memory")
     return {
         "name": series.name,
         "recipe": series.recipe,
@@ -43,13 +44,12 @@ def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
         "cause": verdict.cause,
         "accuracy": size.accuracy,
         "serial_fraction": series.serial_fraction,
-        **typical,
-        **measured,
+        **{name: typical[name] for name in names},
         **{f"lost_to_{key}": seconds.get(key) for key in CAUSES},
         "lost": verdict.lost,
         "unexplained": verdict.unexplained,
-        "engine": size.typical.engine,
-        "hardware": size.typical.hardware,
+        "engine": typical["engine"],
+        "hardware": typical["hardware"],
         "verdict": verdict.words,
     }
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from launch.scaling.run import TIMINGS
 from recipes.scaling.advice import Advice, Applied, advise, applied
-from recipes.scaling.timings import PARTS, Timing
-from recipes.scaling.verdicts import CAUSES, WORTH_NAMING, Series, Size, Spread, Verdict, analyse, parts
+from recipes.scaling.causes import CAUSES, WORTH_NAMING
+from recipes.scaling.row import PARTS, Timing
+from recipes.scaling.verdicts import Series, Size, Spread, Verdict, analyse
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Findings:
 
     @property
     def hardware(self) -> str:
-        named = dict.fromkeys(row.hardware for row in self.rows if row.hardware)
+        named = dict.fromkeys(row.setup.hardware for row in self.rows if row.setup.hardware)
         return "; ".join(named) or "not stated in the timings"
 
 
@@ -150,13 +151,13 @@ def results(series: Series) -> Table:
 
 def step_parts(series: Series) -> Table | None:
     """Where the time of a step goes, in milliseconds; None where that was not measured."""
-    sizes = [size for size in series.sizes if parts(size.typical)]
+    sizes = [size for size in series.sizes if size.typical.parts.known()]
     if not sizes:
         return None
     columns = {"processes": [str(size.num_processes) for size in sizes]}
     columns["step"] = [_milliseconds(size.typical.step_time) for size in sizes]
     for part in PARTS:
-        columns[part.replace("_", " ")] = [_milliseconds(parts(size.typical).get(part)) for size in sizes]
+        columns[part.replace("_", " ")] = [_milliseconds(size.typical.parts.known().get(part)) for size in sizes]
     return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
 
 

@@ -4,90 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unicodedata import category
 
 from recipes.errors import Problem, UserError, mistake
+from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
 
 SUFFIXES = (".csv", ".jsonl")
 WARM_UP_STEPS = 3  # of each run, which are not timed
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One epoch, or one measured stretch, of one training. Times are in seconds, sizes in bytes, the rest counts.
-
-    Only `num_processes` and `epoch_time` are needed; `samples` are the examples of all processes in `epoch_time`.
-    `scaling`: "strong", the same global batch at every size, or "weak", the same batch a process.
-
-    From `step_time` on: what `train.py --measure` finds, per optimizer step. The parts from `data_wait` to `other` add
-    up to `step_time`, are means over the processes, and `backward` is without the communication that it waits for.
-    But `logging` and `saving` are what the process that writes takes: the others wait for it, and that is no `other`.
-    `no_sync_step` is a step without exchange of gradients, of the median process, which of two is the quicker one: a
-    mean of the two would blame half of a slow one on both. `*_max` is that of the slowest process.
-    """
-
-    num_processes: int
-    epoch_time: float
-    name: str = "training"
-    epoch: float | None = None
-    samples: int | None = None
-    accuracy: float | None = None
-    recipe: str = ""
-    scaling: str = "strong"
-
-    global_batch: int | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    tokens: int | None = None  # in epoch_time
-    loss: float | None = None  # of the evaluation
-
-    step_time: float | None = None
-    data_wait: float | None = None
-    forward: float | None = None
-    backward: float | None = None
-    communication: float | None = None  # exposed, without the wait for slower processes
-    optimizer: float | None = None
-    logging: float | None = None
-    saving: float | None = None  # checkpoints and evaluations
-    other: float | None = None
-
-    data_wait_max: float | None = None
-    no_sync_step: float | None = None
-    no_sync_step_max: float | None = None
-    pass_overhead: float | None = None  # of a forward and backward pass, whatever the number of its examples
-    overlap: float | None = None  # share of the communication that is hidden behind the backward pass, 0 to 1
-    syncs: float | None = None  # backward passes of an optimizer step that exchanged gradients, counted
-    collectives: float | None = None  # of an optimizer step, counted
-    sync_bytes: int | None = None  # handed to collectives by a process in an optimizer step, counted
-    link_bandwidth: float | None = None  # bytes/s, bus bandwidth of an all-reduce of a bucket's size, alone
-    link_latency: float | None = None  # of an all-reduce of a few bytes, alone
-    peak_memory: int | None = None  # of the process that needs most
-
-    hardware: str = ""
-    engine: str = ""  # "ddp", "deepspeed", ...
-    workers: int | None = None  # dataloader_num_workers
-    cores: int | None = None  # of each process
-    logging_steps: int | None = None
-    save_steps: int | None = None
-    eval_steps: int | None = None
-    command: str = ""  # train.py's flags
-    applied: str = ""  # the recommendation that this run tries, "before" for the run beside it
-    predicted: float | None = None  # throughput over the one before that the recommendation promised
-
-
 _LONGER = 1.001  # what rounding may add to a sum of times
 _SHOWN = 200  # letters of a file's first line
 _MOST = 1e15  # of anything that is measured here
-PARTS = "data_wait forward backward communication optimizer logging saving other".split()
-_FIELDS = {field.name: field for field in dataclasses.fields(Timing)}
 
 
 def name_of(run: Mapping[str, Any]) -> str:
@@ -123,7 +57,7 @@ def _gathered(problems: list[Problem]) -> Iterator[None]:
 
 def timing(row: Mapping[str, Any], source: str) -> Timing:
     """A row as a Timing; columns that are not ours are left out. Raises `UserError` with every value that cannot be."""
-    filled = {name: value for name, value in row.items() if name in _FIELDS and value not in (None, "")}
+    filled = {name: value for name, value in row.items() if name in COLUMNS and value not in (None, "")}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for name in dict.fromkeys(["num_processes", "epoch_time", *filled]):
@@ -136,11 +70,11 @@ def timing(row: Mapping[str, Any], source: str) -> Timing:
     if values.get("step_time", 0) > _LONGER * values["epoch_time"]:
         what = f"a step of {values['step_time']:g} s does not fit in {values['epoch_time']:g} s"
         raise mistake("step_time", what, "both in seconds, epoch_time of all its steps", source)
-    return Timing(**values)
+    return from_columns(values)
 
 
 def _value(name: str, value: Any, source: str) -> Any:
-    kind = str(_FIELDS[name].type)
+    kind = COLUMNS[name].kind
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
             raise mistake(name, f"{value!r} is neither strong nor weak", "one of them", source)
@@ -201,7 +135,7 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
     Raises `UserError` where it cannot be written, or is a .csv without the columns that the rows have.
     """
     file = Path(file)
-    filled = [{name: value for name, value in vars(row).items() if value not in (None, "")} for row in rows]
+    filled = [{name: value for name, value in to_columns(row).items() if value not in (None, "")} for row in rows]
     columns = require_room(file, {name for row in filled for name in row})
     with file.open("a", encoding="utf-8", newline="") as stream:
         if columns is None:
@@ -213,7 +147,7 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
         writer.writerows(filled)
 
 
-def require_room(file: str | Path, names: Iterable[str] = tuple(_FIELDS)) -> list[str] | None:
+def require_room(file: str | Path, names: Iterable[str] = tuple(COLUMNS)) -> list[str] | None:
     """Raises `UserError` where columns of these names cannot be added to the file; returns a .csv's columns."""
     file = Path(file)
     try:
@@ -224,7 +158,7 @@ def require_room(file: str | Path, names: Iterable[str] = tuple(_FIELDS)) -> lis
         raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "a file in a folder that can") from None
     if file.suffix == ".jsonl":
         return None
-    columns = _header(file) if begun else list(_FIELDS)
+    columns = _header(file) if begun else list(COLUMNS)
     lacking = sorted(set(names) - set(columns))
     if lacking:
         raise mistake("FILE", f"{file} has no column {lacking[0]}", "another file, or a .jsonl")

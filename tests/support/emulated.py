@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.scaling.timings import Timing, read
+from recipes.scaling.row import Timing
+from recipes.scaling.timings import read
 
 _CODE = """\
 import os

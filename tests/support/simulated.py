@@ -14,7 +14,7 @@ from itertools import count
 from random import Random
 from statistics import fmean, median_low
 
-from recipes.scaling.timings import Timing
+from recipes.scaling.row import Batch, Exchange, Link, NoSync, Parts, Setup, Timing
 
 WARM_UP, STEPS = 20, 20  # simulated steps; logs and checkpoints come every so many that divide 20
 EPOCH = 50  # steps
@@ -256,42 +256,41 @@ def _row(
     trained, synced, alone = stretches
     first, second, third = off
     step = first * trained.step
-    known = {
-        "data_wait": first * fmean(trained.waits),
-        "forward": first * trained.forward,
-        "backward": first * (fmean(trained.own) - trained.forward - trained.optimizer),
-        "optimizer": first * trained.optimizer,
-        "logging": first * trained.logging,
-        "saving": first * trained.saving,
-    }
-    left = max(0.0, step - sum(known.values()))
+    parts = Parts(
+        data_wait=first * fmean(trained.waits),
+        forward=first * trained.forward,
+        backward=first * (fmean(trained.own) - trained.forward - trained.optimizer),
+        optimizer=first * trained.optimizer,
+        logging=first * trained.logging,
+        saving=first * trained.saving,
+    )
+    known = sum(parts.known().values())
+    left = max(0.0, step - known)
     slowest = third * max(alone.own)
     communication = min(left, max(0.0, second * synced.step - slowest)) if world > 1 else 0.0
     micro_batches = math.ceil(batch / world / training.largest_micro_batch)
-    bucket = training.gradients / training.buckets
     syncs = (micro_batches if training.every_micro_batch else 1) if world > 1 else 0
     return Timing(
         num_processes=world,
         epoch_time=step * EPOCH,
         samples=batch * EPOCH,
         scaling=scaling,
-        global_batch=batch,
-        micro_batch=batch // world // micro_batches,
-        accumulation=micro_batches,
-        step_time=sum(known.values()) + left,
-        **known,
-        communication=communication,
-        other=left - communication,
+        batch=Batch(batch, batch // world // micro_batches, micro_batches),
+        step_time=known + left,
+        parts=replace(parts, communication=communication, other=left - communication),
         data_wait_max=first * max(trained.waits),
-        no_sync_step=third * median_low(alone.own),
-        no_sync_step_max=slowest,
-        syncs=syncs,
-        collectives=syncs * training.buckets,
-        sync_bytes=round(syncs * training.gradients),
-        link_bandwidth=2 * (world - 1) / world * bucket / _collective(training, world, bucket) if world > 1 else None,
-        link_latency=_collective(training, world, 0) if world > 1 else None,
-        workers=training.workers,
+        no_sync=NoSync(third * median_low(alone.own), slowest),
+        exchange=Exchange(syncs=syncs, collectives=syncs * training.buckets, bytes=round(syncs * training.gradients)),
+        link=_link(training, world) if world > 1 else None,
+        setup=Setup(workers=training.workers),
     )
+
+
+def _link(training: Training, world: int) -> Link:
+    """What an all-reduce of a bucket's size, and one of a few bytes, would find."""
+    bucket = training.gradients / training.buckets
+    bandwidth = 2 * (world - 1) / world * bucket / _collective(training, world, bucket)
+    return Link(bandwidth, _collective(training, world, 0))
 
 
 # --- What is tried ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes.scaling.advice import Advice, advise, applied
-from recipes.scaling.timings import PARTS, Timing, append, read
+from recipes.scaling.row import Setup, Timing, with_columns
+from recipes.scaling.timings import append, read
 from recipes.scaling.verdicts import Verdict, analyse
 from tests.support import emulated
 from tests.support.running import ROOT, run
@@ -100,18 +101,18 @@ def test_straggler_is_told_from_the_rest(alone, measured):
 
 @pytest.mark.slow
 def test_accumulation_exchanges_gradients_once_a_step(healthy):
-    assert (healthy.accumulation, healthy.syncs) == (2, 1)
+    assert (healthy.batch.accumulation, healthy.exchange.syncs) == (2, 1)
 
 
 @pytest.mark.slow
 def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
     each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
-    assert measured(2, 16, "--accelerator_config", each).syncs == 2
+    assert measured(2, 16, "--accelerator_config", each).exchange.syncs == 2
 
 
 @pytest.mark.slow
 def test_parts_of_a_step_add_up_to_it(healthy):
-    assert sum(getattr(healthy, part) for part in PARTS) == pytest.approx(healthy.step_time)
+    assert sum(healthy.parts.known().values()) == pytest.approx(healthy.step_time)
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_bytes_of_an_exchange_are_those_of_the_gradients(healthy, tiny_model):
 
     with safe_open(tiny_model / "model.safetensors", "pt") as weights:
         parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
-    assert healthy.sync_bytes == pytest.approx(4 * parameters, rel=0.01)
+    assert healthy.exchange.bytes == pytest.approx(4 * parameters, rel=0.01)
 
 
 @pytest.mark.slow
@@ -144,9 +145,9 @@ def recipes(*words: str, folder: Path):
 
 @pytest.mark.slow
 def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model, texts, tmp_path):
-    slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
+    slow = with_columns(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
     command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
-    rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
+    rows = [with_columns(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
     append(tmp_path / "timings.jsonl", rows)
 
     words = ["--apply", "compression", "--repeats", "1", "--steps", "1", "--output", str(tmp_path)]
@@ -188,7 +189,7 @@ def test_timings_of_another_training_are_not_mixed(alone_row, tmp_path, capsys):
 
 @pytest.fixture
 def alone_row() -> Timing:
-    return Timing(1, 10.0, name="demonstration", command="--seed 1")
+    return Timing(1, 10.0, name="demonstration", setup=Setup(command="--seed 1"))
 
 
 def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():

@@ -18,7 +18,8 @@ from launch.scaling.report import as_json, file_stems
 from launch.scaling.tables import tex_escaped
 from launch.scaling.words import commands, find, serial_words, suggestions
 from recipes.errors import UserError
-from recipes.scaling.timings import Timing, timing
+from recipes.scaling.row import Batch, NoSync, Parts, Setup, Timing
+from recipes.scaling.timings import timing
 from recipes.scaling.verdicts import analyse
 
 KINDS = ["epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy", "step_time"]
@@ -33,11 +34,9 @@ STEPS = {
 
 
 def timed(recipe, scaling, world, wobble, epoch):
-    names = ("data_wait", "forward", "backward", "communication", "optimizer")
-    parts = {name: ms * wobble / 1000 for name, ms in zip(names, STEPS[recipe, scaling][world], strict=True)}
+    parts = Parts(*(ms * wobble / 1000 for ms in STEPS[recipe, scaling][world]))
     batch = 32 * (world if scaling == "weak" else 1)
-    step = sum(parts.values())
-    computed = parts["forward"] + parts["backward"] + parts["optimizer"]
+    step = sum(parts.known().values())
     return Timing(
         num_processes=world,
         epoch_time=step * 100,
@@ -47,13 +46,11 @@ def timed(recipe, scaling, world, wobble, epoch):
         accuracy=0.9 + epoch / 100,
         recipe=recipe,
         scaling=scaling,
-        global_batch=batch,
-        micro_batch=batch // world,
-        accumulation=1,
+        batch=Batch(batch, batch // world, 1),
         step_time=step,
-        no_sync_step=computed,
-        hardware="4 imagined GPUs",
-        **parts,
+        parts=parts,
+        no_sync=NoSync(parts.forward + parts.backward + parts.optimizer),
+        setup=Setup(hardware="4 imagined GPUs"),
     )
 
 
@@ -108,7 +105,7 @@ def test_the_csv_holds_the_numbers_of_the_analysis(folder):
             row = rows[series.recipe, series.scaling, size.num_processes]
             assert float(row["speedup"]) == size.speedup.median
             assert float(row["efficiency_low_quartile"]) == size.efficiency.low
-            assert float(row["communication"]) == size.typical.communication
+            assert float(row["communication"]) == size.typical.parts.communication
 
 
 def test_the_csv_names_band_and_cause(folder):
@@ -144,8 +141,8 @@ def test_weak_scaling_has_no_serial_fraction():
 
 
 def test_counts_stay_whole_in_the_median_of_two():
-    size = analyse([Timing(2, 10, micro_batch=4), Timing(2, 11, micro_batch=4)])[0].sizes[0]
-    assert repr(size.typical.micro_batch) == "4"
+    size = analyse([Timing(2, 10, batch=Batch(micro=4)), Timing(2, 11, batch=Batch(micro=4))])[0].sizes[0]
+    assert repr(size.typical.batch.micro) == "4"
 
 
 def test_advice_comes_with_its_gain_and_its_flags(folder):

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
-from recipes.scaling.timings import Timing
+from recipes.scaling.causes import wire_time
+from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.verdicts import analyse
 from tests.support.simulated import Training, measured, train
 
@@ -38,11 +39,11 @@ def advice(training: Training, **known: object) -> dict[str, Advice]:
 
 
 def _told(row: Timing, known: dict) -> Timing:
-    row = replace(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
-    if not row.communication or not row.link_bandwidth:
+    row = with_columns(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
+    if not row.parts.communication or not row.link:
         return row
-    alone = 2 * (WORLD - 1) / WORLD * row.sync_bytes / row.link_bandwidth
-    return replace(row, overlap=max(0.0, 1 - row.communication / alone))
+    alone = wire_time(row.exchange.bytes, row.link.bandwidth, WORLD)
+    return with_columns(row, overlap=max(0.0, 1 - row.parts.communication / alone))
 
 
 def gained(before: Training, after: Training) -> float:
@@ -101,6 +102,12 @@ def test_buckets_are_advised_where_all_gradients_wait_for_the_last():
     found = advice(one_bucket)["bucket_size"]
     buckets = round(WELL.gradients / (found.flags["ddp_bucket_cap_mb"] * 2**20))
     assert gained(one_bucket, replace(one_bucket, buckets=buckets)) == pytest.approx(found.gain, rel=0.25)
+
+
+def test_nothing_is_advised_for_a_step_whose_time_is_unknown():
+    rows = [with_columns(Timing(1, 100.0), micro_batch=4, accumulation=2, pass_overhead=0.1)]
+    series = analyse(rows)[0]
+    assert advise(series.sizes[-1], series) == []
 
 
 def test_fewer_processes_are_advised_where_more_are_slower():

@@ -164,7 +164,7 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
     [
         (["--num_processes", "1", "3"], "global batch of 16 cannot be shared by 3"),
         (["--recipe", "baseline"], "baseline trains in one process"),
-        (["--output_dir", "here"], "--output_dir: is decided by the measurement"),
+        (["--output_dir", "here"], "--output_dir: is set by scale run"),
         (["--learning_rat", "1"], "--learning_rate"),
         (["--num_proceses", "1"], "--num_processes"),
         (["--apply"], "first recipes scale run"),
@@ -193,12 +193,9 @@ def alone_row() -> Timing:
 
 
 def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():
-    import argparse
-
     from launch.scaling.run import points
 
-    options = argparse.Namespace(num_processes=[1, 2, 4], recipe=None, scaling=["strong", "weak"])
-    found = [(point.num_processes, point.global_batch, point.series) for point in points(options, [])]
     both = ("strong", "weak")
+    found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]
     expected = [(1, 16, both[:1]), (1, 4, both[1:]), (2, 16, both[:1]), (2, 8, both[1:]), (4, 16, both)]
     assert sorted(found) == sorted(expected)

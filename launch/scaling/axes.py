@@ -11,12 +11,12 @@ from launch.plots import GREY
 from recipes.scaling.row import Timing
 from recipes.scaling.verdicts import Series, Size, Spread
 
-_WIDE = 8  # from this ratio of world sizes on, powers of two share a linear axis badly
+_WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a linear axis
 
 
 @dataclass(frozen=True)
 class Line:
-    """A series as it is drawn: the same label, colour and marker in every picture."""
+    """A series with its label, colour and marker, the same in every picture."""
 
     label: str
     colour: str
@@ -30,13 +30,13 @@ def worlds_of(lines: Sequence[Line]) -> list[int]:
 
 
 def side_by_side(lines: Sequence[Line]) -> list[tuple[Line, float]]:
-    """Each series with its offset from the middle of a world size's place, so that none hides another."""
+    """Each series with its offset from the centre of a world size, so that none hides another."""
     gap = min(0.18, 0.6 / len(lines))
     return [(line, gap * (index - (len(lines) - 1) / 2)) for index, line in enumerate(lines)]
 
 
 def dots(axes: Any, lines: Sequence[Line], of_row: Callable[..., Any], of_size: Callable[..., Any]) -> None:
-    """A place for each world size: a dot for each row, in front of the hollow marker of its size."""
+    """A dot for each row, in front of the hollow marker of its world size. World sizes are evenly spaced."""
     worlds = worlds_of(lines)
     for line, offset in side_by_side(lines):
         sizes = [size for size in line.series.sizes if of_size(size) is not None]
@@ -57,7 +57,7 @@ def name_worlds(axes: Any, worlds: Sequence[int]) -> None:
 
 
 def with_errors(axes: Any, line: Line, of_size: Callable[[Size], Spread | None]) -> None:
-    """Medians with their quartiles; a single measurement has none to show."""
+    """Medians with their quartiles, which a single measurement does not have."""
     found = [(size, spread) for size in line.series.sizes if (spread := of_size(size))]
     worlds = [size.num_processes for size, _ in found]
     below = [spread.median - spread.low if size.repeats > 1 else 0.0 for size, spread in found]
@@ -68,13 +68,13 @@ def with_errors(axes: Any, line: Line, of_size: Callable[[Size], Spread | None])
 
 
 def in_words(lines: Sequence[Line], words: Callable[[Size], str]) -> str:
-    """What a picture shows for those who cannot see it: `fast: 1.9 times at 2, 3.6 times at 4 processes`."""
-    told = []
+    """A picture's numbers, for those who cannot see it: `fast, strong scaling: 1.9 times at 2 (processes).`"""
+    texts = []
     for line in lines:
         found = [f"{text} at {size.num_processes}" for size in line.series.sizes if (text := words(size))]
         if found:
-            told.append(f"{line.series.recipe or line.series.name}, {line.series.scaling} scaling: {', '.join(found)}")
-    return "; ".join(told) + " (processes)."
+            texts.append(f"{line.series.recipe or line.series.name}, {line.series.scaling} scaling: {', '.join(found)}")
+    return "; ".join(texts) + " (processes)."
 
 
 def _is_wide(worlds: Sequence[int]) -> bool:
@@ -82,7 +82,7 @@ def _is_wide(worlds: Sequence[int]) -> bool:
 
 
 def process_axis(axes: Any, lines: Sequence[Line]) -> None:
-    """Ticks at the world sizes that were measured, as far as their numbers do not touch each other."""
+    """Ticks at the measured world sizes, without those whose numbers would overlap."""
     worlds = worlds_of(lines)
     place: Callable[[float], float] = log2 if _is_wide(worlds) else float
     if _is_wide(worlds):
@@ -100,12 +100,12 @@ def process_axis(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def points_between(first: int, last: int) -> list[float]:
-    """Places of a line that is straight or bent, depending on the axes."""
+    """Points between two world sizes, evenly spaced on a logarithmic axis: enough for a line that bends there."""
     return [first * (last / first) ** (step / 50) for step in range(51)]
 
 
 def value_axis(axes: Any, worlds: Sequence[int]) -> None:
-    """From 0, or logarithmic where the largest of many sizes would press the others flat."""
+    """From 0; or logarithmic if a wide range of values would press the small ones flat."""
     low, high = axes.dataLim.intervaly
     if _is_wide(worlds) and high > _WIDE * low:
         axes.set_yscale("log", base=2)
@@ -115,13 +115,13 @@ def value_axis(axes: Any, worlds: Sequence[int]) -> None:
 
 
 def ideal_in_legend(axes: Any, worlds: Sequence[int]) -> None:
-    """One entry, whatever the colours of the dashes; a single size has no ideal."""
+    """One entry for all dashed lines, whatever their colours; a single size has none."""
     if len(worlds) > 1:
         axes.plot([], [], "--", color=GREY, linewidth=1, label="ideal")
 
 
 def legend(figure: Any, axes: Any) -> None:
-    """Below the axes, where it hides nothing."""
+    """Below the axes, so that it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 4 if max(map(len, labels)) < 20 else 2
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)

@@ -1,4 +1,4 @@
-"""The pictures of a scaling report, as PNG: what was measured with its spread, beside what would be ideal."""
+"""The pictures of a scaling report, as PNG: measurements with their spread, beside the ideal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STYLE: Any = {
     "xtick.labelsize": 9,
     "ytick.labelsize": 9,
     "legend.fontsize": 9,
-    "text.parse_math": False,  # a dollar in a name begins no formula
+    "text.parse_math": False,  # a dollar sign in a name is not a formula
 }
 # Two lists of different length, so that no two of many lines share both.
 _COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
@@ -54,7 +54,7 @@ _PART_COLOURS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG; `kind` is what its file's name ends in, `caption` says how to read it, `alt` what it shows, in numbers."""
+    """A PNG. `kind` ends its file's name, `caption` says how to read it, and `alt` gives its numbers in words."""
 
     kind: str
     caption: str
@@ -63,15 +63,15 @@ class Picture:
 
 
 def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> list[Picture]:
-    """The pictures of the training `name`, whose series and rows these are, as far as there are numbers for them.
+    """The pictures of the training `name`, from its series and rows, without those that would have no numbers.
 
-    Raises `UserError` where matplotlib is not installed.
+    Raises `UserError` if matplotlib is not installed.
     """
     import matplotlib
 
     lines = _lines(series, rows)
     drawn = []
-    with matplotlib.rc_context(_STYLE), silence():  # silence: of letters that the font lacks
+    with matplotlib.rc_context(_STYLE), silence():  # matplotlib warns of characters that its font lacks
         for kind, (title, caption, draw) in _KINDS.items():
             if not has_numbers(kind, series):
                 continue
@@ -83,7 +83,7 @@ def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> lis
 
 
 def has_numbers(kind: str, series: Sequence[Series]) -> bool:
-    """Whether the series hold what a picture of that kind needs; `NEEDS` says in words what that is."""
+    """Whether the series hold what a picture of that kind needs; `NEEDS` says it in words."""
     sizes = [size for one in series for size in one.sizes]
     if kind == "speedup_efficiency":
         return any(len(one.sizes) > 1 for one in series)
@@ -105,7 +105,7 @@ NEEDS = {
 
 
 def _height(kind: str, series: Sequence[Series]) -> float:
-    """Inches: a bar for each size needs its own room, and so does a long legend."""
+    """Inches: bars need room, and so does a long legend."""
     if kind == "step_time":
         bars = sum(bool(size.typical.parts.known()) for one in series for size in one.sizes)
         return max(_HEIGHT, 1.8 + 0.3 * bars)
@@ -135,7 +135,7 @@ def _png(figure: Any) -> bytes:
 
 
 def _draw_epoch_times(figure: Any, lines: Sequence[Line]) -> str:
-    """Each epoch as a dot on its median and, where there are repeats, how far each is from it."""
+    """Each epoch as a dot, with the medians and, if epochs were repeated, the deviations from them."""
     repeated = any(size.repeats > 1 for line in lines for size in line.series.sizes)
     times, *deviations = figure.subplots(1, 1 + repeated, squeeze=False)[0]
     dots(times, lines, lambda row: row.epoch_time, lambda size: size.epoch_time.median)
@@ -144,7 +144,7 @@ def _draw_epoch_times(figure: Any, lines: Sequence[Line]) -> str:
         places = [worlds.index(size.num_processes) + offset for size in line.series.sizes]
         times.plot(places, _ideal_times(line.series), "--", color=line.colour, linewidth=1, zorder=1)
     ideal_in_legend(times, worlds)
-    times.set_ylabel("seconds: each epoch (dots) and the median")
+    times.set_ylabel("time (s): each epoch (dots) and the median")
     value_axis(times, worlds)
     for axes in deviations:
         _deviations(axes, lines)
@@ -160,12 +160,12 @@ def _deviations(axes: Any, lines: Sequence[Line]) -> None:
         away = [100 * (row.epoch_time / middle[row.num_processes] - 1) for row in line.rows]
         axes.plot(places, away, line.marker, color=line.colour, markersize=4, alpha=0.7)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_ylabel("% away from the median of its size")
+    axes.set_ylabel("deviation from the median (%)")
     name_worlds(axes, worlds_of(lines))
 
 
 def _ideal_times(series: Series) -> list[float]:
-    """Seconds of an epoch with as many samples if each process were as fast as in the smallest world."""
+    """Seconds of an epoch of as many samples if every process were as fast as in the smallest world."""
     first = series.sizes[0]
     ideal = []
     for size in series.sizes:
@@ -187,7 +187,7 @@ def _draw_speedup(figure: Any, lines: Sequence[Line]) -> str:
         ends = points_between(first, largest)
         speedups.plot(ends, [end / first for end in ends], "--", color=GREY, linewidth=1, zorder=1)
     ideal_in_legend(speedups, worlds_of(lines))
-    speedups.set_ylabel("speedup over the smallest world (times)")
+    speedups.set_ylabel("speedup over the smallest world")
     efficiencies.set_ylabel("efficiency (% of ideal)")
     for axes in (speedups, efficiencies):
         process_axis(axes, lines)
@@ -198,7 +198,7 @@ def _draw_speedup(figure: Any, lines: Sequence[Line]) -> str:
 
 
 def _bands(axes: Any, highest: float) -> None:
-    """The bands of efficiency as shades, named at the right edge where no line runs."""
+    """The bands of efficiency as shades, named beside the right edge."""
     from matplotlib.ticker import PercentFormatter
 
     top = max(1.12, highest * 1.05)
@@ -261,7 +261,7 @@ def _draw_step_times(figure: Any, lines: Sequence[Line]) -> str:
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_ylabel("series, processes")
-    axes.set_xlabel("milliseconds of an optimizer step, medians")
+    axes.set_xlabel("time of an optimizer step (ms, medians)")
     legend(figure, axes)
     return in_words(lines, _parts_told)
 
@@ -279,24 +279,24 @@ def _parts_told(size: Size) -> str:
 _KINDS: dict[str, tuple[str, str, Callable[[Any, Sequence[Line]], str]]] = {
     "epoch_time_detailed": (
         "time of an epoch",
-        "A dot is an epoch, a hollow marker the median of its size; right: how far each is from that median. Dashed: "
-        "each process as fast as in the smallest world.",
+        "Dots: epochs; hollow markers: the median at each world size; right: deviations from that median. Dashed: "
+        "every process as fast as in the smallest world.",
         _draw_epoch_times,
     ),
     "speedup_efficiency": (
         "speedup and efficiency",
-        "Medians with quartiles, over the smallest world of each series. Dashed: ideal. Shades: the bands.",
+        "Medians with quartiles, relative to the smallest world of each series. Dashed: ideal. Shades: bands.",
         _draw_speedup,
     ),
     "throughput": (
         "throughput",
-        "Medians with quartiles. Dashed: each process as fast as in the smallest world.",
+        "Medians with quartiles. Dashed: every process as fast as in the smallest world.",
         _draw_throughput,
     ),
-    "accuracy": ("accuracy", "A dot is an epoch, a hollow marker the best of its size.", _draw_accuracy),
+    "accuracy": ("accuracy", "Dots: epochs; hollow markers: the best at each world size.", _draw_accuracy),
     "step_time": (
-        "where the time of a step goes",
-        "Medians of the parts of an optimizer step; communication is what the step waits for.",
+        "parts of a step",
+        "Medians of the parts of an optimizer step; communication is the part that the step waits for.",
         _draw_step_times,
     ),
 }

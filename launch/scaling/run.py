@@ -63,21 +63,21 @@ def add_parser(commands: Any, count: Callable[[str], int]) -> None:
         "run",
         prog="recipes scale run",
         help="measure a training at several world sizes and recipes",
-        description="Measure a training at several world sizes and recipes, or try what the report advises.",
+        description="Measure a training at several world sizes and recipes, or try the advice of the report.",
         allow_abbrev=False,
         usage="recipes scale run [--num_processes N ...] [--recipe NAME ...] [--scaling strong weak] [--repeats N] "
         "[--steps N] [--name NAME] [--output FOLDER] [--apply [KEY]] [any train.py flags]",
     )
-    sizes = "world sizes [1, 2, 4, ... as many GPUs as there are; 1 and 2 without]"
+    sizes = "world sizes [1, 2, 4, ... up to the number of GPUs; 1 and 2 without GPUs]"
     parser.add_argument("--num_processes", "--num-processes", type=count, nargs="+", help=sizes)
     parser.add_argument("--recipe", nargs="+", help="[standard]")
-    kinds = "strong: the same global batch at every size; weak: the same batch a process [both]"
+    kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.add_argument("--repeats", type=count, default=3, help="[3]")
-    parser.add_argument("--steps", type=count, default=20, help="measured steps a run, after a warm-up [20]")
-    parser.add_argument("--name", help="the training's name in the report [the model's]")
+    parser.add_argument("--steps", type=count, default=20, help="measured steps per run, after a warm-up [20]")
+    parser.add_argument("--name", help="name of the training in the report [the model's]")
     parser.add_argument("--output", default="outputs/scale", help="folder of timings.jsonl, logs and records")
-    applying = "try what the report advises, beside the present settings; KEY chooses another than the first"
+    applying = "try the first advice of the report, or the one with this KEY, beside the present settings"
     parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
     parser.set_defaults(run=scale_run)
 

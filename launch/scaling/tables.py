@@ -1,4 +1,4 @@
-"""The tables of a scaling report that other programs read: CSV with every number, LaTeX for a paper."""
+"""The tables of a scaling report for other programs: a CSV with every number, LaTeX for a paper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.scaling.verdicts import Series, Size, Spread, Verdict
 
 
 def summary_csv(found: Findings) -> str:
-    """One row for each series and size, under the names and in the units of the timings."""
+    """A row for each series and size, with the names and units of the timings."""
     rows = [_flat(series, *pair) for series in found.series for pair in zip(series.sizes, series.verdicts, strict=True)]
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
@@ -71,12 +71,12 @@ _TEX = {
     '"': "''",
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }
-# Combining marks as LaTeX's accents, which every font encoding has.
+# Combining marks as LaTeX accents, which every font encoding has.
 _ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030c": "v", "\u0327": "c"}
 
 
 def tex_escaped(name: str) -> str:
-    """Text as LaTeX prints it with its own fonts alone; a letter that they lack as its number in Unicode."""
+    """Text for LaTeX's own fonts; a character that they lack is written as its Unicode number, [U+6A21]."""
     escaped = ""
     for letter in unicodedata.normalize("NFC", name):
         base, *marks = list(unicodedata.normalize("NFD", letter))
@@ -92,18 +92,18 @@ def tex_escaped(name: str) -> str:
 
 
 def summary_tex(found: Findings) -> str:
-    """A table for a paper: the series one below the other, each under its title."""
+    """A table for a paper: the series below each other, each under its title."""
     accuracy = any(size.accuracy is not None for series in found.series for size in series.sizes)
     samples = any(size.samples_per_second for series in found.series for size in series.sizes)
     headings = ["Processes", "Epoch (s)", *["Samples/s"] * samples, "Speedup", r"Efficiency (\%)"]
     headings += ["Accuracy"] * accuracy
     lines = [
         f"% Written by: {' '.join(found.command.split())}",
-        r"% Include it with \input{summary_table.tex}, refer to it with \ref{tab:scaling}. It needs no package.",
+        r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}. Needs no package.",
         r"\begin{table}[htbp]",
         r"\centering",
-        r"\caption{Scaling of training over processes: medians of the timed epochs, with quartiles in brackets where",
-        r"there are several. Speedup and efficiency are relative to the smallest number of processes of each series.}",
+        r"\caption{Scaling with the number of processes: the median time of an epoch, with quartiles in brackets where",
+        r"it is repeated. Speedup and efficiency are relative to the smallest number of processes in each series.}",
         r"\label{tab:scaling}",
         r"\small\setlength{\tabcolsep}{4pt}",
         rf"\begin{{tabular}}{{{'r' * len(headings)}}}",

@@ -1,7 +1,7 @@
 """Where the time of a step is lost, in numbers.
 
-Lost time is counted against a reference that is measured, never assumed: one process with all the work, shared out
-without loss. What each cause adds to a step is a difference of two measured times, so the causes can be told apart.
+Lost time is counted against a measured reference: the time of one process with all the work, divided by the number of
+processes. Each cause adds the difference of two measured times to a step, so the causes can be told apart.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 from recipes.scaling.row import Timing
 
-# A cause is named from this share of a step on: mending less is hard to tell from noise.
+# A cause is named from this share of a step on: a smaller gain is hard to tell from noise.
 WORTH_NAMING = 0.10
 CAUSES = {
     "communication": "communication",
@@ -23,13 +23,13 @@ CAUSES = {
     "logging": "logging",
     "saving": "checkpoints and evaluations",
 }
-# What every step has. Logs and checkpoints come every so many steps, and last longer than what is loaded ahead.
+# Losses of every step, which workers load beside. Logs and checkpoints are rare, and longer than what is loaded ahead.
 _OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What a step loses. `seconds` of an optimizer step; `key` is one of `CAUSES`."""
+    """Time that an optimizer step loses to one of `CAUSES`: in seconds, and as a share of the step."""
 
     key: str
     seconds: float
@@ -38,10 +38,10 @@ class Cause:
 
 
 def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float | None, float | None]:
-    """What a step of `row` loses, in the order of `Verdict`; the time lost in all; and how much of it is unexplained.
+    """The causes of a step's lost time, in the order of `Verdict`; all lost time; and how much of it is unexplained.
 
-    `row` holds medians over repeats; `same` are all rows of its training and recipe. Times without a reference are not
-    guessed: their cause is left out.
+    `row` holds medians over repeats; `same` are all rows of its training and recipe. A cause whose reference was not
+    measured is left out. Lost time is None without a reference.
     """
     step = row.step_time
     if not step:
@@ -74,40 +74,40 @@ def _cause(key: str, seconds: float, step: float, evidence: str) -> Cause:
 def _waits(row: Timing, step: float) -> Iterator[Cause]:
     parts = row.parts
     waits = {
-        "data": (parts.data_wait if row.data_wait_max is None else row.data_wait_max, "wait for data"),
-        "communication": (parts.communication, f"wait for gradients{_exchange_words(row)}"),
-        "logging": (parts.logging, "go to logging"),
-        "saving": (parts.saving, "go to checkpoints and evaluations"),
+        "data": (parts.data_wait if row.data_wait_max is None else row.data_wait_max, "are spent waiting for data"),
+        "communication": (parts.communication, f"are spent waiting for gradients{_exchange_words(row)}"),
+        "logging": (parts.logging, "are spent on logging"),
+        "saving": (parts.saving, "are spent on checkpoints and evaluations"),
     }
     for key, (seconds, words) in waits.items():
         if seconds is not None:
-            of_step = f"{milliseconds(seconds)} of a step's {milliseconds(step)} ({seconds / step:.0%})"
+            of_step = f"{milliseconds(seconds)} of a {milliseconds(step)} step ({seconds / step:.0%})"
             yield _cause(key, seconds, step, f"{of_step} {words}")
 
 
 def _exchange_words(row: Timing) -> str:
-    exchange, link, told = row.exchange, row.link, ""
+    exchange, link, text = row.exchange, row.link, ""
     if exchange and link and exchange.bytes and link.bandwidth:
         seconds = wire_time(exchange.bytes, link.bandwidth, row.num_processes)
-        told += f"; {megabytes(exchange.bytes)} a step over a link of {megabytes(link.bandwidth)}/s "
-        told += f"take {milliseconds(seconds)}"
+        text += f"; {megabytes(exchange.bytes)} per step over a link of {megabytes(link.bandwidth)}/s "
+        text += f"take {milliseconds(seconds)}"
     if exchange and exchange.syncs and exchange.syncs > 1:
-        told += f"; {exchange.syncs:.0f} exchanges a step where one is enough"
-    return told
+        text += f"; {exchange.syncs:.0f} exchanges per step where one is enough"
+    return text
 
 
 def _straggler(row: Timing, step: float) -> Iterator[Cause]:
     if row.no_sync and row.no_sync.median and row.no_sync.slowest:
         slowest, middle = row.no_sync.slowest, row.no_sync.median
-        words = f"the slowest process computes {milliseconds(slowest)}, the median one {milliseconds(middle)}"
+        words = f"the slowest process computes for {milliseconds(slowest)}, the median one for {milliseconds(middle)}"
         yield _cause("straggler", slowest - middle, step, words)
 
 
 def sets_the_pace(cause: Cause, row: Timing) -> bool:
-    """Whether the cause is the loading of data, and a step takes as long as that does.
+    """Whether the cause is data loading, and a step takes as long as loading does.
 
-    Workers load while a process computes and communicates, so it waits for them only where they take longer than all
-    of that together. What a step then gains elsewhere, it waits longer for them. Without workers the times add up.
+    Workers load while a process computes and communicates, so the process waits only if loading takes longer than all
+    of that together. A step that gets faster elsewhere then waits longer for data. Without workers the times add up.
     """
     return cause.key == "data" and bool(row.setup.workers) and cause.share >= WORTH_NAMING
 
@@ -115,13 +115,13 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
 def wire_time(size: float, bandwidth: float, processes: int) -> float:
     """Seconds that an all-reduce of `size` bytes takes at a bus bandwidth in bytes/s.
 
-    2(p-1)/p of the bytes are sent, as nccl-tests define bus bandwidth (doc/PERFORMANCE.md).
+    2(p-1)/p of the bytes are sent: the definition of bus bandwidth in nccl-tests, doc/PERFORMANCE.md.
     """
     return 2 * (processes - 1) / processes * size / bandwidth
 
 
 def volume_bound(row: Timing) -> bool | None:
-    """Whether most of the time of a step's collectives is for their bytes, and not for their number; None if unknown.
+    """Whether a step's collectives take most of their time for their bytes, not for their number; None if unknown.
 
     A bandwidth that was measured with small messages includes their latency, so it alone cannot tell.
     """
@@ -137,21 +137,21 @@ def volume_bound(row: Timing) -> bool | None:
 
 
 def _contention_and_work(row: Timing, step: float, whole: float | None, share: float | None) -> Iterator[Cause]:
-    """`whole` and `share`: seconds in which one process alone computes all of a step, and a process's share of it."""
+    """`whole` and `share`: seconds in which one process alone computes all of a step, and one process's share."""
     if row.num_processes == 1 or not row.no_sync or not row.no_sync.median or not share:
         return
     beside, alone = row.no_sync.median, milliseconds(share)
-    words = f"the same work takes {milliseconds(beside)} beside the others and {alone} alone"
+    words = f"the same work takes {milliseconds(beside)} beside the other processes and {alone} alone"
     yield _cause("contention", max(0.0, beside - share), step, words)
     if whole:
         ideal = whole / row.num_processes
-        words = f"a process's share of the batch takes {alone}, "
-        words += f"where 1/{row.num_processes} of the whole would be {milliseconds(ideal)}"
+        words = f"a process's share of the batch takes {alone}; "
+        words += f"1/{row.num_processes} of the time for the whole batch is {milliseconds(ideal)}"
         yield _cause("work", max(0.0, share - ideal), step, words)
 
 
 def _limited(differences: list[Cause], left: float, step: float) -> list[Cause]:
-    """A difference to a reference is at most what is lost beside all that was measured in the step."""
+    """Differences to a reference, scaled down to the lost time that the waits in the step leave over."""
     found = sum(cause.seconds for cause in differences)
     if found <= 0:
         return differences
@@ -167,8 +167,8 @@ def _share(row: Timing) -> float | None:
 def _alone(same: Iterable[Timing], samples: float | None, micro_batch: int | None) -> float | None:
     """Seconds in which one process computes a step of that many samples, without waiting for anything.
 
-    At one micro-batch a step is so many passes: its time is on the line through two batches that were measured, or in
-    proportion to a single one. None where neither was measured.
+    At a fixed micro-batch the time grows with the number of passes: it lies on the line through the two nearest batches
+    that were measured, or is proportional to a single one. None if no such batch was measured.
     """
     steps: dict[int, list[float]] = {}
     micro_batches = set()

@@ -1,4 +1,4 @@
-"""Timings of trainings at several world sizes: rows of a CSV or JSONL that anyone can write, and `scale run` does."""
+"""Files of timings, .csv or .jsonl: `recipes scale run` writes them, and so can anyone else."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
 
 SUFFIXES = (".csv", ".jsonl")
 WARM_UP_STEPS = 3  # of each run, which are not timed
-
-
 _LONGER = 1.001  # what rounding may add to a sum of times
-_SHOWN = 200  # letters of a file's first line
-_MOST = 1e15  # of anything that is measured here
+_SHOWN = 200  # characters of a file's first line
+_LARGEST = 1e15  # of any number in a file, and 1/_LARGEST the smallest
 
 
 def name_of(run: Mapping[str, Any]) -> str:
-    """What the rows of a run are called: its `run_name`, else the last part of its model's name."""
+    """The name of a run's rows: its `run_name`, else the last part of its model's name."""
     model = run["model_name_or_path"]
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
 
 
 def read(files: Iterable[str | Path]) -> list[Timing]:
-    """The rows of all files; where they name no training, the file's name does. Raises `UserError` with every error."""
+    """The rows of all files; a row without a name gets the file's. Raises `UserError` with every mistake in them."""
     rows: list[Timing] = []
     problems: list[Problem] = []
     for file in map(Path, files):
@@ -39,11 +37,11 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
             for number, line in _lines(file):
                 with _gathered(problems):
                     source = f"{file}, line {number}"
-                    rows.append(timing({"name": file.stem, **_row(line, source)}, source))
+                    rows.append(parse_row({"name": file.stem, **_cells(line, source)}, source))
     if problems:
         raise UserError(*problems)
     if not rows:
-        raise mistake("FILE", "holds no timings", "a CSV with num_processes and epoch_time, or recipes scale run")
+        raise mistake("FILE", "holds no timings", "a .csv with num_processes and epoch_time, or run recipes scale run")
     return rows
 
 
@@ -55,8 +53,8 @@ def _gathered(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def timing(row: Mapping[str, Any], source: str) -> Timing:
-    """A row as a Timing; columns that are not ours are left out. Raises `UserError` with every value that cannot be."""
+def parse_row(row: Mapping[str, Any], source: str) -> Timing:
+    """A row as a Timing, without unknown columns. Raises `UserError` with every value that is not possible."""
     filled = {name: value for name, value in row.items() if name in COLUMNS and value not in (None, "")}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -68,8 +66,8 @@ def timing(row: Mapping[str, Any], source: str) -> Timing:
     if problems:
         raise UserError(*problems)
     if values.get("step_time", 0) > _LONGER * values["epoch_time"]:
-        what = f"a step of {values['step_time']:g} s does not fit in {values['epoch_time']:g} s"
-        raise mistake("step_time", what, "both in seconds, epoch_time of all its steps", source)
+        what = f"a step of {values['step_time']:g} s does not fit into an epoch_time of {values['epoch_time']:g} s"
+        raise mistake("step_time", what, "both in seconds, epoch_time for all steps together", source)
     return from_columns(values)
 
 
@@ -77,34 +75,36 @@ def _value(name: str, value: Any, source: str) -> Any:
     kind = COLUMNS[name].kind
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
-            raise mistake(name, f"{value!r} is neither strong nor weak", "one of them", source)
+            raise mistake(name, f"{value!r} is neither strong nor weak", "strong or weak", source)
         if any(category(letter) in ("Cc", "Cs") and not letter.isspace() for letter in str(value)):
-            raise mistake(name, f"{value!r} holds letters that cannot be printed", "a name without them", source)
+            raise mistake(name, f"{value!r} cannot be printed", "text without control characters", source)
         return str(value)
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise mistake(name, f"{value!r} is no number", "a number, such as 12.5", source) from None
+        raise mistake(name, f"{value!r} is not a number", "a number, such as 12.5", source) from None
     positive = name in ("num_processes", "epoch_time", "samples", "step_time", "global_batch")
-    if math.isfinite(number) and (number > _MOST or 0 < number < 1 / _MOST):
-        raise mistake(name, f"{value!r} is beyond all measure", "seconds, bytes or a count", source)
+    if math.isfinite(number) and (number > _LARGEST or 0 < number < 1 / _LARGEST):
+        raise mistake(name, f"{value!r} is out of range", "a number in seconds, bytes or counts", source)
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise mistake(name, f"{value!r} cannot be", f"a number {'above' if positive else 'of at least'} 0", source)
+        raise mistake(
+            name, f"{value!r} is not possible", f"a number {'above' if positive else 'of at least'} 0", source
+        )
     if kind.startswith("int"):
         if number != int(number):
-            raise mistake(name, f"{value!r} is no whole number", "a count", source)
+            raise mistake(name, f"{value!r} is not a whole number", "a count", source)
         return int(number)
     return number
 
 
 def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
-    """The lines that hold something, with their numbers: a .csv's taken apart."""
+    """The lines that are not empty, with their numbers; those of a .csv are split into cells."""
     if file.suffix not in SUFFIXES:
-        raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a file of either kind")
+        raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a .csv or .jsonl file")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise mistake("FILE", f"{file} cannot be read: {error}", "a .csv or .jsonl of timings") from None
+        raise mistake("FILE", f"{file} cannot be read: {error}", "a readable .csv or .jsonl file") from None
     if file.suffix == ".jsonl":
         return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
@@ -112,27 +112,27 @@ def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
     lacking = [name for name in ("num_processes", "epoch_time") if name not in columns]
     if columns and lacking:
         what = f"{file} has no column {' and no column '.join(lacking)}, but {', '.join(columns)[:_SHOWN]}"
-        raise mistake("FILE", what, "a first line such as num_processes,epoch_time,samples, with commas")
+        raise mistake("FILE", what, "a first line such as num_processes,epoch_time,samples, separated by commas")
     rows = [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
     return [(number, row) for number, row in rows if any(row.values())]
 
 
-def _row(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _cells(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if not isinstance(line, str):
         return line
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise mistake("FILE", f"is no JSON: {error}", "one object a line", source) from None
+        raise mistake("FILE", f"is not JSON: {error}", "one JSON object per line", source) from None
     if not isinstance(row, dict):
-        raise mistake("FILE", f"{line[:40]!r} is no object", "one object a line", source)
+        raise mistake("FILE", f"{line[:40]!r} is not a JSON object", "one JSON object per line", source)
     return row
 
 
 def append(file: str | Path, rows: Iterable[Timing]) -> None:
-    """Add rows to a .csv or .jsonl, which is begun where it is not there.
+    """Add rows to a .csv or .jsonl, which is created if missing.
 
-    Raises `UserError` where it cannot be written, or is a .csv without the columns that the rows have.
+    Raises `UserError` if it cannot be written, or is a .csv without the columns that the rows have.
     """
     file = Path(file)
     filled = [{name: value for name, value in to_columns(row).items() if value not in (None, "")} for row in rows]
@@ -148,14 +148,14 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
 
 
 def require_room(file: str | Path, names: Iterable[str] = tuple(COLUMNS)) -> list[str] | None:
-    """Raises `UserError` where columns of these names cannot be added to the file; returns a .csv's columns."""
+    """The columns of a .csv, None for a .jsonl. Raises `UserError` if rows with these columns cannot be added."""
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:
             begun = stream.tell() > 0
     except OSError as error:
-        raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "a file in a folder that can") from None
+        raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "choose a writable folder") from None
     if file.suffix == ".jsonl":
         return None
     columns = _header(file) if begun else list(COLUMNS)

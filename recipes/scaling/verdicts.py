@@ -13,9 +13,9 @@ from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
 
 # Efficiency from which a band begins. Below a speedup of 1 it is negative, whatever the efficiency.
 EXCELLENT, GOOD = 0.85, 0.70
-# Efficiency above this is said to be no scaling; a little more than all of it may be noise.
-_MORE_THAN_ITS_SHARE = 1.1
-# Epochs are of the same work where their samples differ by less: the last batch of one may be left out.
+# From here on an efficiency is called superlinear; a little above 1 may be noise.
+_SUPERLINEAR = 1.1
+# Epochs are the same work if their samples differ by less than this ratio: the last batch may be left out.
 _SAME_WORK = 1.1
 
 
@@ -32,7 +32,8 @@ class Spread:
 class Size:
     """One world size of a series. Times are in seconds; `typical` holds the median of every column.
 
-    `speedup` is throughput over that of the series' smallest world, `efficiency` that over the ratio of the sizes.
+    `speedup` is the throughput divided by that of the series' smallest world; `efficiency` is the speedup divided by
+    the ratio of the world sizes.
     """
 
     num_processes: int
@@ -48,10 +49,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one world size: the band of its efficiency, and what costs it time, in the order to mend it.
+    """The verdict on one world size: the band of its efficiency, and the causes of lost time, in the order to fix them.
 
-    The largest comes first, but nothing that every step has before the loading of data where that sets the pace.
-    `cause` is None where nothing is worth naming or nothing can be told; `words` say it all in a line or two.
+    The largest cause comes first. But if data loading sets the pace, it comes before every cause that it overlaps with.
+    `cause` is None if none is worth naming or none is known; `words` say everything in a line or two.
     """
 
     num_processes: int
@@ -65,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Series:
-    """One training at several world sizes. `serial_fraction` is Amdahl's, from three sizes on, for strong scaling."""
+    """One training at several world sizes. `serial_fraction` is Amdahl's, for strong scaling at three sizes or more."""
 
     name: str
     recipe: str
@@ -80,7 +81,7 @@ class Series:
 
 
 def analyse(rows: Sequence[Timing]) -> list[Series]:
-    """The series in the rows, in the order in which they begin. Rows that try a recommendation are not among them."""
+    """The series in the rows, in the order of their first rows. Rows that try a recommendation are left out."""
     rows = [row for row in rows if not row.applied]
     groups: dict[tuple[str, str, str], list[Timing]] = {}
     for row in rows:
@@ -89,16 +90,16 @@ def analyse(rows: Sequence[Timing]) -> list[Series]:
 
 
 def _series(key: tuple[str, str, str], own: list[Timing], rows: list[Timing]) -> Series:
-    if not all(row.samples for row in own):  # then they are compared by their epochs
+    if not all(row.samples for row in own):  # then epochs are compared, whatever their samples
         own = [dataclasses.replace(row, samples=None) for row in own]
     worlds = sorted({row.num_processes for row in own})
     by_world = {world: [row for row in own if row.num_processes == world] for world in worlds}
     sizes = tuple(_size(world, by_world[world], by_world[worlds[0]]) for world in worlds)
     same = [row for row in rows if (row.name, row.recipe) == key[:2]]
-    verdicts = tuple(judge(size, sizes[0], same) for size in sizes)
+    verdicts = tuple(verdict_of(size, sizes[0], same) for size in sizes)
     samples = [size.typical.samples or 1 for size in sizes]
-    shared_out = key[2] == "strong" and max(samples) <= _SAME_WORK * min(samples)  # what Amdahl's law is about
-    serial = serial_fraction(sizes) if shared_out else None
+    same_work = key[2] == "strong" and max(samples) <= _SAME_WORK * min(samples)  # Amdahl's law assumes it
+    serial = serial_fraction(sizes) if same_work else None
     return Series(*key, sizes, verdicts, serial)
 
 
@@ -122,9 +123,9 @@ def _size(world: int, rows: list[Timing], base: list[Timing]) -> Size:
 
 
 def _each(row: Timing) -> float:
-    """Seconds for each sample; where samples are not counted, for each of what is as many in the rows of a series.
+    """Seconds per sample; if samples are unknown, per amount of work that is the same in all rows of a series.
 
-    That is an epoch in strong scaling; in weak scaling an epoch grows with the processes.
+    In strong scaling that is an epoch. In weak scaling an epoch grows with the number of processes.
     """
     if row.samples:
         return row.epoch_time / row.samples
@@ -139,7 +140,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def typical(rows: Sequence[Timing]) -> Timing:
-    """The median of every numeric column over repeats, of counts one of them; text as in the first row."""
+    """The median of every numeric column over repeats, the lower one for counts; text as in the first row."""
     found: dict[str, Any] = {}
     columns = [to_columns(row) for row in rows]
     for name, column in COLUMNS.items():
@@ -151,9 +152,10 @@ def typical(rows: Sequence[Timing]) -> Timing:
 
 
 def serial_fraction(sizes: Sequence[Size]) -> float | None:
-    """Amdahl's serial fraction s of 1/S = s + (1 - s)/p, by least squares; None from fewer than three sizes.
+    """Amdahl's serial fraction s of 1/S = s + (1 - s)/p, by least squares; None for fewer than three sizes.
 
-    Source: Amdahl 1967, "Validity of the single processor approach". Less than 0, a superlinear speedup, counts as 0.
+    Source: Amdahl 1967, "Validity of the single processor approach". A superlinear speedup would give a negative
+    fraction, which counts as 0.
     """
     if len(sizes) < 3:
         return None
@@ -168,15 +170,15 @@ def serial_fraction(sizes: Sequence[Size]) -> float | None:
 
 
 def band(speedup: float, efficiency: float) -> str:
-    """The band of an efficiency, which is rounded as it is printed."""
+    """The band of an efficiency, rounded to the digits that are printed: 85.0% is excellent."""
     if speedup < 1:
         return "negative scaling"
     efficiency = round(efficiency, 3)
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 
 
-def judge(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
-    """The verdict on one size; `same` are all rows of that training and recipe, where the references are found."""
+def verdict_of(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
+    """The verdict on one size. `same` are all rows of that training and recipe; the references are among them."""
     alone = size.num_processes == base.num_processes
     name = "" if alone else band(size.speedup.median, size.efficiency.median)
     causes, lost, unexplained = causes_of(size.typical, same)
@@ -184,7 +186,7 @@ def judge(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
     return Verdict(
         size.num_processes,
         name,
-        _words(size, base, name, named, lost, unexplained or 0.0),
+        _words(size, base, name, named, lost, unexplained),
         named.key if named else None,
         tuple(causes),
         lost,
@@ -192,28 +194,36 @@ def judge(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
     )
 
 
-def _words(size: Size, base: Size, name: str, cause: Cause | None, lost: float | None, unexplained: float) -> str:
-    told = f"{_processes(size.num_processes)}: the reference."
+def _words(
+    size: Size, base: Size, name: str, cause: Cause | None, lost: float | None, unexplained: float | None
+) -> str:
+    text = f"{_processes(size.num_processes)}: the reference."
     if name:
-        told = f"{_processes(size.num_processes)}: {size.speedup.median:.2f} times as fast as {base.num_processes}, "
-        told += f"{size.efficiency.median:.1%} efficiency: {name}{_spread_words(size)}."
-        if size.efficiency.median > _MORE_THAN_ITS_SHARE:
-            told += " More than all of it: the reference was slowed by something else, or its share fits a cache."
+        text = f"{_processes(size.num_processes)}: {size.speedup.median:.2f} times as fast as {base.num_processes}, "
+        text += f"{size.efficiency.median:.1%} efficiency: {name}{_spread_words(size)}."
+        if size.efficiency.median > _SUPERLINEAR:
+            text += " Superlinear: something else slowed the reference, or a process's share fits into a cache."
     step = size.typical.step_time
     if cause:
-        paced = sets_the_pace(cause, size.typical)
-        most = lost is None or cause.seconds >= lost / 2
-        first = "Nothing is gained before" if paced else "Most is lost to" if most else "Of what was measured, most is"
-        told += f" {first} {CAUSES[cause.key]}: {cause.evidence}."
+        text += f" {_lead(cause, size.typical, lost)}: {cause.evidence}."
     elif step is None and name not in ("", "excellent"):
-        told += " Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
-    if name and step and unexplained > WORTH_NAMING * step:
-        told += f" {milliseconds(unexplained)} of a step are lost to nothing that was measured."
-    return told + _outside_words(size.typical)
+        text += " Epoch times alone do not say why: measure the parts of a step with `recipes scale run`."
+    if name and step and unexplained and unexplained > WORTH_NAMING * step:
+        text += f" {milliseconds(unexplained)} per step are unexplained."
+    return text + _outside_words(size.typical)
+
+
+def _lead(cause: Cause, row: Timing, lost: float | None) -> str:
+    """How the main cause is introduced: as most of the lost time only if it is at least half of it."""
+    if sets_the_pace(cause, row):
+        return "Data loading sets the pace"
+    if lost is None or cause.seconds >= lost / 2:
+        return f"Most of the lost time goes to {CAUSES[cause.key]}"
+    return f"The largest measured loss is {CAUSES[cause.key]}"
 
 
 def _spread_words(size: Size) -> str:
-    """How sure an efficiency is."""
+    """How certain an efficiency is."""
     if size.repeats == 1:
         return " (one timing)"
     low, high = (band(speedup, share) for speedup, share in _borders(size))
@@ -226,13 +236,13 @@ def _borders(size: Size) -> list[tuple[float, float]]:
 
 
 def _outside_words(row: Timing) -> str:
-    """Time of an epoch in which no step runs."""
+    """The time of an epoch outside its steps, if it is worth naming."""
     if not row.step_time or not row.samples or not row.batch.total:
         return ""
     outside = row.epoch_time - row.step_time * row.samples / row.batch.total
     if outside < WORTH_NAMING * row.epoch_time:
         return ""
-    return f" {milliseconds(outside)} of the {milliseconds(row.epoch_time)} lie outside the steps."
+    return f" {milliseconds(outside)} of a {milliseconds(row.epoch_time)} epoch lie outside its steps."
 
 
 def _processes(count: int) -> str:

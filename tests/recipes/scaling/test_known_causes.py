@@ -49,7 +49,7 @@ def test_the_parts_of_a_simulated_step_add_up(judged):
     assert [sum(row.parts.known().values()) for row in rows] == pytest.approx([row.step_time for row in rows])
 
 
-def test_time_lost_to_nothing_that_was_measured_is_said_to_be_so(judged):
+def test_lost_time_that_nothing_explains_is_called_unexplained(judged):
     healthy = next(of.rows for of, verdict in judged if of.cause == "healthy" and not verdict.cause)
     largest = max(row.num_processes for row in healthy)
     rows = [
@@ -63,7 +63,7 @@ def test_time_lost_to_nothing_that_was_measured_is_said_to_be_so(judged):
         else row
         for row in healthy
     ]
-    assert "lost to nothing that was measured" in at_largest(rows).words
+    assert "per step are unexplained" in at_largest(rows).words
     assert at_largest(rows).cause is None
 
 

@@ -120,7 +120,8 @@ def test_loading_comes_before_what_it_runs_beside(row, first):
 
 
 def test_loading_that_sets_the_pace_is_said_to_come_first():
-    assert "Nothing is gained before data loading: 200 ms" in verdict_on([with_columns(WAITING, workers=2)]).words
+    words = verdict_on([with_columns(WAITING, workers=2)]).words
+    assert "Data loading sets the pace: 200 ms of a 1 s step (20%) are spent waiting for data." in words
 
 
 def test_a_run_that_tries_a_recommendation_is_no_part_of_the_series():
@@ -195,7 +196,7 @@ def test_a_verdict_says_how_sure_it_is():
 
 def test_time_outside_the_steps_is_named():
     row = dict(samples=1600, batch=Batch(16), step_time=0.3)
-    assert "40 s of the 70 s lie outside the steps" in words_of([Timing(1, 70, **row), Timing(2, 70, **row)])
+    assert "40 s of a 70 s epoch lie outside its steps" in words_of([Timing(1, 70, **row), Timing(2, 70, **row)])
 
 
 def test_contention_shows_without_weak_rows_at_the_same_micro_batch():

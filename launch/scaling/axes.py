@@ -1,4 +1,4 @@
-"""What the pictures of a scaling report share: series as lines, axes, legends, and numbers in words."""
+"""What the pictures of a scaling report share: lines, axes, legends, numbers in words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def side_by_side(lines: Sequence[Line]) -> list[tuple[Line, float]]:
 
 
 def dots(axes: Any, lines: Sequence[Line], of_row: Callable[..., Any], of_size: Callable[..., Any]) -> None:
-    """A dot for each row, in front of the hollow marker of its world size. World sizes are evenly spaced."""
+    """A dot for each row, in front of the hollow marker of its world size.
+
+    World sizes are evenly spaced.
+    """
     worlds = worlds_of(lines)
     for line, offset in side_by_side(lines):
         sizes = [size for size in line.series.sizes if of_size(size) is not None]
@@ -68,7 +71,10 @@ def with_errors(axes: Any, line: Line, of_size: Callable[[Size], Spread | None])
 
 
 def in_words(lines: Sequence[Line], words: Callable[[Size], str]) -> str:
-    """A picture's numbers, for those who cannot see it: `fast, strong scaling: 1.9 times at 2 (processes).`"""
+    """A picture's numbers, for those who cannot see it:
+
+    `fast, strong scaling: 1.9 times at 2 (processes).`
+    """
     texts = []
     for line in lines:
         found = [f"{text} at {size.num_processes}" for size in line.series.sizes if (text := words(size))]
@@ -100,7 +106,7 @@ def process_axis(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def points_between(first: int, last: int) -> list[float]:
-    """Points between two world sizes, evenly spaced on a logarithmic axis: enough for a line that bends there."""
+    """Points between two world sizes: enough for a line that bends on a logarithmic axis."""
     return [first * (last / first) ** (step / 50) for step in range(51)]
 
 

@@ -1,4 +1,4 @@
-"""The scaling report as one HTML page that holds all it shows: it sends no request, and runs no script."""
+"""The scaling report as one HTML page that sends no request and runs no script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from launch.scaling.plots import Picture
 
 
 def page(found: words.Findings, pictures: Sequence[Picture], notes: Sequence[str] = ()) -> str:
-    """The verdicts first, the pictures next, the tables after. Everything that a file or a user named is escaped."""
+    """The verdicts first, the pictures next, the tables after.
+
+    Everything that a file or a user named is escaped.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -54,16 +54,16 @@ _PART_COLOURS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG. `kind` ends its file's name, `caption` says how to read it, and `alt` gives its numbers in words."""
+    """A PNG and what is written beside it."""
 
-    kind: str
-    caption: str
-    alt: str
+    kind: str  # the end of its file's name
+    caption: str  # how to read it
+    alt: str  # its numbers in words
     png: bytes
 
 
 def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> list[Picture]:
-    """The pictures of the training `name`, from its series and rows, without those that would have no numbers.
+    """The pictures of the training `name` for which its series hold numbers.
 
     Raises `UserError` if matplotlib is not installed.
     """
@@ -71,7 +71,7 @@ def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> lis
 
     lines = _lines(series, rows)
     drawn = []
-    with matplotlib.rc_context(_STYLE), silence():  # matplotlib warns of characters that its font lacks
+    with matplotlib.rc_context(_STYLE), silence():  # warnings about characters missing in the font
         for kind, (title, caption, draw) in _KINDS.items():
             if not has_numbers(kind, series):
                 continue
@@ -131,11 +131,11 @@ def _png(figure: Any) -> bytes:
     return stream.getvalue()
 
 
-# --- The pictures: each draws into a figure and returns its numbers in words -----------------------------------------
+# --- The pictures: each draws into a figure and returns its numbers in words ---------------------
 
 
 def _draw_epoch_times(figure: Any, lines: Sequence[Line]) -> str:
-    """Each epoch as a dot, with the medians and, if epochs were repeated, the deviations from them."""
+    """Each epoch as a dot, the medians, and the deviations from them if epochs were repeated."""
     repeated = any(size.repeats > 1 for line in lines for size in line.series.sizes)
     times, *deviations = figure.subplots(1, 1 + repeated, squeeze=False)[0]
     dots(times, lines, lambda row: row.epoch_time, lambda size: size.epoch_time.median)
@@ -165,7 +165,7 @@ def _deviations(axes: Any, lines: Sequence[Line]) -> None:
 
 
 def _ideal_times(series: Series) -> list[float]:
-    """Seconds of an epoch of as many samples if every process were as fast as in the smallest world."""
+    """Seconds of each epoch if every process were as fast as in the smallest world."""
     first = series.sizes[0]
     ideal = []
     for size in series.sizes:
@@ -229,10 +229,10 @@ def _draw_throughput(figure: Any, lines: Sequence[Line]) -> str:
     process_axis(axes, lines)
     value_axis(axes, worlds_of(lines))
     legend(figure, axes)
-    return in_words(lines, _samples_told)
+    return in_words(lines, _samples_in_words)
 
 
-def _samples_told(size: Size) -> str:
+def _samples_in_words(size: Size) -> str:
     return f"{size.samples_per_second.median:.4g} samples/s" if size.samples_per_second else ""
 
 
@@ -263,10 +263,10 @@ def _draw_step_times(figure: Any, lines: Sequence[Line]) -> str:
     axes.set_ylabel("series, processes")
     axes.set_xlabel("time of an optimizer step (ms, medians)")
     legend(figure, axes)
-    return in_words(lines, _parts_told)
+    return in_words(lines, _parts_in_words)
 
 
-def _parts_told(size: Size) -> str:
+def _parts_in_words(size: Size) -> str:
     found = size.typical.parts.known()
     if not found:
         return ""

@@ -119,7 +119,7 @@ def _advice(found: Findings, series: Series) -> list[dict[str, Any]]:
     ]
 
 
-# --- Pictures --------------------------------------------------------------------------------------------------------
+# --- Pictures ------------------------------------------------------------------------------------
 
 
 def _pictures(found: Findings) -> dict[str, Picture]:
@@ -143,7 +143,10 @@ def _not_drawn(found: Findings) -> list[str]:
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """How the files of each training begin: letters, digits, `-`, `.` and `_`. No two differ only in case."""
+    """How the files of each training begin: letters, digits, `-`, `.` and `_`.
+
+    No two differ only in case.
+    """
     stems: dict[str, str] = {}
     taken: set[str] = set()
     for name in names:
@@ -157,7 +160,7 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
     return stems
 
 
-# --- performance_report.txt ------------------------------------------------------------------------------------------
+# --- performance_report.txt ----------------------------------------------------------------------
 
 
 def text(found: Findings, notes: Sequence[str] = ()) -> str:

@@ -1,7 +1,8 @@
-"""`recipes scale run`: the same training at several world sizes and recipes, measured in turns, as rows of timings.
+"""`recipes scale run`: one training at several world sizes and recipes, as rows of timings.
 
-Sizes are measured in turns and not one after the other, so that other load on the machine slows all of them. On a
-machine without GPUs a process stands for a GPU: it has as many cores at every size.
+Sizes are measured in turns and not one after the other, so that other load on the machine slows
+all of them. On a machine without GPUs a process stands for a GPU: it has as many cores at every
+size.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ _SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe")
 
 @dataclass(frozen=True)
 class Point:
-    """One training at one size. `series` are the kinds of scaling it belongs to; `changed` are flags that it tries."""
+    """One training at one size.
+
+    `series` are the kinds of scaling it belongs to; `changed` are flags that it tries.
+    """
 
     recipe: str
     num_processes: int
@@ -116,7 +120,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _require_flags_of_train(argv: Sequence[str], own_flags: Iterable[str]) -> None:
-    """Raises `UserError` for flags that scale run sets itself, and for its own flags with a typing error."""
+    """Raises `UserError` for flags that scale run sets itself, or that are misspelt."""
     for word in argv:
         flag = word.partition("=")[0]
         name = flag.removeprefix("--").replace("-", "_")
@@ -161,7 +165,10 @@ def _model_name(argv: Sequence[str]) -> str:
 
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
-    """Rows with one name are taken for one training. Raises `UserError` if the file has this name for another."""
+    """Rows with one name are taken for one training.
+
+    Raises `UserError` if the file has this name for another.
+    """
     earlier = {row.setup.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
         then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
@@ -194,7 +201,10 @@ def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
 def _measure_in_turns(
     points: list[Point], argv: Sequence[str], name: str, folder: Path, steps: int, repeats: int
 ) -> list[Point]:
-    """Measures every point `repeats` times, each round in the opposite order. Returns those that failed, once each."""
+    """Measures every point `repeats` times, each round in the opposite order.
+
+    Returns those that failed, once each.
+    """
     done, largest = 0, max(point.num_processes for point in points)
     failed: list[Point] = []
     for repeat in range(repeats):
@@ -221,7 +231,10 @@ def _measured_words(row: Timing) -> str:
 
 
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
-    """One run. Its record and its log are kept, its weights are not. None if it failed, which is printed."""
+    """One run.
+
+    Its record and its log are kept, its weights are not. None if it failed, which is printed.
+    """
     log = folder / "logs" / f"{name}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
@@ -273,7 +286,7 @@ def _slug(point: Point) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", words)
 
 
-# --- Trying what the report advises -----------------------------------------------------------------------------------
+# --- Trying what the report advises --------------------------------------------------------------
 
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
@@ -312,7 +325,10 @@ def _chosen(
 
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
-    """The advice with that key, or the first if the key is empty. Raises `UserError` if no flags make such a change."""
+    """The advice with that key, or the first if the key is empty.
+
+    Raises `UserError` if no flags make such a change.
+    """
     ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
     found = next((one for one in ready if key in ("", one.key)), None)
     if found:

@@ -12,7 +12,7 @@ from recipes.scaling.causes import CAUSES
 from recipes.scaling.row import PARTS, to_columns
 from recipes.scaling.verdicts import Series, Size, Spread, Verdict
 
-# --- comprehensive_summary.csv ---------------------------------------------------------------------------------------
+# --- comprehensive_summary.csv -------------------------------------------------------------------
 
 
 def summary_csv(found: Findings) -> str:
@@ -59,7 +59,7 @@ def _spread(name: str, spread: Spread | None) -> dict[str, float | None]:
     return dict(zip((name, f"{name}_low_quartile", f"{name}_high_quartile"), numbers, strict=True))
 
 
-# --- summary_table.tex -----------------------------------------------------------------------------------------------
+# --- summary_table.tex ---------------------------------------------------------------------------
 
 _TEX = {
     "\\": r"\textbackslash{}",
@@ -76,7 +76,7 @@ _ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308"
 
 
 def tex_escaped(name: str) -> str:
-    """Text for LaTeX's own fonts; a character that they lack is written as its Unicode number, [U+6A21]."""
+    """Text for LaTeX's own fonts; a character that they lack becomes its number, [U+6A21]."""
     escaped = ""
     for letter in unicodedata.normalize("NFC", name):
         base, *marks = list(unicodedata.normalize("NFD", letter))

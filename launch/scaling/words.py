@@ -1,4 +1,4 @@
-"""The sentences and tables of a scaling report, which the terminal, the text file and the page share."""
+"""The sentences and tables of a scaling report, for the terminal, the text and the page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from recipes.scaling.verdicts import Series, Size, Spread, Verdict, analyse
 class Findings:
     """The analysis of timings, and the command that asked for it.
 
-    `measured_in` is the folder of `recipes scale run` that the timings come from, where advice can be tried. None if
-    they come from elsewhere.
+    `measured_in` is the folder of `recipes scale run` that the timings come from, where advice can
+    be tried. None if they come from elsewhere.
     """
 
     rows: Sequence[Timing]
@@ -61,7 +61,7 @@ class Table:
         return all(row[column] == "" or row[column][0].isdigit() for row in self.rows)
 
 
-# --- Sentences -------------------------------------------------------------------------------------------------------
+# --- Sentences -----------------------------------------------------------------------------------
 
 
 def serial_words(series: Series) -> str:
@@ -103,7 +103,10 @@ def gain_words(advice: Advice) -> str:
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
-    """The flags of an advice, and the command that tries them where it was measured. Empty if there are none."""
+    """The flags of an advice, and the command that tries them where it was measured.
+
+    Empty if there are none.
+    """
     processes = ["--num_processes", str(advice.num_processes)] if advice.num_processes != size.num_processes else []
     flags = " ".join([*processes, *filter(None, [advice.shown_flags])])
     if not flags or found.measured_in is None:
@@ -129,7 +132,7 @@ def summary(found: Findings) -> str:
     return "\n".join(lines).rstrip()
 
 
-# --- Tables ----------------------------------------------------------------------------------------------------------
+# --- Tables --------------------------------------------------------------------------------------
 
 
 def results(series: Series) -> Table:

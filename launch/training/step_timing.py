@@ -1,7 +1,8 @@
 """`--measure`: where the time of a training's steps goes, from marks between the parts of a step.
 
-On a GPU a mark is an event in its stream, read once the GPU has passed it: the parts are what the GPU computes or waits
-for, and the host never stops to measure them. Elsewhere a mark is a reading of the clock.
+On a GPU a mark is an event in its stream, read once the GPU has passed it: the parts are what the
+GPU computes or waits for, and the host never stops to measure them. Elsewhere a mark is a reading
+of the clock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StepTimer:
         self.mark(part)
 
     def fold(self, wait: bool = False) -> None:
-        """Add up the parts that the GPU has finished, so that marks do not pile up; with `wait`, all of them."""
+        """Add up the parts that the GPU has finished; with `wait`, all parts."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
@@ -68,15 +69,15 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one optimizer step of one process sent, counted: `syncs` are backward passes that exchanged gradients."""
+    """What one process sent in one optimizer step, counted."""
 
-    syncs: int
+    syncs: int  # backward passes that exchanged gradients
     collectives: int
     bytes: int
 
 
 class TimedTrainer(RecipeTrainer):
-    """A RecipeTrainer that times the parts of its steps after a warm-up, whose last step is counted: what it sends."""
+    """A RecipeTrainer that times its steps after a warm-up, whose last step is counted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,7 +136,10 @@ class TimedTrainer(RecipeTrainer):
         self.timer.fold()
 
     def _due(self) -> str:
-        """Which part follows a step. What every run logs and saves at its end is part of a step only if it is due."""
+        """Which part follows a step.
+
+        What every run logs and saves at its end is part of a step only if it is due.
+        """
         state, control = self.state, self.control
         last = state.global_step >= state.max_steps
         if control.should_save or control.should_evaluate:
@@ -159,10 +163,10 @@ class _AfterOptimizer(TrainerCallback):
 
 
 def _counted(profiler: profile) -> Sent:
-    """Collectives that the process group itself recorded, and the backward passes that exchanged gradients.
+    """The collectives of a step as the process group recorded them.
 
-    A reduce inside a backward pass exchanges gradients; what is gathered or broadcast are parameters, buffers and
-    counts.
+    A reduce inside a backward pass exchanges gradients; what is gathered or broadcast are
+    parameters, buffers and counts.
     """
     events = list(profiler.profiler.kineto_results.events())
     sent = [event for event in events if event.name().startswith(("gloo:", "nccl:"))]

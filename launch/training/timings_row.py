@@ -1,8 +1,9 @@
-"""`--measure`: the row of timings of a training, from its timed steps and from one step repeated afterwards.
+"""`--measure`: the row of timings of a training.
 
-After the training, and without touching its weights, one of its steps is repeated in pairs: with the exchange of
-gradients, and on the bare model without. The difference is what a step waits for the exchange; the bare step is as fast
-as a perfect network could make it, and the time that it takes longer beside other processes than alone is contention.
+After the training, and without touching its weights, one of its steps is repeated in pairs: with
+the exchange of gradients, and on the bare model without. The difference is what a step waits for
+the exchange; the bare step is as fast as a perfect network could make it, and the time that it
+takes longer beside other processes than alone is contention.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FEW_BYTES = 8
 
 @dataclass(frozen=True)
 class Repeated:
-    """Medians in seconds of a step that was repeated: of the bare model, and what the exchange of gradients adds."""
+    """Median seconds of a repeated step: on the bare model, and what the exchange adds."""
 
     bare: float  # of the median process
     slowest_bare: float
@@ -42,9 +43,9 @@ class Repeated:
 def add_timings_row(
     run: RunSpec, world: World, trainer: TimedTrainer, results: dict[str, Any], argv: list[str]
 ) -> Timing | None:
-    """The row that was added to the file of `--measure`; None if no step came after the warm-up. All ranks call it.
+    """The row that was added to the file of `--measure`. All ranks call it.
 
-    Raises `UserError` if it cannot be added.
+    None if no step came after the warm-up. Raises `UserError` if the row cannot be added.
     """
     if not trainer.timed_steps:
         return None
@@ -98,7 +99,7 @@ def _means(everyones: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _count_writing_once(parts: dict[str, float], everyones: list[dict[str, float]]) -> None:
-    """One process logs and saves, and the others wait for it elsewhere: that wait is not counted as `other`."""
+    """One process logs and saves; the time that others wait for it is taken out of `other`."""
     for part in ("logging", "saving"):
         longest = max(rank[part] for rank in everyones)
         parts["other"] -= min(parts["other"], longest - parts[part])
@@ -169,7 +170,7 @@ def _repeated(run: RunSpec, trainer: TimedTrainer) -> Repeated | None:
 
 
 def _pass_overhead(run: RunSpec, trainer: TimedTrainer) -> float | None:
-    """Seconds of a pass that do not depend on its examples, from passes over a micro-batch and over half of it.
+    """Seconds of a pass that do not depend on its examples, from a micro-batch and half of it.
 
     None if a micro-batch cannot be halved: a single example, or several joined into one row.
     """
@@ -193,7 +194,7 @@ def _pass_overhead(run: RunSpec, trainer: TimedTrainer) -> float | None:
 
 
 def _medians(rows: list[list[float]]) -> list[float]:
-    """Of each column."""
+    """The median of each column."""
     return [median(column) for column in zip(*rows, strict=True)]
 
 
@@ -218,7 +219,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _link(run: RunSpec, trainer: TimedTrainer) -> Link | None:
-    """The link at the size of a step's collectives, while nothing else runs; None if no gradients were exchanged.
+    """The link, timed while nothing else runs; None if no gradients were exchanged.
 
     Bus bandwidth as nccl-tests define it (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
     """

@@ -1,6 +1,7 @@
-"""What to change, the gain to expect, and the flags for it. Each gain is computed from measured times alone.
+"""What to change, the gain to expect from measured times, and the flags for it.
 
-Changes that leave the training as it is come first. A gain is a ratio: throughput after over throughput before.
+Changes that leave the training as it is come first. A gain is a ratio: throughput after over
+throughput before.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ BEFORE = "before"  # a run with the present settings, beside one that tries a ch
 class Advice:
     """One change. `gain` is the ratio of throughputs; `key` is its name for `scale run --apply`.
 
-    `same_training`: the global batch stays as it is. Timings of runs that try the change hold its `title`: a run with
-    another title is not compared with earlier ones.
+    `same_training`: the global batch stays as it is. Timings of runs that try the change hold its
+    `title`: a run with another title is not compared with earlier ones.
     """
 
     key: str
@@ -43,13 +44,16 @@ class Advice:
 
     @property
     def shown_flags(self) -> str:
-        """The flags as they are written on the command line; empty if no flag of train.py makes this change."""
+        """The flags as they are written on the command line; empty if there are none."""
         return shlex.join(with_flags([], self.flags))
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A change that was tried. `measured` is the ratio of its throughput to that of the runs beside it."""
+    """A change that was tried.
+
+    `measured` is the ratio of its throughput to that of the runs beside it.
+    """
 
     title: str
     num_processes: int
@@ -58,7 +62,10 @@ class Applied:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """What to change at this size: the same training first, then by gain. Empty if no loss is worth naming."""
+    """What to change at this size: the same training first, then by gain.
+
+    Empty if no loss is worth naming.
+    """
     row, step = size.typical, size.typical.step_time
     found = []
     if step:
@@ -76,7 +83,7 @@ def _gain(step: float, less: float) -> float:
     return step / max(step - less, step * 1e-3)
 
 
-# --- One function per cause: from a row, the seconds of its step and what it loses -----------------------------------
+# --- One function per cause: from a row, the seconds of its step and what it loses ---------------
 
 
 def _communication(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
@@ -115,7 +122,7 @@ def _with_hidden(row: Timing, waits: float) -> float:
 
 
 def _bucket_size(row: Timing, step: float, waits: float) -> Iterator[Advice]:
-    """With b buckets the first is ready after 1/b of the backward pass, and each costs the link's latency."""
+    """With b buckets the first is sent after 1/b of the backward pass; each costs the latency."""
     exchange, link, backward, accumulation = row.exchange, row.link, row.parts.backward, row.batch.accumulation
     if not exchange or not exchange.bytes or not exchange.syncs or not link or not link.latency:
         return
@@ -138,7 +145,10 @@ def _bucket_size(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 
 
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
-    """The fewest micro-batches that bring the exchange to a tenth of a step. The global batch grows with them."""
+    """The fewest micro-batches that bring the exchange to a tenth of a step.
+
+    The global batch grows with them.
+    """
     batch, accumulation = row.batch.total, row.batch.accumulation
     if not batch or not accumulation:
         return
@@ -168,7 +178,8 @@ def _data(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
         return
     more = min(max(2 * workers, 2), cores or 2 * workers or 2)
     works = step - cause.seconds
-    # Workers that do not keep up are always busy: each loads the data of one of as many steps as there are workers.
+    # Workers that do not keep up are always busy: each loads the data of one of as many steps as
+    # there are workers.
     loads = cause.seconds if workers == 0 else workers * step
     left = max(0.0, loads / more - works)
     why = f"loading takes {milliseconds(loads)} per step, and workers load while the step computes"

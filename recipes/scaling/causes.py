@@ -1,7 +1,8 @@
 """Where the time of a step is lost, in numbers.
 
-Lost time is counted against a measured reference: the time of one process with all the work, divided by the number of
-processes. Each cause adds the difference of two measured times to a step, so the causes can be told apart.
+Lost time is counted against a measured reference: the time of one process with all the work,
+divided by the number of processes. Each cause adds the difference of two measured times to a step,
+so the causes can be told apart.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ CAUSES = {
     "logging": "logging",
     "saving": "checkpoints and evaluations",
 }
-# Losses of every step, which workers load beside. Logs and checkpoints are rare, and longer than what is loaded ahead.
+# Workers load during these. Logs and checkpoints are rare, and last longer than workers load ahead.
 _OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Time that an optimizer step loses to one of `CAUSES`: in seconds, and as a share of the step."""
+    """Time that a step loses to one of `CAUSES`, in seconds and as a share of the step."""
 
     key: str
     seconds: float
@@ -38,10 +39,11 @@ class Cause:
 
 
 def causes_of(row: Timing, same: Iterable[Timing]) -> tuple[list[Cause], float | None, float | None]:
-    """The causes of a step's lost time, in the order of `Verdict`; all lost time; and how much of it is unexplained.
+    """The causes of a step's lost time, all its lost time, and how much of that is unexplained.
 
-    `row` holds medians over repeats; `same` are all rows of its training and recipe. A cause whose reference was not
-    measured is left out. Lost time is None without a reference.
+    The causes are in the order of `Verdict`. `row` holds medians over repeats; `same` are all rows
+    of its training and recipe. A cause whose reference was not measured is left out. Lost time is
+    None without a reference.
     """
     step = row.step_time
     if not step:
@@ -68,7 +70,7 @@ def _cause(key: str, seconds: float, step: float, evidence: str) -> Cause:
     return Cause(key, seconds, seconds / step, evidence)
 
 
-# --- What was measured in the step itself ----------------------------------------------------------------------------
+# --- What was measured in the step itself --------------------------------------------------------
 
 
 def _waits(row: Timing, step: float) -> Iterator[Cause]:
@@ -106,8 +108,9 @@ def _straggler(row: Timing, step: float) -> Iterator[Cause]:
 def sets_the_pace(cause: Cause, row: Timing) -> bool:
     """Whether the cause is data loading, and a step takes as long as loading does.
 
-    Workers load while a process computes and communicates, so the process waits only if loading takes longer than all
-    of that together. A step that gets faster elsewhere then waits longer for data. Without workers the times add up.
+    Workers load while a process computes and communicates, so the process waits only if loading
+    takes longer than all of that together. A step that gets faster elsewhere then waits longer for
+    data. Without workers the times add up.
     """
     return cause.key == "data" and bool(row.setup.workers) and cause.share >= WORTH_NAMING
 
@@ -115,15 +118,17 @@ def sets_the_pace(cause: Cause, row: Timing) -> bool:
 def wire_time(size: float, bandwidth: float, processes: int) -> float:
     """Seconds that an all-reduce of `size` bytes takes at a bus bandwidth in bytes/s.
 
-    2(p-1)/p of the bytes are sent: the definition of bus bandwidth in nccl-tests, doc/PERFORMANCE.md.
+    2(p-1)/p of the bytes are sent: the definition of bus bandwidth in nccl-tests,
+    doc/PERFORMANCE.md.
     """
     return 2 * (processes - 1) / processes * size / bandwidth
 
 
 def volume_bound(row: Timing) -> bool | None:
-    """Whether a step's collectives take most of their time for their bytes, not for their number; None if unknown.
+    """Whether a step's collectives take longer for their bytes than for their number.
 
-    A bandwidth that was measured with small messages includes their latency, so it alone cannot tell.
+    None if unknown. A bandwidth that was measured with small messages includes their latency, so
+    it alone cannot tell.
     """
     exchange, link = row.exchange, row.link
     if not exchange or not link or not exchange.bytes or not link.bandwidth:
@@ -133,11 +138,11 @@ def volume_bound(row: Timing) -> bool | None:
     return 2 * exchange.collectives * link.latency < wire_time(exchange.bytes, link.bandwidth, row.num_processes)
 
 
-# --- What is a difference to a reference -----------------------------------------------------------------------------
+# --- What is a difference to a reference ---------------------------------------------------------
 
 
 def _contention_and_work(row: Timing, step: float, whole: float | None, share: float | None) -> Iterator[Cause]:
-    """`whole` and `share`: seconds in which one process alone computes all of a step, and one process's share."""
+    """`whole`, `share`: seconds of one process alone for the batch, and for a process's share."""
     if row.num_processes == 1 or not row.no_sync or not row.no_sync.median or not share:
         return
     beside, alone = row.no_sync.median, milliseconds(share)
@@ -151,7 +156,7 @@ def _contention_and_work(row: Timing, step: float, whole: float | None, share: f
 
 
 def _limited(differences: list[Cause], left: float, step: float) -> list[Cause]:
-    """Differences to a reference, scaled down to the lost time that the waits in the step leave over."""
+    """Differences to a reference, at most what the waits leave of the lost time."""
     found = sum(cause.seconds for cause in differences)
     if found <= 0:
         return differences
@@ -165,10 +170,11 @@ def _share(row: Timing) -> float | None:
 
 
 def _alone(same: Iterable[Timing], samples: float | None, micro_batch: int | None) -> float | None:
-    """Seconds in which one process computes a step of that many samples, without waiting for anything.
+    """Seconds in which one process computes a step of that many samples without any wait.
 
-    At a fixed micro-batch the time grows with the number of passes: it lies on the line through the two nearest batches
-    that were measured, or is proportional to a single one. None if no such batch was measured.
+    At a fixed micro-batch the time grows with the number of passes: it lies on the line through
+    the two nearest batches that were measured, or is proportional to a single one. None if no such
+    batch was measured.
     """
     steps: dict[int, list[float]] = {}
     micro_batches = set()

@@ -1,6 +1,7 @@
-"""A row of timings: one epoch, or one measured stretch, of one training. Times are in seconds, sizes in bytes.
+"""A row of timings: one epoch, or one measured stretch, of one training.
 
-A file of timings is flat: `COLUMNS` says which field of which object each of its columns is.
+Times are in seconds, sizes in bytes. A file of timings is flat: `COLUMNS` says which field of which
+object each of its columns is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ def _column(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples of an optimizer step and of a micro-batch, and micro-batches of a step. Each is None if unknown."""
+    """Examples of an optimizer step and of a micro-batch, and micro-batches of a step.
+
+    Each is None if unknown.
+    """
 
     total: int | None = _column("global_batch")
     micro: int | None = _column("micro_batch")
@@ -29,8 +33,9 @@ class Batch:
 class Parts:
     """The parts of an optimizer step, in the order in which they happen. Each is None if unknown.
 
-    They add up to the step, and are means over the processes. Only `logging` and `saving` are those of the process
-    that writes: the others wait for it, and that wait is not counted as `other`.
+    They add up to the step, and are means over the processes. Only `logging` and `saving` are
+    those of the process that writes: the others wait for it, and that wait is not counted as
+    `other`.
     """
 
     data_wait: float | None = None
@@ -53,7 +58,8 @@ PARTS = [part.name for part in dataclasses.fields(Parts)]
 class NoSync:
     """A step without exchange of gradients, of the median and of the slowest process.
 
-    The median of two processes is the faster one: their mean would count half of a slow process against both.
+    The median of two processes is the faster one: their mean would count half of a slow process
+    against both.
     """
 
     median: float | None = _column("no_sync_step")
@@ -74,8 +80,8 @@ class Exchange:
 class Link:
     """The link between the processes while nothing else runs.
 
-    `bandwidth` is the bus bandwidth in bytes/s of an all-reduce as large as those of a step, `latency` the time of an
-    all-reduce of a few bytes.
+    `bandwidth` is the bus bandwidth in bytes/s of an all-reduce as large as those of a step,
+    `latency` the time of an all-reduce of a few bytes.
     """
 
     bandwidth: float | None = _column("link_bandwidth")
@@ -100,8 +106,8 @@ class Setup:
 class Timing:
     """One row. Only `num_processes` and `epoch_time` are required; the rest is None if unknown.
 
-    `no_sync`, `exchange` and `link` come from `train.py --measure`, each as a whole. Batches, parts and the setup may
-    be known in part.
+    `no_sync`, `exchange` and `link` come from `train.py --measure`, each as a whole. Batches,
+    parts and the setup may be known in part.
     """
 
     num_processes: int
@@ -131,7 +137,7 @@ class Timing:
     predicted: float | None = None  # throughput over the run before that the recommendation promised
 
 
-# --- The columns of a file -------------------------------------------------------------------------------------------
+# --- The columns of a file -----------------------------------------------------------------------
 
 
 class Column(NamedTuple):

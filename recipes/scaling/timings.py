@@ -29,7 +29,10 @@ def name_of(run: Mapping[str, Any]) -> str:
 
 
 def read(files: Iterable[str | Path]) -> list[Timing]:
-    """The rows of all files; a row without a name gets the file's. Raises `UserError` with every mistake in them."""
+    """The rows of all files; a row without a name gets the file's.
+
+    Raises `UserError` with every mistake in them.
+    """
     rows: list[Timing] = []
     problems: list[Problem] = []
     for file in map(Path, files):
@@ -54,7 +57,10 @@ def _gathered(problems: list[Problem]) -> Iterator[None]:
 
 
 def parse_row(row: Mapping[str, Any], source: str) -> Timing:
-    """A row as a Timing, without unknown columns. Raises `UserError` with every value that is not possible."""
+    """A row as a Timing, without unknown columns.
+
+    Raises `UserError` with every value that is not possible.
+    """
     filled = {name: value for name, value in row.items() if name in COLUMNS and value not in (None, "")}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -148,7 +154,10 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
 
 
 def require_room(file: str | Path, names: Iterable[str] = tuple(COLUMNS)) -> list[str] | None:
-    """The columns of a .csv, None for a .jsonl. Raises `UserError` if rows with these columns cannot be added."""
+    """The columns of a .csv, None for a .jsonl.
+
+    Raises `UserError` if rows with these columns cannot be added.
+    """
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What timings say: speedup and efficiency at each world size, and what a step loses, in a sentence or two."""
+"""What timings say: speedup, efficiency, and a sentence or two on what each size loses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
 EXCELLENT, GOOD = 0.85, 0.70
 # From here on an efficiency is called superlinear; a little above 1 may be noise.
 _SUPERLINEAR = 1.1
-# Epochs are the same work if their samples differ by less than this ratio: the last batch may be left out.
+# Epochs are the same work if their samples differ by less than this ratio: the last batch may be
+# left out.
 _SAME_WORK = 1.1
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of repeats with its quartiles; all three are the same for a single one."""
+    """The median of repeats with its quartiles; all three are equal for a single one."""
 
     median: float
     low: float
@@ -30,10 +31,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Size:
-    """One world size of a series. Times are in seconds; `typical` holds the median of every column.
+    """One world size of a series. Times are in seconds; `typical` is the median of each column.
 
-    `speedup` is the throughput divided by that of the series' smallest world; `efficiency` is the speedup divided by
-    the ratio of the world sizes.
+    `speedup` is the throughput divided by that of the series' smallest world; `efficiency` is the
+    speedup divided by the ratio of the world sizes.
     """
 
     num_processes: int
@@ -49,10 +50,11 @@ class Size:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one world size: the band of its efficiency, and the causes of lost time, in the order to fix them.
+    """The band of one world size, and the causes of its lost time in the order to fix them.
 
-    The largest cause comes first. But if data loading sets the pace, it comes before every cause that it overlaps with.
-    `cause` is None if none is worth naming or none is known; `words` say everything in a line or two.
+    The largest cause comes first. But if data loading sets the pace, it comes before every cause
+    that it overlaps with. `cause` is None if none is worth naming or none is known; `words` say
+    everything in a line or two.
     """
 
     num_processes: int
@@ -66,7 +68,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Series:
-    """One training at several world sizes. `serial_fraction` is Amdahl's, for strong scaling at three sizes or more."""
+    """One training at several world sizes.
+
+    `serial_fraction` is Amdahl's, for strong scaling at three sizes or more.
+    """
 
     name: str
     recipe: str
@@ -81,7 +86,10 @@ class Series:
 
 
 def analyse(rows: Sequence[Timing]) -> list[Series]:
-    """The series in the rows, in the order of their first rows. Rows that try a recommendation are left out."""
+    """The series in the rows, in the order of their first rows.
+
+    Rows that try a recommendation are left out.
+    """
     rows = [row for row in rows if not row.applied]
     groups: dict[tuple[str, str, str], list[Timing]] = {}
     for row in rows:
@@ -123,9 +131,10 @@ def _size(world: int, rows: list[Timing], base: list[Timing]) -> Size:
 
 
 def _each(row: Timing) -> float:
-    """Seconds per sample; if samples are unknown, per amount of work that is the same in all rows of a series.
+    """Seconds per sample or, if samples are unknown, per work that is equal in all rows.
 
-    In strong scaling that is an epoch. In weak scaling an epoch grows with the number of processes.
+    In strong scaling that is an epoch. In weak scaling an epoch grows with the number of
+    processes.
     """
     if row.samples:
         return row.epoch_time / row.samples
@@ -140,7 +149,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def typical(rows: Sequence[Timing]) -> Timing:
-    """The median of every numeric column over repeats, the lower one for counts; text as in the first row."""
+    """The median of every numeric column, the lower one for counts; text as in the first row."""
     found: dict[str, Any] = {}
     columns = [to_columns(row) for row in rows]
     for name, column in COLUMNS.items():
@@ -152,10 +161,10 @@ def typical(rows: Sequence[Timing]) -> Timing:
 
 
 def serial_fraction(sizes: Sequence[Size]) -> float | None:
-    """Amdahl's serial fraction s of 1/S = s + (1 - s)/p, by least squares; None for fewer than three sizes.
+    """Amdahl's serial fraction s of 1/S = s + (1 - s)/p, by least squares over the sizes.
 
-    Source: Amdahl 1967, "Validity of the single processor approach". A superlinear speedup would give a negative
-    fraction, which counts as 0.
+    None for fewer than three sizes. A superlinear speedup would give a negative fraction, which
+    counts as 0. Source: Amdahl 1967, "Validity of the single processor approach".
     """
     if len(sizes) < 3:
         return None
@@ -166,7 +175,7 @@ def serial_fraction(sizes: Sequence[Size]) -> float | None:
     return min(max(found, 0.0), 1.0)
 
 
-# --- Verdicts --------------------------------------------------------------------------------------------------------
+# --- Verdicts ------------------------------------------------------------------------------------
 
 
 def band(speedup: float, efficiency: float) -> str:
@@ -178,7 +187,10 @@ def band(speedup: float, efficiency: float) -> str:
 
 
 def verdict_of(size: Size, base: Size, same: Sequence[Timing]) -> Verdict:
-    """The verdict on one size. `same` are all rows of that training and recipe; the references are among them."""
+    """The verdict on one size.
+
+    `same` are all rows of that training and recipe; the references are among them.
+    """
     alone = size.num_processes == base.num_processes
     name = "" if alone else band(size.speedup.median, size.efficiency.median)
     causes, lost, unexplained = causes_of(size.typical, same)
@@ -214,7 +226,7 @@ def _words(
 
 
 def _lead(cause: Cause, row: Timing, lost: float | None) -> str:
-    """How the main cause is introduced: as most of the lost time only if it is at least half of it."""
+    """How the main cause is introduced: "most" only if it is at least half of the lost time."""
     if sets_the_pace(cause, row):
         return "Data loading sets the pace"
     if lost is None or cause.seconds >= lost / 2:

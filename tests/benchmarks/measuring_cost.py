@@ -1,10 +1,11 @@
-"""What `--measure` costs a step, paired: every other step of one training is marked, the others are not.
+"""What `--measure` costs a step, paired: every other step of one training is timed.
 
     python -m tests.benchmarks.measuring_cost [--steps 600]
 
-The model is small and a step takes milliseconds, so that the share is larger than in any training worth measuring. Each
-pair of neighbouring steps gives one ratio; the answer is their median with its quartiles. Ends with 1 above 1 %.
-Without `--measure` none of this code is there: another class trains.
+The model is small and a step takes milliseconds, so that the share is larger than in any training
+worth measuring. Each pair of neighbouring steps gives one ratio; the answer is their median with
+its quartiles. Ends with 1 above 1 %. Without `--measure` none of this code is there: another class
+trains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`recipes scale run`, `train.py --measure` and what they find out about trainings that are slow for a known reason."""
+"""`recipes scale run` and `--measure`, on trainings that are slow for a known reason."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def advice(alone: list[Timing], row: Timing) -> list[Advice]:
     return advise(series.sizes[-1], series)
 
 
-# --- Why it is slow ---------------------------------------------------------------------------------------------------
+# --- Why it is slow ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_healthy_run_is_not_accused(alone, healthy):
+def test_healthy_run_has_no_cause(alone, healthy):
     assert verdict(alone, healthy).cause is None
 
 
@@ -82,21 +82,21 @@ def test_compression_on_a_slow_link_gains_what_was_predicted(alone, on_a_slow_li
 
 
 @pytest.mark.slow
-def test_slow_data_is_told_from_the_rest(alone, measured):
+def test_slow_data_is_named(alone, measured):
     assert verdict(alone, measured(2, 16, SLOW_DATA="0.2")).cause == "data"
 
 
 @pytest.mark.slow
-def test_contended_run_is_told_from_the_rest(alone, measured):
+def test_contention_is_named(alone, measured):
     assert verdict(alone, measured(2, 16, ON_ONE_CORE="yes")).cause == "contention"
 
 
 @pytest.mark.slow
-def test_straggler_is_told_from_the_rest(alone, measured):
+def test_straggler_is_named(alone, measured):
     assert verdict(alone, measured(2, 16, PACE_OF_RANK_1="2.5")).cause == "straggler"
 
 
-# --- What is counted --------------------------------------------------------------------------------------------------
+# --- What is counted -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
     assert read([tmp_path / "t.csv"])[0].samples == 3 * 16
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command ---------------------------------------------------------------------------------
 
 
 def recipes(*words: str, folder: Path):
@@ -170,7 +170,7 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
         (["--apply"], "first recipes scale run"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(words, says, tmp_path, capsys):
+def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsys):
     from launch.cli import main
 
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 2

@@ -1,4 +1,4 @@
-"""`recipes scale report`: every file of it says what the timings say, and opens where it is to be opened."""
+"""`recipes scale report`: each of its files says what the timings say, and opens."""
 
 import csv
 import json
@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def odd_folder(tmp_path_factory):
-    """A report of epoch times alone, under names that mean something to LaTeX, HTML, matplotlib and file systems."""
+    """Epoch times alone, with names that LaTeX, HTML, matplotlib or file systems would obey."""
     folder = tmp_path_factory.mktemp("odd")
     report([Timing(world, 10 / world, name=name) for name in (ODD, "A", "a") for world in (1, 2)], folder, "x\ny")
     return folder
@@ -170,7 +170,7 @@ def test_predicted_stands_beside_measured(tmp_path, monkeypatch):
     assert re.search(r"log less +2 +1\.30 +1\.25\n", (tmp_path / "performance_report.txt").read_text())
 
 
-# --- LaTeX -----------------------------------------------------------------------------------------------------------
+# --- LaTeX ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
@@ -192,11 +192,11 @@ def test_the_table_holds_a_row_for_each_size(folder):
     assert r"4 & 23.40 [" not in table and r"4 & 25.20 [24.95, 25.83] & 127.0 & 0.70 & 17.6 & 0.9200 \\" in table
 
 
-def test_letters_that_latex_would_obey_are_escaped():
+def test_special_characters_of_latex_are_escaped():
     assert tex_escaped("50% of $a_1 & {é} \u6a21") == r"50\% of \$a\_1 \& \{\'{e}\} [U+6A21]"
 
 
-# --- The page --------------------------------------------------------------------------------------------------------
+# --- The page ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
@@ -207,12 +207,12 @@ def test_the_page_refers_to_nothing_but_itself(name, request):
     assert "url(" not in page and "@import" not in page and "<script" not in page
 
 
-def test_the_page_tells_its_reader_to_ask_for_nothing(folder):
+def test_the_page_forbids_requests(folder):
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in (folder / "report.html").read_text()
 
 
-def test_every_picture_of_the_page_is_told_in_words(folder):
+def test_every_picture_of_the_page_has_its_numbers_in_words(folder):
     alts = re.findall(r'<img alt="([^"]+)"', (folder / "report.html").read_text())
     assert len(alts) == len(KINDS)
     assert "standard, strong scaling: 1.00 times, 100.0% at 1" in alts[1]
@@ -224,7 +224,7 @@ def test_the_page_begins_with_the_verdicts(folder):
 
 
 def opened(page, folder):
-    """What headless Chromium makes of a page, and all that the page asks the network for."""
+    """The page as headless Chromium renders it, and the URLs that the page requests."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("needs chromium")
@@ -238,18 +238,18 @@ def opened(page, folder):
     return done.stdout, asked
 
 
-def test_a_browser_opens_the_page_and_asks_no_one(folder, tmp_path):
+def test_a_browser_opens_the_page_without_a_request(folder, tmp_path):
     shown, asked = opened(folder / "report.html", tmp_path)
     assert "negative scaling" in shown and not asked
 
 
-def test_a_page_that_asks_would_be_noticed(tmp_path):
+def test_a_page_with_a_request_would_be_detected(tmp_path):
     (tmp_path / "page.html").write_text('<img src="http://localhost:9/picture.png">')
     _, asked = opened(tmp_path / "page.html", tmp_path)
     assert asked == {"http://localhost:9/picture.png"}
 
 
-# --- What people have ------------------------------------------------------------------------------------------------
+# --- What people have ----------------------------------------------------------------------------
 
 
 def test_odd_names_become_files_that_stay_apart(odd_folder):
@@ -284,13 +284,13 @@ def test_no_name_leaves_the_folder_or_meets_another(names):
     ],
     ids=["one row", "one size", "with samples", "epoch times alone", "no series"],
 )
-def test_only_what_can_be_known_is_drawn(rows, kinds, tmp_path):
+def test_only_pictures_with_numbers_are_drawn(rows, kinds, tmp_path):
     pytest.importorskip("matplotlib")
     written = [path.name for path in report(rows, tmp_path)]
     assert written == [f"training_{kind}.png" for kind in kinds] + TABLES
 
 
-def test_what_is_not_drawn_is_said_with_the_reason(tmp_path):
+def test_a_missing_picture_is_listed_with_its_reason(tmp_path):
     pytest.importorskip("matplotlib")
     report([Timing(1, 10), Timing(2, 6)], tmp_path)
     assert "no picture of throughput: needs the column samples" in (tmp_path / "performance_report.txt").read_text()
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path, monkeypatch):
         report(ROWS, tmp_path / "file")
 
 
-# --- The command -----------------------------------------------------------------------------------------------------
+# --- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

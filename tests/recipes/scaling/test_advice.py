@@ -1,4 +1,4 @@
-"""What is advised, and whether it gains what it promises: in simulated trainings, where the change can be made."""
+"""Advice, and whether it gains what it promises in simulations of the change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.verdicts import analyse
 from tests.support.simulated import Training, measured, train
 
-# 64 examples a step, of 3 ms each, in micro-batches of 4, and 100 MB of gradients in four buckets at 40 GB/s.
+# 64 examples a step, of 3 ms each, in micro-batches of 4, and 100 MB of gradients in four buckets
+# at 40 GB/s.
 WELL = Training(
     global_batch=64,
     largest_micro_batch=4,
@@ -32,13 +33,16 @@ SLOW_LINK = replace(WELL, bandwidth=1e9)
 
 
 def advice(training: Training, **known: object) -> dict[str, Advice]:
-    """What is advised at four processes, by key. `known` is what a measurement adds and no simulation knows."""
-    rows = [_told(row, known) for row in measured(training, WORLD, 3, Random(1))]
+    """What is advised at four processes, by key.
+
+    `known` is what a measurement adds and no simulation knows.
+    """
+    rows = [_with_setup(row, known) for row in measured(training, WORLD, 3, Random(1))]
     series = next(one for one in analyse(rows) if one.scaling == "strong")
     return {one.key: one for one in advise(series.sizes[-1], series)}
 
 
-def _told(row: Timing, known: dict) -> Timing:
+def _with_setup(row: Timing, known: dict) -> Timing:
     row = with_columns(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
     if not row.parts.communication or not row.link:
         return row

@@ -19,38 +19,41 @@ def at_largest(rows) -> Verdict:
 
 
 @pytest.fixture(scope="module")
-def judged():
-    """Of each of 200 sets what it is and what is said of it."""
+def verdicts():
+    """200 sets of timings, each with its verdict."""
     return [(of, at_largest(of.rows)) for of in simulated.sets(of_each=25)]
 
 
-def test_of_200_known_causes_95_of_100_are_named_rightly(judged):
-    wrong = [(of, verdict) for of, verdict in judged if (verdict.cause or "healthy") != of.cause]
-    print(f"{len(judged) - len(wrong)} of {len(judged)} right, wrong of each 25:", Counter(of.cause for of, _ in wrong))
+def test_of_200_known_causes_95_of_100_are_named_correctly(verdicts):
+    wrong = [(of, verdict) for of, verdict in verdicts if (verdict.cause or "healthy") != of.cause]
+    print(
+        f"{len(verdicts) - len(wrong)} of {len(verdicts)} right, wrong of each 25:",
+        Counter(of.cause for of, _ in wrong),
+    )
     for of, verdict in wrong:
         print(f"seed {of.seed}, {of.largest} processes, {of.cause}: {verdict.words}", simulated.gains(*of.at))
-    assert len(judged) == 200
+    assert len(verdicts) == 200
     assert len(wrong) <= 10
 
 
-def test_no_cause_is_mistaken_more_than_15_times_in_100(judged):
-    said = defaultdict(Counter)
-    for of, verdict in judged:
-        said[of.cause][verdict.cause or "healthy"] += 1
-    assert {cause: found for cause, found in said.items() if found[cause] < 0.85 * found.total()} == {}
+def test_no_cause_is_mistaken_more_than_15_times_in_100(verdicts):
+    named = defaultdict(Counter)
+    for of, verdict in verdicts:
+        named[of.cause][verdict.cause or "healthy"] += 1
+    assert {cause: found for cause, found in named.items() if found[cause] < 0.85 * found.total()} == {}
 
 
 def test_every_cause_is_simulated():
     assert list(IDEAL) == list(CAUSES)
 
 
-def test_the_parts_of_a_simulated_step_add_up(judged):
-    rows = [row for of, _ in judged for row in of.rows]
+def test_the_parts_of_a_simulated_step_add_up(verdicts):
+    rows = [row for of, _ in verdicts for row in of.rows]
     assert [sum(row.parts.known().values()) for row in rows] == pytest.approx([row.step_time for row in rows])
 
 
-def test_lost_time_that_nothing_explains_is_called_unexplained(judged):
-    healthy = next(of.rows for of, verdict in judged if of.cause == "healthy" and not verdict.cause)
+def test_lost_time_that_nothing_explains_is_called_unexplained(verdicts):
+    healthy = next(of.rows for of, verdict in verdicts if of.cause == "healthy" and not verdict.cause)
     largest = max(row.num_processes for row in healthy)
     rows = [
         with_columns(
@@ -67,9 +70,10 @@ def test_lost_time_that_nothing_explains_is_called_unexplained(judged):
     assert at_largest(rows).cause is None
 
 
-# --- The simulator, where arithmetic on paper says what must come out ------------------------------------------------
+# --- The simulator, where arithmetic on paper says what must come out ----------------------------
 
-# The simulator itself, where arithmetic on paper says what must come out: 4 processes with 8 samples of 3 ms each.
+# The simulator itself, where arithmetic on paper says what must come out: 4 processes with 8
+# samples of 3 ms each.
 PLAIN = Training(
     global_batch=32, largest_micro_batch=8, forward=0.001, backward=0.002, launch=0, optimizer=0, asynchronous=False
 )

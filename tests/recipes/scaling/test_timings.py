@@ -1,4 +1,4 @@
-"""Files of timings: what anyone writes is read, what was written is read back, and what is wrong is named."""
+"""Files of timings: any valid file is read, rows are read back, mistakes are named."""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +24,8 @@ def cells(names: Iterable[str]) -> dict[str, st.SearchStrategy]:
 
 
 REQUIRED = ["num_processes", "epoch_time"]
-# Any columns may be filled: other tools write some of those that `train.py --measure` writes together.
+# Any columns may be filled: other tools write some of those that `train.py --measure` writes
+# together.
 any_columns = st.fixed_dictionaries(cells(REQUIRED), optional=cells(set(COLUMNS) - set(REQUIRED))).filter(
     lambda row: row.get("step_time", 0) <= row["epoch_time"]
 )
@@ -125,7 +126,7 @@ def test_jsonl_that_anyone_writes_is_read(rows_of):
 
 @pytest.mark.parametrize("value", ["fast", "-1", "0", "nan", "inf", "", "12,5"])
 @pytest.mark.parametrize("name", ["num_processes", "epoch_time"])
-def test_a_value_that_cannot_be_is_named_with_its_file_and_line(rows_of, name, value):
+def test_an_impossible_value_is_named_with_its_file_and_line(rows_of, name, value):
     row = {"num_processes": "1", "epoch_time": "100", name: f'"{value}"'}
     with pytest.raises(UserError) as error:
         rows_of(",".join(row) + "\n1,100\n" + ",".join(row.values()) + "\n")
@@ -139,13 +140,13 @@ def test_a_value_that_cannot_be_is_named_with_its_file_and_line(rows_of, name, v
     [{"num_processes": 1.5}, {"samples": 0}, {"loss": -1}, {"scaling": "both"}, {"step_time": 0}],
     ids=str,
 )
-def test_a_value_that_cannot_be_is_refused_in_any_column(rows_of, row):
+def test_an_impossible_value_is_refused_in_any_column(rows_of, row):
     with pytest.raises(UserError) as error:
         rows_of(json.dumps({"num_processes": 1, "epoch_time": 100} | row), "mine.jsonl")
     assert [problem.subject for problem in error.value.problems] == [*row]
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_every_mistake_is_reported_at_once(tmp_path):
     (tmp_path / "one.csv").write_text("num_processes,epoch_time\n1,fast\n2,60\n0,-3\n")
     (tmp_path / "two.jsonl").write_text('{"num_processes": 1}\nno json\n[]\n')
     with pytest.raises(UserError) as error:
@@ -169,7 +170,7 @@ def test_a_file_without_rows_says_what_belongs_there(rows_of, text):
         rows_of(text)
 
 
-def test_a_csv_with_other_columns_is_not_added_to(tmp_path):
+def test_a_csv_with_other_columns_gets_no_rows(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text("num_processes,epoch_time\n1,100\n")
     with pytest.raises(UserError, match="no column accuracy"):

@@ -1,4 +1,4 @@
-"""What is said of timings: what holds for any, the published cases, and those of a stranger."""
+"""Verdicts: what holds for any timings, the published cases, and timings of other people."""
 
 from dataclasses import replace
 from random import Random
@@ -21,7 +21,7 @@ def verdict_on(rows: list[Timing]) -> Verdict:
     return analyse(rows)[0].verdicts[-1]
 
 
-# --- What holds for any timings --------------------------------------------------------------------------------------
+# --- What holds for any timings ------------------------------------------------------------------
 
 seeds = st.integers(0, 10**6)
 
@@ -95,7 +95,7 @@ any_row = st.fixed_dictionaries(
 
 @quickly
 @given(any_row, st.lists(any_row, max_size=6))
-def test_nothing_loses_less_than_no_time(row, others):
+def test_no_loss_is_negative(row, others):
     causes, lost, unexplained = causes_of(row, others)
     assert all(cause.seconds >= 0 for cause in causes)
     assert (lost or 0) >= 0
@@ -119,7 +119,7 @@ def test_loading_comes_before_what_it_runs_beside(row, first):
     assert verdict_on([row]).cause == first
 
 
-def test_loading_that_sets_the_pace_is_said_to_come_first():
+def test_the_verdict_says_that_loading_sets_the_pace():
     words = verdict_on([with_columns(WAITING, workers=2)]).words
     assert "Data loading sets the pace: 200 ms of a 1 s step (20%) are spent waiting for data." in words
 
@@ -129,12 +129,15 @@ def test_a_run_that_tries_a_recommendation_is_no_part_of_the_series():
     assert analyse(rows)[0].sizes[-1].repeats == 1
 
 
-# --- The published cases ---------------------------------------------------------------------------------------------
+# --- The published cases -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def published(tmp_path):
-    """The verdict at 4 GPUs from a speedup. Only ratios were published, so the epoch on one GPU is taken as 100 s."""
+    """The verdict at 4 GPUs from a speedup.
+
+    Only ratios were published, so the epoch on one GPU is taken as 100 s.
+    """
 
     def verdict(speedup: float) -> Verdict:
         file = tmp_path / "published.csv"
@@ -158,7 +161,7 @@ def test_ag_news_on_4_gpus_scales_negatively(published):
 
 
 @pytest.mark.parametrize("speedup", [3.492, 0.46])
-def test_epoch_times_alone_accuse_nobody(published, speedup):
+def test_epoch_times_alone_name_no_cause(published, speedup):
     assert published(speedup).cause is None
 
 
@@ -166,29 +169,29 @@ def test_epoch_times_alone_say_how_to_find_the_cause(published):
     assert "recipes scale run" in published(0.46).words
 
 
-# --- What a stranger's timings are taken for -------------------------------------------------------------------------
+# --- Timings of other people -----------------------------------------------------
 
 
 def words_of(rows: list[Timing]) -> str:
     return verdict_on(rows).words
 
 
-def test_weak_scaling_without_samples_is_of_as_many_as_processes():
+def test_weak_scaling_without_samples_assumes_as_many_per_process():
     rows = [Timing(1, 100, scaling="weak"), Timing(2, 105, scaling="weak")]
     assert "95.2% efficiency: excellent" in words_of(rows)
 
 
-def test_growing_samples_are_no_single_amount_of_work_for_amdahl():
+def test_amdahls_law_is_not_fitted_to_a_growing_number_of_samples():
     rows = [Timing(world, 100 + world, samples=1000 * world) for world in (1, 2, 4)]
     assert analyse(rows)[0].serial_fraction is None
 
 
-def test_one_slow_epoch_of_two_does_not_contradict_itself():
+def test_the_smallest_size_has_a_speedup_of_one_whatever_its_spread():
     sizes = analyse([Timing(1, 100), Timing(1, 10), Timing(2, 50)])[0].sizes
     assert [size.speedup.median for size in sizes] == [1, pytest.approx(1.1)]
 
 
-def test_a_verdict_says_how_sure_it_is():
+def test_a_verdict_says_how_certain_it_is():
     noisy = [Timing(1, time) for time in (100, 110, 90)] + [Timing(2, time) for time in (58, 66, 54)]
     assert "between good and excellent" in words_of(noisy)
     assert "(one timing)" in words_of([Timing(1, 100), Timing(2, 55)])

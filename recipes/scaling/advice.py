@@ -189,7 +189,8 @@ def _data(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
 
 
 def _contention(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
-    why = "cores, memory or the GPUs' host are shared: `recipes doctor` lists what else runs there"
+    why = "cores, memory or the GPUs' host are shared: `recipes doctor` lists what else runs there; "
+    why += "fewer processes per node help too"
     gain = _gain(step, cause.seconds)
     yield Advice("uncontended", "give each process cores of its own", why, gain, row.num_processes)
 
@@ -257,7 +258,7 @@ def _fewer_processes(size: Size, series: Series) -> list[Advice]:
         fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
         processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"
         title = f"train on {best.num_processes}, not {size.num_processes}"
-        return [Advice("fewer", title, f"{processes} {fast}", gain, best.num_processes)]
+        return [Advice("fewer", title, f"{processes} {fast}: this model does not need more", gain, best.num_processes)]
     return []
 
 

@@ -88,7 +88,7 @@ def train_joined(
     from launch.training.data import load_data
     from launch.training.model import known_classes, load_model, load_tokenizer, longest_sequence, saved_sample
     from launch.training.results import checkpoint_bytes, results
-    from launch.training.timing import add_timing
+    from launch.training.timings_row import add_timings_row
     from launch.training.trainer import StopWhenTold, require_finite
 
     quiet_progress_bars(run["verbose"])
@@ -125,7 +125,7 @@ def train_joined(
         record.results = results(run, trainer, trained.metrics)
     banner.summary(record.results, run, out)
     if run["measure"]:
-        banner.timing(add_timing(run, world, trainer, record.results, argv), run, out)
+        banner.timing(add_timings_row(run, world, trainer, record.results, argv), run, out)
     if run.demonstration and world.is_main:
         banner.sample(saved_sample(run), out)
     trainer.accelerator.free_memory()  # DDP's buckets and DeepSpeed's engine go before the process group does

@@ -42,6 +42,12 @@ def test_every_accelerate_yaml_travels_with_it(installed):
     assert {path.name for path in (installed / "recipes" / "accelerate_configs").glob("*.yaml")} == names
 
 
+def test_the_template_of_the_scaling_report_travels_with_it(installed):
+    assert (installed / "launch" / "scaling" / "page.html").read_text() == (
+        ROOT / "launch" / "scaling" / "page.html"
+    ).read_text()
+
+
 def test_a_memory_recipe_finds_its_engine_outside_the_checkout(installed, tmp_path):
     words = [sys.executable, "-m", "launch", "show", "memory"]
     environment = {**os.environ, "PYTHONPATH": str(installed)}

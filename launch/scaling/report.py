@@ -1,4 +1,4 @@
-"""`recipes scale report`: pictures, tables for papers, a text and a page, from timings that are already there."""
+"""`recipes scale report`: pictures, tables, a text and a page from timings that exist already."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ from launch.scaling.words import (
 )
 from recipes.errors import mistake
 from recipes.scaling import timings
+from recipes.scaling.row import to_columns
 from recipes.scaling.verdicts import Series
 
 _WIDTH = 110  # of the text's lines
-_STEM = 40  # letters: with the longest ending below the 255 bytes of most file systems in any script
+_STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         prog="recipes scale report",
-        help="pictures, tables and verdicts from timings that are there",
+        help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
         allow_abbrev=False,
         usage="recipes scale report FILE... [--output FOLDER] [--json]",
     )
     columns = "num_processes and epoch_time (s), and if known name, recipe, scaling, epoch, samples, accuracy, ..."
-    parser.add_argument("files", nargs="+", metavar="FILE", help=f".csv or .jsonl, a row an epoch: {columns}")
+    parser.add_argument("files", nargs="+", metavar="FILE", help=f".csv or .jsonl, one row per epoch: {columns}")
     output = Path("outputs/scale/report")
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
     parser.add_argument("--json", action="store_true", help="print all numbers, instead of the verdicts")
@@ -62,7 +63,7 @@ def add_parser(commands: Any) -> None:
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is no flag of the report's", "--output FOLDER or --json")
+        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER or --json")
     command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output)
@@ -77,9 +78,9 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def report(found: Findings, folder: Path) -> list[Path]:
-    """Write the whole report and return its files; without matplotlib all but the pictures.
+    """Write the whole report and return its files; without matplotlib, all but the pictures.
 
-    Raises `UserError` where the folder cannot be written.
+    Raises `UserError` if the folder cannot be written.
     """
     drawn = _pictures(found) if plots.installed() else {}
     notes = _not_drawn(found)
@@ -94,16 +95,21 @@ def report(found: Findings, folder: Path) -> list[Path]:
         for name, data in content.items():
             write_whole(folder / name, data)
     except OSError as error:
-        raise mistake("output", f"{folder} cannot be written: {error.strerror}", "a folder that can") from None
+        raise mistake("output", f"{folder} cannot be written: {error.strerror}", "choose a writable folder") from None
     return [folder / name for name in content]
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """All of the report as numbers: seconds, samples, bytes and ratios."""
+    """Every number of the report, in seconds, samples, bytes and ratios."""
     return {
-        "series": [{**asdict(series), "advice": _advice(found, series)} for series in found.series],
+        "series": [_series(found, series) for series in found.series],
         "applied": [asdict(one) for one in found.applied],
     }
+
+
+def _series(found: Findings, series: Series) -> dict[str, Any]:
+    sizes = [{**asdict(size), "typical": to_columns(size.typical)} for size in series.sizes]
+    return {**asdict(series), "sizes": sizes, "advice": _advice(found, series)}
 
 
 def _advice(found: Findings, series: Series) -> list[dict[str, Any]]:
@@ -113,7 +119,7 @@ def _advice(found: Findings, series: Series) -> list[dict[str, Any]]:
     ]
 
 
-# --- Pictures --------------------------------------------------------------------------------------------------------
+# --- Pictures ------------------------------------------------------------------------------------
 
 
 def _pictures(found: Findings) -> dict[str, Picture]:
@@ -127,7 +133,7 @@ def _pictures(found: Findings) -> dict[str, Picture]:
 
 def _not_drawn(found: Findings) -> list[str]:
     if not plots.installed():
-        return ["No pictures: they are drawn with matplotlib, which is not installed (pip install matplotlib)."]
+        return ["No pictures: matplotlib is not installed (pip install matplotlib)."]
     notes = []
     for name in found.names:
         of_name = [series for series in found.series if series.name == name]
@@ -137,7 +143,10 @@ def _not_drawn(found: Findings) -> list[str]:
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """How the files of each training begin: letters, digits, `-`, `.` and `_`, and no two alike in any case."""
+    """How the files of each training begin: letters, digits, `-`, `.` and `_`.
+
+    No two differ only in case.
+    """
     stems: dict[str, str] = {}
     taken: set[str] = set()
     for name in names:
@@ -151,11 +160,11 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
     return stems
 
 
-# --- performance_report.txt ------------------------------------------------------------------------------------------
+# --- performance_report.txt ----------------------------------------------------------------------
 
 
 def text(found: Findings, notes: Sequence[str] = ()) -> str:
-    """The report for those who read nothing else."""
+    """The report as plain text."""
     lines = [found.title, "", f"hardware: {found.hardware}", f"written by: {found.command}"]
     for series in found.series:
         lines += ["", "", series.title, "=" * len(series.title), ""]
@@ -184,7 +193,7 @@ def _wrapped(line: str) -> str:
 
 
 def aligned(table: Table) -> list[str]:
-    """A table in letters of one width, numbers to the right."""
+    """A table in a fixed-width font, with numbers to the right."""
     columns = list(zip(table.headings, *table.rows, strict=True))
     widths = [max(map(len, cells)) for cells in columns]
     lines = [table.caption]

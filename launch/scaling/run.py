@@ -1,7 +1,8 @@
-"""`recipes scale run`: the same training at several world sizes and recipes, measured in turns, as rows of timings.
+"""`recipes scale run`: one training at several world sizes and recipes, as rows of timings.
 
-Sizes are measured in turns and not one after the other, so that what else the machine does falls on all of them. On a
-machine without GPUs a process stands for a GPU: it has as many cores at every size.
+Sizes are measured in turns and not one after the other, so that other load on the machine slows
+all of them. On a machine without GPUs a process stands for a GPU: it has as many cores at every
+size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -32,17 +33,22 @@ from recipes.errors import mistake
 from recipes.run import nearest, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.scaling.advice import BEFORE, Advice, advise
-from recipes.scaling.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
-from recipes.scaling.verdicts import Series, Size, analyse, milliseconds
+from recipes.scaling.causes import milliseconds
+from recipes.scaling.row import Timing, with_columns
+from recipes.scaling.timings import WARM_UP_STEPS, append, name_of, read, require_room
+from recipes.scaling.verdicts import Series, Size, analyse
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
-_DECIDED = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe")
+_SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One training at one size. `series` are the kinds of scaling it belongs to; `changed` what is tried in it."""
+    """One training at one size.
+
+    `series` are the kinds of scaling it belongs to; `changed` are flags that it tries.
+    """
 
     recipe: str
     num_processes: int
@@ -63,50 +69,50 @@ def add_parser(commands: Any) -> None:
         "run",
         prog="recipes scale run",
         help="measure a training at several world sizes and recipes",
-        description="Measure a training at several world sizes and recipes, or try what the report advises.",
+        description="Measure a training at several world sizes and recipes, or try the advice of the report.",
         allow_abbrev=False,
         usage="recipes scale run [--num_processes N ...] [--recipe NAME ...] [--scaling strong weak] [--repeats N] "
         "[--steps N] [--name NAME] [--output FOLDER] [--apply [KEY]] [any train.py flags]",
     )
-    sizes = "world sizes [1, 2, 4, ... as many GPUs as there are; 1 and 2 without]"
+    sizes = "world sizes [1, 2, 4, ... up to the number of GPUs; 1 and 2 without GPUs]"
     parser.add_argument("--num_processes", "--num-processes", type=count, nargs="+", help=sizes)
     parser.add_argument("--recipe", nargs="+", help="[standard]")
-    kinds = "strong: the same global batch at every size; weak: the same batch a process [both]"
+    kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.add_argument("--repeats", type=count, default=3, help="[3]")
-    parser.add_argument("--steps", type=count, default=20, help="measured steps a run, after a warm-up [20]")
-    parser.add_argument("--name", help="the training's name in the report [the model's]")
+    parser.add_argument("--steps", type=count, default=20, help="measured steps per run, after a warm-up [20]")
+    parser.add_argument("--name", help="name of the training in the report [the model's]")
     parser.add_argument("--output", default="outputs/scale", help="folder of timings.jsonl, logs and records")
-    applying = "try what the report advises, beside the present settings; KEY chooses another than the first"
+    applying = "try the first advice of the report, or the one with this KEY, beside the present settings"
     parser.add_argument("--apply", nargs="?", const="", metavar="KEY", help=applying)
     parser.set_defaults(run=scale_run)
 
 
 def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    for word in argv:
-        flag = word.partition("=")[0]
-        name = flag.removeprefix("--").replace("-", "_")
-        if name in _DECIDED:
-            raise mistake(flag, "is decided by the measurement", "--output FOLDER and --steps N")
-        own = nearest(name, vars(options)) if flag.startswith("--") and name not in legal.settings() else ""
-        if own and not nearest(name, legal.settings()):
-            raise mistake(flag, "is no flag of this command", f"--{own}")
+    _require_flags_of_train(argv, vars(options))
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
-        name, found = options.name or _model_name(argv), points(options, argv)
+        name = options.name or _model_name(argv)
+        found = points(argv, options.scaling, sizes=options.num_processes, recipes=options.recipe)
         _refuse_another_training(file, name, argv)
     else:
+        if argv:
+            raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
         if not file.exists():
             raise mistake("apply", f"there is no {file} yet", f"first recipes scale run --output {folder}")
-        name, argv, found = _tried(options, read([file]), argv)
+        series, size = _chosen(
+            analyse(read([file])), options.scaling, options.num_processes, options.recipe, options.name
+        )
+        name, argv = size.typical.name, shlex.split(size.typical.setup.command)
+        found = _before_and_after(size, _find(options.apply, advise(size, series), size))
     for point in found:  # all are checked before one starts
         _job(point, argv, options.steps, folder)
     _fill(folder)
     print(f"{len(found)} x {options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        failed = _measure_in_turns(options, found, argv, name)
+        failed = _measure_in_turns(found, argv, name, folder, steps=options.steps, repeats=options.repeats)
     except KeyboardInterrupt:
         kept = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
         print(f"\ninterrupted; {kept}", file=sys.stderr)
@@ -115,17 +121,35 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def points(options: argparse.Namespace, argv: Sequence[str]) -> list[Point]:
-    sizes = sorted(set(options.num_processes or _all_sizes()))
+def _require_flags_of_train(argv: Sequence[str], own_flags: Iterable[str]) -> None:
+    """Raises `UserError` for flags that scale run sets itself, or that are misspelt."""
+    for word in argv:
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in _SET_HERE:
+            raise mistake(flag, "is set by scale run", "--output FOLDER and --steps N")
+        own = nearest(name, own_flags) if flag.startswith("--") and name not in legal.settings() else ""
+        if own and not nearest(name, legal.settings()):
+            raise mistake(flag, "is not a flag of this command", f"--{own}")
+
+
+def points(
+    argv: Sequence[str],
+    scaling: Sequence[str],
+    sizes: Sequence[int] | None = None,
+    recipes: Sequence[str] | None = None,
+) -> list[Point]:
+    """What is measured: by default every world size of this machine, with the recipe standard."""
+    sizes = sorted(set(sizes or _all_sizes()))
     found = []
-    for recipe in options.recipe or ["standard"]:
+    for recipe in recipes or ["standard"]:
         batch = job_here(recipe, argv, 1).run.batch.total
-        if "weak" in options.scaling and batch % sizes[-1]:
+        if "weak" in scaling and batch % sizes[-1]:
             what = f"a global batch of {batch} cannot be shared by {sizes[-1]} processes"
             raise mistake("global_batch_size", what, f"a multiple of {sizes[-1]}")
         batches: dict[tuple[int, int], list[str]] = {}
         for size in sizes:
-            for kind in options.scaling:
+            for kind in scaling:
                 at = batch if kind == "strong" else batch // sizes[-1] * size
                 batches.setdefault((size, at), []).append(kind)
         found += [Point(recipe, size, at, tuple(kinds)) for (size, at), kinds in batches.items()]
@@ -143,8 +167,11 @@ def _model_name(argv: Sequence[str]) -> str:
 
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
-    """Rows of one name are one training: others would be taken for it. Raises `UserError`."""
-    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
+    """Rows with one name are taken for one training.
+
+    Raises `UserError` if the file has this name for another.
+    """
+    earlier = {row.setup.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
         then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
         what = f"{file} holds timings of {name} with {then}, not {now}"
@@ -162,7 +189,7 @@ def _fill(folder: Path) -> None:
 
 
 def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
-    """The run of a point, its output in `folder`. Raises `UserError` where it is not legal."""
+    """The run of a point, with its output in `folder`. Raises `UserError` if it is not legal."""
     flags = {
         "global_batch_size": point.global_batch,
         "max_steps": WARM_UP_STEPS + steps,
@@ -173,31 +200,43 @@ def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
     return job_here(point.recipe, with_flags(argv, flags), point.num_processes)
 
 
-def _measure_in_turns(options: argparse.Namespace, points: list[Point], argv: Sequence[str], name: str) -> list[Point]:
-    """Measures every point `repeats` times, each round in the opposite order. Returns those that failed, once each."""
-    folder, done, largest = Path(options.output), 0, max(point.num_processes for point in points)
+def _measure_in_turns(
+    points: list[Point], argv: Sequence[str], name: str, folder: Path, steps: int, repeats: int
+) -> list[Point]:
+    """Measures every point `repeats` times, each round in the opposite order.
+
+    Returns those that failed, once each.
+    """
+    done, largest = 0, max(point.num_processes for point in points)
     failed: list[Point] = []
-    for repeat in range(options.repeats):
+    for repeat in range(repeats):
         for point in points if repeat % 2 == 0 else reversed(points):
             done += 1
-            at = f"{done}/{len(points) * options.repeats}  {point.title}: "
+            at = f"{done}/{len(points) * repeats}  {point.title}: "
             if point in failed:
                 continue
             with _on_cores(point.num_processes, largest):
-                row = _measure(point, argv, options.steps, folder, f"{_slug(point)}-{repeat + 1}")
+                row = _measure(point, argv, steps, folder, f"{_slug(point)}-{repeat + 1}")
             if row is None:
                 failed.append(point)
                 continue
-            row = replace(row, name=name, command=shlex.join(argv), epoch=repeat + 1)
+            row = with_columns(row, name=name, command=shlex.join(argv), epoch=repeat + 1)
             row = replace(row, applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
-            speed = (row.samples or 0) / row.epoch_time
-            print(f"{at}{milliseconds(row.step_time or 0)} a step, {speed:.3g} samples/s", flush=True)
+            print(f"{at}{_measured_words(row)}", flush=True)
     return failed
 
 
+def _measured_words(row: Timing) -> str:
+    step = f"{milliseconds(row.step_time)} per step" if row.step_time else "step time unknown"
+    return f"{step}, {row.samples / row.epoch_time:.3g} samples/s" if row.samples else step
+
+
 def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: str) -> Timing | None:
-    """One run, its record and its log kept, its weights not. None where it failed, which is said."""
+    """One run.
+
+    Its record and its log are kept, its weights are not. None if it failed, which is printed.
+    """
     log = folder / "logs" / f"{name}.log"
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
@@ -213,7 +252,7 @@ def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: 
 
 
 def _run(text: str, log: IO[bytes]) -> int:
-    """The exit code of a job's script. What interrupts this process ends the training first."""
+    """The exit code of a job's script. An interrupt of this process ends the training first."""
     process = subprocess.Popen(
         ["bash", "-c", text, "recipes"],
         stdin=subprocess.DEVNULL,
@@ -231,7 +270,7 @@ def _run(text: str, log: IO[bytes]) -> int:
 
 @contextlib.contextmanager
 def _on_cores(processes: int, most: int) -> Iterator[None]:
-    """Without GPUs: as many cores a process as the largest world leaves to each."""
+    """Without GPUs: as many cores per process as each has in the largest world."""
     if read_hardware().cuda or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -249,34 +288,37 @@ def _slug(point: Point) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", words)
 
 
-# --- Trying what the report advises -----------------------------------------------------------------------------------
+# --- Trying what the report advises --------------------------------------------------------------
 
 
-def _tried(options: argparse.Namespace, rows: list[Timing], argv: Sequence[str]) -> tuple[str, list[str], list[Point]]:
-    """The training's name and flags, and two points: as it is, and with the advice that `--apply` names."""
-    if argv:
-        raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
-    series, size = _chosen(options, analyse(rows))
-    advice = _find(options.apply, advise(size, series), size)
-    row = size.typical
-    batch = row.global_batch or 0
+def _before_and_after(size: Size, advice: Advice) -> list[Point]:
+    """Two points: the training as it was measured, and with the advice."""
+    row, batch = size.typical, size.typical.batch.total
+    if not batch:
+        raise mistake("apply", "the timings have no column global_batch", "timings of recipes scale run")
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
     after = replace(before, num_processes=advice.num_processes, changed=advice.flags, applied=advice.title)
     after = replace(after, predicted=advice.gain, global_batch=advice.flags.get("global_batch_size", batch))
     print(f"{advice.title}: {advice.why}; predicted {advice.gain:.2f} times the throughput")
-    return row.name, shlex.split(row.command), [before, after]
+    return [before, after]
 
 
-def _chosen(options: argparse.Namespace, every: list[Series]) -> tuple[Series, Size]:
-    """The series and size that are asked for: by default the largest strong one."""
+def _chosen(
+    every: list[Series],
+    scaling: Sequence[str],
+    sizes: Sequence[int] | None,
+    recipes: Sequence[str] | None,
+    name: str | None,
+) -> tuple[Series, Size]:
+    """The series and size that the flags choose: the largest of strong scaling by default."""
     found = [
         (series, size)
         for series in every
         for size in series.sizes
-        if series.scaling == ("strong" if "strong" in options.scaling else "weak")
-        and (not options.recipe or series.recipe in options.recipe)
-        and (not options.num_processes or size.num_processes in options.num_processes)
-        and (not options.name or series.name == options.name)
+        if series.scaling == ("strong" if "strong" in scaling else "weak")
+        and (not recipes or series.recipe in recipes)
+        and (not sizes or size.num_processes in sizes)
+        and (not name or series.name == name)
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)
@@ -285,13 +327,16 @@ def _chosen(options: argparse.Namespace, every: list[Series]) -> tuple[Series, S
 
 
 def _find(key: str, advice: list[Advice], size: Size) -> Advice:
-    """The advice of that key, the first without one. Raises `UserError` for one that is no flag of a training."""
+    """The advice with that key, or the first if the key is empty.
+
+    Raises `UserError` if no flags make such a change.
+    """
     ready = [one for one in advice if one.flags or one.num_processes != size.num_processes]
     found = next((one for one in ready if key in ("", one.key)), None)
     if found:
         return found
     if not ready:
-        words = "; ".join(one.title for one in advice) or "nothing is lost that is worth mending"
+        words = "; ".join(one.title for one in advice) or "no loss is large enough"
         raise mistake("apply", f"no change of flags is advised at {size.num_processes} processes: {words}", "leave it")
     keys = [one.key for one in ready]
     raise mistake("apply", f"{key!r} is not advised here", nearest(key, keys) or f"one of {', '.join(keys)}")

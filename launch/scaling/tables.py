@@ -1,4 +1,4 @@
-"""The tables of a scaling report that other programs read: CSV with every number, LaTeX for a paper."""
+"""The tables of a scaling report for other programs: a CSV with every number, LaTeX for a paper."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import unicodedata
 from typing import Any
 
 from launch.scaling.words import Findings, number
-from recipes.scaling.timings import PARTS
-from recipes.scaling.verdicts import CAUSES, Series, Size, Spread, Verdict
+from recipes.scaling.causes import CAUSES
+from recipes.scaling.row import PARTS, to_columns
+from recipes.scaling.verdicts import Series, Size, Spread, Verdict
 
-# --- comprehensive_summary.csv ---------------------------------------------------------------------------------------
+# --- comprehensive_summary.csv -------------------------------------------------------------------
 
 
 def summary_csv(found: Findings) -> str:
-    """One row for each series and size, under the names and in the units of the timings."""
+    """A row for each series and size, with the names and units of the timings."""
     rows = [_flat(series, *pair) for series in found.series for pair in zip(series.sizes, series.verdicts, strict=True)]
     stream = io.StringIO()
     writer = csv.DictWriter(stream, list(rows[0]) if rows else [], lineterminator="\n")
@@ -26,8 +27,8 @@ def summary_csv(found: Findings) -> str:
 
 def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
     seconds = {cause.key: cause.seconds for cause in verdict.causes}
-    typical = {name: getattr(size.typical, name) for name in ("samples", "global_batch", "micro_batch", "accumulation")}
-    measured = {name: getattr(size.typical, name) for name in ("step_time", *PARTS, "loss", "peak_memory")}
+    typical = to_columns(size.typical)
+    names = ("samples", "global_batch", "micro_batch", "accumulation", "step_time", *PARTS, "loss", "peak_memory")
     return {
         "name": series.name,
         "recipe": series.recipe,
@@ -43,13 +44,12 @@ def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
         "cause": verdict.cause,
         "accuracy": size.accuracy,
         "serial_fraction": series.serial_fraction,
-        **typical,
-        **measured,
+        **{name: typical[name] for name in names},
         **{f"lost_to_{key}": seconds.get(key) for key in CAUSES},
         "lost": verdict.lost,
         "unexplained": verdict.unexplained,
-        "engine": size.typical.engine,
-        "hardware": size.typical.hardware,
+        "engine": typical["engine"],
+        "hardware": typical["hardware"],
         "verdict": verdict.words,
     }
 
@@ -59,7 +59,7 @@ def _spread(name: str, spread: Spread | None) -> dict[str, float | None]:
     return dict(zip((name, f"{name}_low_quartile", f"{name}_high_quartile"), numbers, strict=True))
 
 
-# --- summary_table.tex -----------------------------------------------------------------------------------------------
+# --- summary_table.tex ---------------------------------------------------------------------------
 
 _TEX = {
     "\\": r"\textbackslash{}",
@@ -71,12 +71,12 @@ _TEX = {
     '"': "''",
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
 }
-# Combining marks as LaTeX's accents, which every font encoding has.
+# Combining marks as LaTeX accents, which every font encoding has.
 _ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030c": "v", "\u0327": "c"}
 
 
 def tex_escaped(name: str) -> str:
-    """Text as LaTeX prints it with its own fonts alone; a letter that they lack as its number in Unicode."""
+    """Text for LaTeX's own fonts; a character that they lack becomes its number, [U+6A21]."""
     escaped = ""
     for letter in unicodedata.normalize("NFC", name):
         base, *marks = list(unicodedata.normalize("NFD", letter))
@@ -92,18 +92,18 @@ def tex_escaped(name: str) -> str:
 
 
 def summary_tex(found: Findings) -> str:
-    """A table for a paper: the series one below the other, each under its title."""
+    """A table for a paper: the series below each other, each under its title."""
     accuracy = any(size.accuracy is not None for series in found.series for size in series.sizes)
     samples = any(size.samples_per_second for series in found.series for size in series.sizes)
     headings = ["Processes", "Epoch (s)", *["Samples/s"] * samples, "Speedup", r"Efficiency (\%)"]
     headings += ["Accuracy"] * accuracy
     lines = [
         f"% Written by: {' '.join(found.command.split())}",
-        r"% Include it with \input{summary_table.tex}, refer to it with \ref{tab:scaling}. It needs no package.",
+        r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}. Needs no package.",
         r"\begin{table}[htbp]",
         r"\centering",
-        r"\caption{Scaling of training over processes: medians of the timed epochs, with quartiles in brackets where",
-        r"there are several. Speedup and efficiency are relative to the smallest number of processes of each series.}",
+        r"\caption{Scaling with the number of processes: the median time of an epoch, with quartiles in brackets where",
+        r"it is repeated. Speedup and efficiency are relative to the smallest number of processes in each series.}",
         r"\label{tab:scaling}",
         r"\small\setlength{\tabcolsep}{4pt}",
         rf"\begin{{tabular}}{{{'r' * len(headings)}}}",

@@ -1,4 +1,4 @@
-"""What a scaling report says, as sentences and tables: the terminal, the text, the LaTeX and the page share them."""
+"""The sentences and tables of a scaling report, for the terminal, the text and the page."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from pathlib import Path
 
 from launch.scaling.run import TIMINGS
 from recipes.scaling.advice import Advice, Applied, advise, applied
-from recipes.scaling.timings import PARTS, Timing
-from recipes.scaling.verdicts import CAUSES, WORTH_NAMING, Series, Size, Spread, Verdict, analyse, parts
+from recipes.scaling.causes import CAUSES, WORTH_NAMING
+from recipes.scaling.row import PARTS, Timing
+from recipes.scaling.verdicts import Series, Size, Spread, Verdict, analyse
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in timings, and the command that asked for it.
+    """The analysis of timings, and the command that asked for it.
 
-    `measured_in` is the folder of `recipes scale run` that they come from, where advice can be tried.
+    `measured_in` is the folder of `recipes scale run` that the timings come from, where advice can
+    be tried. None if they come from elsewhere.
     """
 
     rows: Sequence[Timing]
@@ -36,12 +38,12 @@ class Findings:
 
     @property
     def hardware(self) -> str:
-        named = dict.fromkeys(row.hardware for row in self.rows if row.hardware)
+        named = dict.fromkeys(row.setup.hardware for row in self.rows if row.setup.hardware)
         return "; ".join(named) or "not stated in the timings"
 
 
 def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
-    """`rows` were read from the `files`."""
+    """The analysis of `rows`, which were read from `files`."""
     folders = [Path(file).parent for file in files if Path(file).name == TIMINGS]
     measured_in = folders[0] if len(files) == len(folders) == 1 else None
     return Findings(rows, analyse(rows), applied(rows), command, measured_in)
@@ -49,7 +51,7 @@ def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -
 
 @dataclass(frozen=True)
 class Table:
-    """`rows` of text; what is in a column, with its unit, stands in `headings`."""
+    """`rows` of text; `headings` name each column with its unit."""
 
     caption: str
     headings: list[str]
@@ -59,48 +61,52 @@ class Table:
         return all(row[column] == "" or row[column][0].isdigit() for row in self.rows)
 
 
-# --- Sentences -------------------------------------------------------------------------------------------------------
+# --- Sentences -----------------------------------------------------------------------------------
 
 
 def serial_words(series: Series) -> str:
-    """Amdahl's fraction and what follows from it, or why there is none."""
+    """Amdahl's serial fraction and the speedup that it allows, or why there is none."""
     share, smallest = series.serial_fraction, series.sizes[0].num_processes
     if series.scaling == "weak":
-        return "No serial fraction: Amdahl's law is of one amount of work that is shared out, not of weak scaling."
+        return "No serial fraction: Amdahl's law describes a fixed amount of work, not weak scaling."
     if share is None:
-        return f"No serial fraction: Amdahl's law takes three world sizes or more, and there are {len(series.sizes)}."
+        return f"No serial fraction: Amdahl's law needs at least three world sizes, and there are {len(series.sizes)}."
     if share == 0:
-        return f"No serial fraction shows in {len(series.sizes)} world sizes (Amdahl's law)."
+        return f"No serial fraction is visible in {len(series.sizes)} world sizes (Amdahl's law)."
     fastest = max(size.speedup.median for size in series.sizes)
     if fastest * share > 1:
         return (
-            f"No serial fraction: Amdahl's law does not describe these sizes. It would be {share:.1%}, which allows "
-            f"{1 / share:.3g} times, and {fastest:.3g} times was measured."
+            f"No serial fraction: Amdahl's law does not describe these sizes. The fitted fraction, {share:.1%}, limits "
+            f"the speedup to {1 / share:.3g}, but {fastest:.3g} was measured."
         )
     at = f"{smallest} process{'es' * (smallest > 1)}"
-    told = (
-        f"Serial fraction {share:.1%} (Amdahl's law, {len(series.sizes)} world sizes): that part of the time at {at} "
+    return (
+        f"Serial fraction {share:.1%} (Amdahl's law, {len(series.sizes)} world sizes): that part of the time on {at} "
+        f"does not shrink, so no number of processes can be more than {1 / share:.3g} times as fast."
     )
-    return told + f"stays, so that no number of processes is more than {1 / share:.3g} times as fast."
 
 
 def also(verdict: Verdict) -> list[str]:
-    """What a step loses besides its main cause, as far as it is worth naming."""
+    """The causes besides the main one that are worth naming."""
     others = [cause for cause in verdict.causes if cause.key != verdict.cause and cause.share >= WORTH_NAMING]
     return [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in others]
 
 
 def suggestions(series: Series) -> list[tuple[Size, Advice]]:
-    """What to change at each world size, the best first."""
+    """The advice at each world size, the best first."""
     return [(size, advice) for size in series.sizes for advice in advise(size, series)]
 
 
 def gain_words(advice: Advice) -> str:
-    return f"{advice.gain:.2f} times the throughput, predicted" + ("" if advice.same_training else "; another training")
+    different = "" if advice.same_training else "; a different training"
+    return f"{advice.gain:.2f} times the throughput (predicted{different})"
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
-    """The flags to write and the command that tries them beside what was measured, as far as there are any."""
+    """The flags of an advice, and the command that tries them where it was measured.
+
+    Empty if there are none.
+    """
     processes = ["--num_processes", str(advice.num_processes)] if advice.num_processes != size.num_processes else []
     flags = " ".join([*processes, *filter(None, [advice.shown_flags])])
     if not flags or found.measured_in is None:
@@ -126,22 +132,22 @@ def summary(found: Findings) -> str:
     return "\n".join(lines).rstrip()
 
 
-# --- Tables ----------------------------------------------------------------------------------------------------------
+# --- Tables --------------------------------------------------------------------------------------
 
 
 def results(series: Series) -> Table:
-    """A row for each world size; columns without a number are left out."""
+    """A row for each world size; empty columns are left out."""
     columns: dict[str, Callable[[Size, Verdict], str]] = {
         "processes": lambda size, _: str(size.num_processes),
-        "timings": lambda size, _: str(size.repeats),
+        "repeats": lambda size, _: str(size.repeats),
         "epoch (s)": lambda size, _: number(size.epoch_time.median),
-        "its quartiles (s)": lambda size, _: _quartiles(size),
+        "quartiles (s)": lambda size, _: _quartiles(size),
         "samples/s": lambda size, _: number(size.samples_per_second.median if size.samples_per_second else None),
         "tokens/s": lambda size, _: number(size.tokens_per_second),
         "speedup": lambda size, _: f"{size.speedup.median:.2f}",
         "efficiency": lambda size, _: f"{size.efficiency.median:.1%}",
         "band": lambda _, verdict: verdict.band or "reference",
-        "most is lost to": lambda _, verdict: CAUSES[verdict.cause] if verdict.cause else "",
+        "main cause": lambda _, verdict: CAUSES[verdict.cause] if verdict.cause else "",
         "accuracy": lambda size, _: number(size.accuracy),
     }
     pairs = list(zip(series.sizes, series.verdicts, strict=True))
@@ -149,19 +155,19 @@ def results(series: Series) -> Table:
 
 
 def step_parts(series: Series) -> Table | None:
-    """Where the time of a step goes, in milliseconds; None where that was not measured."""
-    sizes = [size for size in series.sizes if parts(size.typical)]
+    """The parts of a step, in milliseconds; None if they were not measured."""
+    sizes = [size for size in series.sizes if size.typical.parts.known()]
     if not sizes:
         return None
     columns = {"processes": [str(size.num_processes) for size in sizes]}
     columns["step"] = [_milliseconds(size.typical.step_time) for size in sizes]
     for part in PARTS:
-        columns[part.replace("_", " ")] = [_milliseconds(parts(size.typical).get(part)) for size in sizes]
+        columns[part.replace("_", " ")] = [_milliseconds(size.typical.parts.known().get(part)) for size in sizes]
     return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
 
 
 def losses(series: Series) -> Table | None:
-    """What a step loses to each cause, in milliseconds; None where that was not measured."""
+    """The time that a step loses to each cause, in milliseconds; None if no losses are known."""
     verdicts = [verdict for verdict in series.verdicts if verdict.causes]
     if not verdicts:
         return None
@@ -169,21 +175,21 @@ def losses(series: Series) -> Table | None:
     for key, title in CAUSES.items():
         of_key = [{cause.key: cause.seconds for cause in verdict.causes}.get(key) for verdict in verdicts]
         columns[title] = [_milliseconds(seconds) for seconds in of_key]
-    columns["lost in all"] = [_milliseconds(verdict.lost) for verdict in verdicts]
-    columns["of it unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
-    return _filled(f"{series.title}: what an optimizer step loses, ms", columns)
+    columns["lost in total"] = [_milliseconds(verdict.lost) for verdict in verdicts]
+    columns["of that unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
+    return _filled(f"{series.title}: time lost in an optimizer step, ms", columns)
 
 
 def tried(found: Findings) -> Table | None:
-    """Predicted beside measured, for the advice that was followed; None where none was."""
+    """Predicted and measured throughput for advice that was tried; None if none was."""
     if not found.applied:
         return None
-    headings = ["change", "processes", "predicted throughput (times)", "measured (times, with quartiles)"]
+    headings = ["change", "processes", "predicted throughput (times)", "measured (times, quartiles)"]
     rows = [
         [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f")]
         for one in found.applied
     ]
-    return Table("Advice that was tried: throughput over the one before", headings, rows)
+    return Table("Advice that was tried: throughput after over throughput before", headings, rows)
 
 
 def _filled(caption: str, columns: dict[str, list[str]]) -> Table:
@@ -204,7 +210,7 @@ def _with_quartiles(spread: Spread, form: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits that count, or all those before the point; empty for None."""
+    """Four significant digits, or all digits before the point; empty for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}".removesuffix(".")

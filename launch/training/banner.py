@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from recipes.run import FIT, RunSpec, shown
-from recipes.scaling.timings import Timing
+from recipes.scaling.row import Timing
 
 
 def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:

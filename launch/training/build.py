@@ -7,7 +7,7 @@ from functools import partial
 from transformers import TrainingArguments
 
 from launch.training.data import Data, compute_accuracy
-from launch.training.timeline import MeasuredTrainer
+from launch.training.step_timing import TimedTrainer
 from launch.training.trainer import (
     EarlyStopping,
     LogLastStep,
@@ -34,7 +34,7 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
     classifies = run["task"] == "sequence_classification"
-    trainer = (MeasuredTrainer if run["measure"] else RecipeTrainer)(
+    trainer = (TimedTrainer if run["measure"] else RecipeTrainer)(
         model=model,
         args=args,
         train_dataset=data.train,

@@ -1,6 +1,7 @@
-"""What to change, what it should gain, and the flags for it. Each gain is computed from what was measured, and no more.
+"""What to change, the gain to expect from measured times, and the flags for it.
 
-Those that leave the training as it is come first. A gain is throughput over the present one.
+Changes that leave the training as it is come first. A gain is a ratio: throughput after over
+throughput before.
 """
 
 from __future__ import annotations
@@ -11,34 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.run import with_flags
-from recipes.scaling.timings import Timing
-from recipes.scaling.verdicts import (
-    WORTH_NAMING,
-    Cause,
-    Series,
-    Size,
-    Spread,
-    megabytes,
-    milliseconds,
-    spread,
-    volume_bound,
-)
+from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, volume_bound
+from recipes.scaling.row import Timing
+from recipes.scaling.verdicts import Series, Size, Spread, spread
 
-# Communication that accumulation is to bring below this share of a step.
+# Accumulation is advised until communication is at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
 _MIB = 2**20
-# How much rarer a log, or a checkpoint, is advised to be.
+# How many times less often to log, and to save.
 _LOG_LESS, _SAVE_LESS = 10, 5
-_AS_FAST = 1.02  # times: less cannot be told from the noise of repeats
+_AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
 BEFORE = "before"  # a run with the present settings, beside one that tries a change
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change. `gain` is the throughput over the present one. `key` names it for `scale run --apply`.
+    """One change. `gain` is the ratio of throughputs; `key` is its name for `scale run --apply`.
 
-    `same_training`: the global batch stays what it is.
+    `same_training`: the global batch stays as it is. Timings of runs that try the change hold its
+    `title`: a run with another title is not compared with earlier ones.
     """
 
     key: str
@@ -51,13 +44,16 @@ class Advice:
 
     @property
     def shown_flags(self) -> str:
-        """What to write on the command line, if it is a flag of train.py's at all."""
+        """The flags as they are written on the command line; empty if there are none."""
         return shlex.join(with_flags([], self.flags))
 
 
 @dataclass(frozen=True)
 class Applied:
-    """A change that was tried: its throughput over that of the runs beside it."""
+    """A change that was tried.
+
+    `measured` is the ratio of its throughput to that of the runs beside it.
+    """
 
     title: str
     num_processes: int
@@ -66,53 +62,74 @@ class Applied:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """What to change at this size: same training first, then by gain. Empty where nothing is wrong."""
-    row = size.typical
-    verdict = next(v for v in series.verdicts if v.num_processes == size.num_processes)
+    """What to change at this size: the same training first, then by gain.
+
+    Empty if no loss is worth naming.
+    """
+    row, step = size.typical, size.typical.step_time
     found = []
-    for cause in verdict.causes:
-        if cause.share >= WORTH_NAMING:
-            found += list(_FOR[cause.key](row, cause))
-    found += [*_larger_micro_batch(row), *_fewer_processes(size, series)]
+    if step:
+        verdict = next(v for v in series.verdicts if v.num_processes == size.num_processes)
+        for cause in verdict.causes:
+            if cause.share >= WORTH_NAMING:
+                found += list(_FOR[cause.key](row, step, cause))
+        found += list(_larger_micro_batch(row, step))
+    found += _fewer_processes(size, series)
     return sorted(found, key=lambda advice: (not advice.same_training, -advice.gain))
 
 
-def _gain(row: Timing, less: float) -> float:
-    """Throughput over the present one when a step takes `less` seconds less."""
-    step = row.step_time or 0.0
+def _gain(step: float, less: float) -> float:
+    """The ratio of throughputs if a step of `step` seconds takes `less` seconds less."""
     return step / max(step - less, step * 1e-3)
 
 
-# --- One function a cause --------------------------------------------------------------------------------------------
+# --- One function per cause: from a row, the seconds of its step and what it loses ---------------
 
 
-def _communication(row: Timing, cause: Cause) -> Iterator[Advice]:
-    here, waits = row.num_processes, cause.seconds
-    syncs = row.syncs or 1
-    if row.engine == "ddp" and syncs > 1:
-        flags: dict[str, Any] = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
-        why = f"{syncs:.0f} exchanges a step, one is enough: the others are left out between micro-batches"
-        yield Advice(
-            "sync_once", "exchange gradients once a step", why, _gain(row, waits * (1 - 1 / syncs)), here, flags
-        )
-    if row.engine == "ddp" and volume_bound(row) and "ddp_comm_hook" not in row.command:
-        whole = waits / (1 - min(row.overlap or 0.0, 0.9))
-        left = max(0.0, whole / 2 - (whole - waits))
-        hook = "fp16" if row.hardware.startswith("CPU") else "bf16"
-        why = f"{hook} halves the {megabytes(row.sync_bytes or 0)} a step, which are what takes the time"
-        title = f"compress gradients to {hook} on the wire"
-        yield Advice("compression", title, why, _gain(row, waits - left), here, {"ddp_comm_hook": hook})
-    if row.engine == "ddp":
-        yield from _bucket_size(row, waits)
-        yield from _accumulation(row, waits)
-
-
-def _bucket_size(row: Timing, waits: float) -> Iterator[Advice]:
-    """With b buckets the first can leave after a b-th of the backward pass, and each costs the link's latency."""
-    if not (row.link_latency and row.sync_bytes and row.backward and row.syncs and row.accumulation):
+def _communication(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+    """Only DDP's exchange can be changed by these flags; ZeRO and FSDP have their own."""
+    if row.setup.engine != "ddp":
         return
-    whole = waits / (1 - min(row.overlap or 0.0, 0.9))
-    last_backward, latency = row.backward / row.accumulation, row.link_latency
+    yield from _sync_once(row, step, cause.seconds)
+    yield from _compression(row, step, cause.seconds)
+    yield from _bucket_size(row, step, cause.seconds)
+    yield from _accumulation(row, step, cause.seconds)
+
+
+def _sync_once(row: Timing, step: float, waits: float) -> Iterator[Advice]:
+    syncs = row.exchange.syncs if row.exchange else None
+    if syncs and syncs > 1:
+        flags = {"accelerator_config": '{"gradient_accumulation_kwargs": {"sync_each_batch": false}}'}
+        why = f"{syncs:.0f} exchanges per step where one is enough: none is needed between micro-batches"
+        gain = _gain(step, waits * (1 - 1 / syncs))
+        yield Advice("sync_once", "exchange gradients once a step", why, gain, row.num_processes, flags)
+
+
+def _compression(row: Timing, step: float, waits: float) -> Iterator[Advice]:
+    if row.exchange and row.exchange.bytes and volume_bound(row) and "ddp_comm_hook" not in row.setup.command:
+        whole = _with_hidden(row, waits)
+        left = max(0.0, whole / 2 - (whole - waits))
+        hook = "fp16" if row.setup.hardware.startswith("CPU") else "bf16"
+        why = f"{hook} halves the {megabytes(row.exchange.bytes)} per step, and sending them takes most of the time"
+        title = f"compress gradients to {hook} on the wire"
+        yield Advice("compression", title, why, _gain(step, waits - left), row.num_processes, {"ddp_comm_hook": hook})
+
+
+def _with_hidden(row: Timing, waits: float) -> float:
+    """Seconds of a step's whole exchange, with the part that the backward pass hides."""
+    overlap = row.exchange.overlap if row.exchange else None
+    return waits if overlap is None else waits / (1 - min(overlap, 0.9))
+
+
+def _bucket_size(row: Timing, step: float, waits: float) -> Iterator[Advice]:
+    """With b buckets the first is sent after 1/b of the backward pass; each costs the latency."""
+    exchange, link, backward, accumulation = row.exchange, row.link, row.parts.backward, row.batch.accumulation
+    if not exchange or not exchange.bytes or not exchange.syncs or not link or not link.latency:
+        return
+    if not backward or not accumulation:
+        return
+    whole = _with_hidden(row, waits)
+    last_backward, latency = backward / accumulation, link.latency
 
     def exposed(buckets: int) -> float:
         sends = whole + (buckets - 1) * latency
@@ -121,98 +138,103 @@ def _bucket_size(row: Timing, waits: float) -> Iterator[Advice]:
     best = min(range(1, 33), key=exposed)
     if best == 1 or exposed(best) > (1 - WORTH_NAMING) * waits:
         return
-    size = max(1, round(row.sync_bytes / row.syncs / best / _MIB))
-    why = f"about {best} buckets: the first leave while the backward pass goes on"
-    yield Advice(
-        "bucket_size",
-        f"buckets of {size} MiB",
-        why,
-        _gain(row, waits - exposed(best)),
-        row.num_processes,
-        {"ddp_bucket_cap_mb": size},
-    )
+    size = max(1, round(exchange.bytes / exchange.syncs / best / _MIB))
+    why = f"about {best} buckets: the first are sent while the backward pass goes on"
+    gain, flags = _gain(step, waits - exposed(best)), {"ddp_bucket_cap_mb": size}
+    yield Advice("bucket_size", f"buckets of {size} MiB", why, gain, row.num_processes, flags)
 
 
-def _accumulation(row: Timing, waits: float) -> Iterator[Advice]:
-    """As many more micro-batches a step as bring the exchange below a tenth of it. The global batch grows with them."""
-    step, batch, accumulation = row.step_time or 0.0, row.global_batch, row.accumulation
+def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
+    """The fewest micro-batches that bring the exchange to a tenth of a step.
+
+    The global batch grows with them.
+    """
+    batch, accumulation = row.batch.total, row.batch.accumulation
     if not batch or not accumulation:
         return
-    micro_batches = (row.data_wait or 0.0) + (row.forward or 0.0) + (row.backward or 0.0)
-    once = step - micro_batches  # what processes agree on, and the optimizer's step, come once too
+    parts = row.parts.known()
+    micro_batches = sum(parts.get(name, 0.0) for name in ("data_wait", "forward", "backward"))
+    once = step - micro_batches  # the exchange, the optimizer and agreeing on the number of items come once
     for times in range(2, _MOST_ACCUMULATION + 1):
         longer = once + times * micro_batches
         if waits <= _SMALL_COMMUNICATION * longer:
             flags: dict[str, Any] = {"global_batch_size": batch * times}
             flags |= {"gradient_accumulation_steps": accumulation * times}
-            flags |= {"per_device_train_batch_size": row.micro_batch}
-            why = f"brings communication to {waits / longer:.0%} of a step. It is another training: a global batch of "
-            why += f"{batch * times}, not {batch}, so the learning rate is to be found again"
+            flags |= {"per_device_train_batch_size": row.batch.micro}
+            why = f"brings communication to {waits / longer:.0%} of a step. This is a different training: the global "
+            why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
             gain = times * step / longer
             title = f"{times} times the accumulation"
             yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
             return
 
 
-def _data(row: Timing, cause: Cause) -> Iterator[Advice]:
-    workers, cores = row.workers or 0, row.cores
+def _data(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+    workers, cores = row.setup.workers or 0, row.setup.cores
     if cores is not None and workers >= cores:
-        why = f"{workers} workers already have {cores} cores: what they do to an example is too much for each step"
-        yield Advice("preprocess", "prepare the data beforehand", why, _gain(row, cause.seconds), row.num_processes)
+        why = f"{workers} workers on {cores} cores do not keep up with the training"
+        gain = _gain(step, cause.seconds)
+        yield Advice("preprocess", "preprocess the data before training", why, gain, row.num_processes)
         return
     more = min(max(2 * workers, 2), cores or 2 * workers or 2)
-    step, works = row.step_time or 0.0, (row.step_time or 0.0) - cause.seconds
-    # Workers that do not keep up are busy all the time: their work is as many steps long as there are of them.
+    works = step - cause.seconds
+    # Workers that do not keep up are always busy: each loads the data of one of as many steps as
+    # there are workers.
     loads = cause.seconds if workers == 0 else workers * step
     left = max(0.0, loads / more - works)
-    why = f"loading takes {milliseconds(loads)} a step, and can be done while the step computes"
+    why = f"loading takes {milliseconds(loads)} per step, and workers load while the step computes"
     title = f"{more} worker{'s' * (more > 1)} to load the data"
     flags = {"dataloader_num_workers": more}
-    yield Advice("workers", title, why, _gain(row, cause.seconds - left), row.num_processes, flags)
+    yield Advice("workers", title, why, _gain(step, cause.seconds - left), row.num_processes, flags)
 
 
-def _contention(row: Timing, cause: Cause) -> Iterator[Advice]:
-    why = "cores, memory or the GPUs' host are shared: `recipes doctor` lists what else runs there; or fewer a node"
-    yield Advice("uncontended", "give each process cores of its own", why, _gain(row, cause.seconds), row.num_processes)
+def _contention(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+    why = "cores, memory or the GPUs' host are shared: `recipes doctor` lists what else runs there; "
+    why += "fewer processes per node help too"
+    gain = _gain(step, cause.seconds)
+    yield Advice("uncontended", "give each process cores of its own", why, gain, row.num_processes)
 
 
-def _straggler(row: Timing, cause: Cause) -> Iterator[Advice]:
-    why = "all wait for the slowest: `recipes doctor` finds the device; leave its node out, or mend it"
-    yield Advice("straggler", "replace the slow process's device", why, _gain(row, cause.seconds), row.num_processes)
+def _straggler(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+    why = "all processes wait for the slowest: `recipes doctor` finds its device; exclude or repair its node"
+    yield Advice("straggler", "replace the slow process's device", why, _gain(step, cause.seconds), row.num_processes)
 
 
-def _work(row: Timing, cause: Cause) -> Iterator[Advice]:
-    if row.hardware and not row.hardware.startswith("CPU") and "torch_compile" not in row.command:
-        why = "fewer, larger kernels; at best it saves all that a small step costs too much"
+def _work(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+    setup = row.setup
+    if setup.hardware and not setup.hardware.startswith("CPU") and "torch_compile" not in setup.command:
+        why = "fewer and larger kernels; this gain is the most that it can save"
         flags = {"torch_compile": True, "packing": True}
-        yield Advice("compile", "compile the model", why, _gain(row, cause.seconds), row.num_processes, flags)
+        yield Advice("compile", "compile the model", why, _gain(step, cause.seconds), row.num_processes, flags)
 
 
-def _larger_micro_batch(row: Timing) -> Iterator[Advice]:
-    """Whatever a pass costs apart from its examples is paid once for each micro-batch of a step."""
-    passes, micro, overhead = row.accumulation or 1, row.micro_batch, row.pass_overhead or 0.0
+def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
+    """The fixed cost of a pass is paid once for each micro-batch of a step."""
+    passes, micro, overhead = row.batch.accumulation, row.batch.micro, row.pass_overhead
+    if not passes or passes % 2 or not micro or overhead is None:
+        return
     spared = passes / 2 * overhead
-    if passes % 2 or not micro or spared < WORTH_NAMING * (row.step_time or 0.0):
+    if spared < WORTH_NAMING * step:
         return
     flags = {"per_device_train_batch_size": 2 * micro, "gradient_accumulation_steps": passes // 2}
-    why = f"a pass takes {milliseconds(overhead)} whatever its examples, and a step has {passes}; `recipes fit` says "
-    why += "what fits into memory"
-    yield Advice("micro_batch", "twice the micro-batch", why, _gain(row, spared), row.num_processes, flags)
+    why = f"each pass has a fixed cost of {milliseconds(overhead)}, and a step has {passes} passes; "
+    why += "`recipes fit` finds the largest micro-batch that fits into memory"
+    yield Advice("micro_batch", "twice the micro-batch", why, _gain(step, spared), row.num_processes, flags)
 
 
-def _logging(row: Timing, cause: Cause) -> Iterator[Advice]:
-    yield _rarer(row, cause, "logging", f"log {_LOG_LESS} times less often", ("logging_steps",), _LOG_LESS)
+def _logging(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
+    yield _rarer(row, step, cause, "logging", f"log {_LOG_LESS} times less often", ("logging_steps",), _LOG_LESS)
 
 
-def _saving(row: Timing, cause: Cause) -> Iterator[Advice]:
+def _saving(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
     names = ("save_steps", "eval_steps")
-    yield _rarer(row, cause, "saving", f"save and evaluate {_SAVE_LESS} times less often", names, _SAVE_LESS)
+    yield _rarer(row, step, cause, "saving", f"save and evaluate {_SAVE_LESS} times less often", names, _SAVE_LESS)
 
 
-def _rarer(row: Timing, cause: Cause, key: str, title: str, names: tuple[str, ...], times: int) -> Advice:
-    flags = {name: steps * times for name in names if (steps := getattr(row, name))}
-    why = f"it then costs 1/{times} of {milliseconds(cause.seconds)} a step"
-    return Advice(key, title, why, _gain(row, cause.seconds * (1 - 1 / times)), row.num_processes, flags)
+def _rarer(row: Timing, step: float, cause: Cause, key: str, title: str, names: tuple[str, ...], times: int) -> Advice:
+    flags = {name: steps * times for name in names if (steps := getattr(row.setup, name))}
+    why = f"it then takes 1/{times} of {milliseconds(cause.seconds)} per step"
+    return Advice(key, title, why, _gain(step, cause.seconds * (1 - 1 / times)), row.num_processes, flags)
 
 
 _FOR = {
@@ -227,22 +249,21 @@ _FOR = {
 
 
 def _fewer_processes(size: Size, series: Series) -> list[Advice]:
-    """Where a smaller world is as fast, or the larger one is mostly wasted."""
+    """The fastest world size, if it is smaller than this one and at least as fast."""
     best = max(series.sizes, key=lambda other: other.speedup.median)
     if size.num_processes == series.sizes[0].num_processes or series.scaling == "weak":
         return []
     if best.num_processes < size.num_processes and best.speedup.median >= size.speedup.median:
         gain = best.speedup.median / size.speedup.median
         fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
-        why = f"{best.num_processes} are {fast}: this model does not need more"
-        return [
-            Advice("fewer", f"train on {best.num_processes}, not {size.num_processes}", why, gain, best.num_processes)
-        ]
+        processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"
+        title = f"train on {best.num_processes}, not {size.num_processes}"
+        return [Advice("fewer", title, f"{processes} {fast}: this model does not need more", gain, best.num_processes)]
     return []
 
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:
-    """The changes that were tried, each against the runs that were interleaved with it."""
+    """The changes that were tried, each compared with the runs that were interleaved with it."""
     tried = dict.fromkeys(
         (row.name, row.recipe, row.applied) for row in rows if row.applied and not row.applied.startswith(BEFORE)
     )
@@ -253,8 +274,11 @@ def _applied(key: tuple[str, str, str], rows: Sequence[Timing]) -> Applied | Non
     name, recipe, title = key
     after = [row for row in rows if (row.name, row.recipe, row.applied) == key]
     before = [row for row in rows if (row.name, row.recipe, row.applied) == (name, recipe, f"{BEFORE}: {title}")]
-    pairs = [(old, new) for old, new in zip(before, after, strict=False) if old.samples and new.samples]
-    if not pairs:
+    ratios = [
+        (new.samples / new.epoch_time) / (old.samples / old.epoch_time)
+        for old, new in zip(before, after, strict=False)
+        if old.samples and new.samples
+    ]
+    if not ratios:
         return None
-    ratios = [(new.samples / new.epoch_time) / (old.samples / old.epoch_time) for old, new in pairs]  # type: ignore[operator]
     return Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios))

@@ -1,103 +1,38 @@
-"""Timings of trainings at several world sizes: rows of a CSV or JSONL that anyone can write, and `scale run` does."""
+"""Files of timings, .csv or .jsonl: `recipes scale run` writes them, and so can anyone else."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unicodedata import category
 
 from recipes.errors import Problem, UserError, mistake
+from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
 
 SUFFIXES = (".csv", ".jsonl")
 WARM_UP_STEPS = 3  # of each run, which are not timed
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One epoch, or one measured stretch, of one training. Times are in seconds, sizes in bytes, the rest counts.
-
-    Only `num_processes` and `epoch_time` are needed; `samples` are the examples of all processes in `epoch_time`.
-    `scaling`: "strong", the same global batch at every size, or "weak", the same batch a process.
-
-    From `step_time` on: what `train.py --measure` finds, per optimizer step. The parts from `data_wait` to `other` add
-    up to `step_time`, are means over the processes, and `backward` is without the communication that it waits for.
-    But `logging` and `saving` are what the process that writes takes: the others wait for it, and that is no `other`.
-    `no_sync_step` is a step without exchange of gradients, of the median process, which of two is the quicker one: a
-    mean of the two would blame half of a slow one on both. `*_max` is that of the slowest process.
-    """
-
-    num_processes: int
-    epoch_time: float
-    name: str = "training"
-    epoch: float | None = None
-    samples: int | None = None
-    accuracy: float | None = None
-    recipe: str = ""
-    scaling: str = "strong"
-
-    global_batch: int | None = None
-    micro_batch: int | None = None
-    accumulation: int | None = None
-    tokens: int | None = None  # in epoch_time
-    loss: float | None = None  # of the evaluation
-
-    step_time: float | None = None
-    data_wait: float | None = None
-    forward: float | None = None
-    backward: float | None = None
-    communication: float | None = None  # exposed, without the wait for slower processes
-    optimizer: float | None = None
-    logging: float | None = None
-    saving: float | None = None  # checkpoints and evaluations
-    other: float | None = None
-
-    data_wait_max: float | None = None
-    no_sync_step: float | None = None
-    no_sync_step_max: float | None = None
-    pass_overhead: float | None = None  # of a forward and backward pass, whatever the number of its examples
-    overlap: float | None = None  # share of the communication that is hidden behind the backward pass, 0 to 1
-    syncs: float | None = None  # backward passes of an optimizer step that exchanged gradients, counted
-    collectives: float | None = None  # of an optimizer step, counted
-    sync_bytes: int | None = None  # handed to collectives by a process in an optimizer step, counted
-    link_bandwidth: float | None = None  # bytes/s, bus bandwidth of an all-reduce of a bucket's size, alone
-    link_latency: float | None = None  # of an all-reduce of a few bytes, alone
-    peak_memory: int | None = None  # of the process that needs most
-
-    hardware: str = ""
-    engine: str = ""  # "ddp", "deepspeed", ...
-    workers: int | None = None  # dataloader_num_workers
-    cores: int | None = None  # of each process
-    logging_steps: int | None = None
-    save_steps: int | None = None
-    eval_steps: int | None = None
-    command: str = ""  # train.py's flags
-    applied: str = ""  # the recommendation that this run tries, "before" for the run beside it
-    predicted: float | None = None  # throughput over the one before that the recommendation promised
-
-
 _LONGER = 1.001  # what rounding may add to a sum of times
-_SHOWN = 200  # letters of a file's first line
-_MOST = 1e15  # of anything that is measured here
-PARTS = "data_wait forward backward communication optimizer logging saving other".split()
-_FIELDS = {field.name: field for field in dataclasses.fields(Timing)}
+_SHOWN = 200  # characters of a file's first line
+_LARGEST = 1e15  # of any number in a file, and 1/_LARGEST the smallest
 
 
 def name_of(run: Mapping[str, Any]) -> str:
-    """What the rows of a run are called: its `run_name`, else the last part of its model's name."""
+    """The name of a run's rows: its `run_name`, else the last part of its model's name."""
     model = run["model_name_or_path"]
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
 
 
 def read(files: Iterable[str | Path]) -> list[Timing]:
-    """The rows of all files; where they name no training, the file's name does. Raises `UserError` with every error."""
+    """The rows of all files; a row without a name gets the file's.
+
+    Raises `UserError` with every mistake in them.
+    """
     rows: list[Timing] = []
     problems: list[Problem] = []
     for file in map(Path, files):
@@ -105,11 +40,11 @@ def read(files: Iterable[str | Path]) -> list[Timing]:
             for number, line in _lines(file):
                 with _gathered(problems):
                     source = f"{file}, line {number}"
-                    rows.append(timing({"name": file.stem, **_row(line, source)}, source))
+                    rows.append(parse_row({"name": file.stem, **_cells(line, source)}, source))
     if problems:
         raise UserError(*problems)
     if not rows:
-        raise mistake("FILE", "holds no timings", "a CSV with num_processes and epoch_time, or recipes scale run")
+        raise mistake("FILE", "holds no timings", "a .csv with num_processes and epoch_time, or run recipes scale run")
     return rows
 
 
@@ -121,9 +56,12 @@ def _gathered(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def timing(row: Mapping[str, Any], source: str) -> Timing:
-    """A row as a Timing; columns that are not ours are left out. Raises `UserError` with every value that cannot be."""
-    filled = {name: value for name, value in row.items() if name in _FIELDS and value not in (None, "")}
+def parse_row(row: Mapping[str, Any], source: str) -> Timing:
+    """A row as a Timing, without unknown columns.
+
+    Raises `UserError` with every value that is not possible.
+    """
+    filled = {name: value for name, value in row.items() if name in COLUMNS and value not in (None, "")}
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for name in dict.fromkeys(["num_processes", "epoch_time", *filled]):
@@ -134,43 +72,45 @@ def timing(row: Mapping[str, Any], source: str) -> Timing:
     if problems:
         raise UserError(*problems)
     if values.get("step_time", 0) > _LONGER * values["epoch_time"]:
-        what = f"a step of {values['step_time']:g} s does not fit in {values['epoch_time']:g} s"
-        raise mistake("step_time", what, "both in seconds, epoch_time of all its steps", source)
-    return Timing(**values)
+        what = f"a step of {values['step_time']:g} s does not fit into an epoch_time of {values['epoch_time']:g} s"
+        raise mistake("step_time", what, "both in seconds, epoch_time for all steps together", source)
+    return from_columns(values)
 
 
 def _value(name: str, value: Any, source: str) -> Any:
-    kind = str(_FIELDS[name].type)
+    kind = COLUMNS[name].kind
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
-            raise mistake(name, f"{value!r} is neither strong nor weak", "one of them", source)
+            raise mistake(name, f"{value!r} is neither strong nor weak", "strong or weak", source)
         if any(category(letter) in ("Cc", "Cs") and not letter.isspace() for letter in str(value)):
-            raise mistake(name, f"{value!r} holds letters that cannot be printed", "a name without them", source)
+            raise mistake(name, f"{value!r} cannot be printed", "text without control characters", source)
         return str(value)
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise mistake(name, f"{value!r} is no number", "a number, such as 12.5", source) from None
+        raise mistake(name, f"{value!r} is not a number", "a number, such as 12.5", source) from None
     positive = name in ("num_processes", "epoch_time", "samples", "step_time", "global_batch")
-    if math.isfinite(number) and (number > _MOST or 0 < number < 1 / _MOST):
-        raise mistake(name, f"{value!r} is beyond all measure", "seconds, bytes or a count", source)
+    if math.isfinite(number) and (number > _LARGEST or 0 < number < 1 / _LARGEST):
+        raise mistake(name, f"{value!r} is out of range", "a number in seconds, bytes or counts", source)
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise mistake(name, f"{value!r} cannot be", f"a number {'above' if positive else 'of at least'} 0", source)
+        raise mistake(
+            name, f"{value!r} is not possible", f"a number {'above' if positive else 'of at least'} 0", source
+        )
     if kind.startswith("int"):
         if number != int(number):
-            raise mistake(name, f"{value!r} is no whole number", "a count", source)
+            raise mistake(name, f"{value!r} is not a whole number", "a count", source)
         return int(number)
     return number
 
 
 def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
-    """The lines that hold something, with their numbers: a .csv's taken apart."""
+    """The lines that are not empty, with their numbers; those of a .csv are split into cells."""
     if file.suffix not in SUFFIXES:
-        raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a file of either kind")
+        raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a .csv or .jsonl file")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise mistake("FILE", f"{file} cannot be read: {error}", "a .csv or .jsonl of timings") from None
+        raise mistake("FILE", f"{file} cannot be read: {error}", "a readable .csv or .jsonl file") from None
     if file.suffix == ".jsonl":
         return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
@@ -178,30 +118,30 @@ def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
     lacking = [name for name in ("num_processes", "epoch_time") if name not in columns]
     if columns and lacking:
         what = f"{file} has no column {' and no column '.join(lacking)}, but {', '.join(columns)[:_SHOWN]}"
-        raise mistake("FILE", what, "a first line such as num_processes,epoch_time,samples, with commas")
+        raise mistake("FILE", what, "a first line such as num_processes,epoch_time,samples, separated by commas")
     rows = [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
     return [(number, row) for number, row in rows if any(row.values())]
 
 
-def _row(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _cells(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if not isinstance(line, str):
         return line
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise mistake("FILE", f"is no JSON: {error}", "one object a line", source) from None
+        raise mistake("FILE", f"is not JSON: {error}", "one JSON object per line", source) from None
     if not isinstance(row, dict):
-        raise mistake("FILE", f"{line[:40]!r} is no object", "one object a line", source)
+        raise mistake("FILE", f"{line[:40]!r} is not a JSON object", "one JSON object per line", source)
     return row
 
 
 def append(file: str | Path, rows: Iterable[Timing]) -> None:
-    """Add rows to a .csv or .jsonl, which is begun where it is not there.
+    """Add rows to a .csv or .jsonl, which is created if missing.
 
-    Raises `UserError` where it cannot be written, or is a .csv without the columns that the rows have.
+    Raises `UserError` if it cannot be written, or is a .csv without the columns that the rows have.
     """
     file = Path(file)
-    filled = [{name: value for name, value in vars(row).items() if value not in (None, "")} for row in rows]
+    filled = [{name: value for name, value in to_columns(row).items() if value not in (None, "")} for row in rows]
     columns = require_room(file, {name for row in filled for name in row})
     with file.open("a", encoding="utf-8", newline="") as stream:
         if columns is None:
@@ -213,18 +153,21 @@ def append(file: str | Path, rows: Iterable[Timing]) -> None:
         writer.writerows(filled)
 
 
-def require_room(file: str | Path, names: Iterable[str] = tuple(_FIELDS)) -> list[str] | None:
-    """Raises `UserError` where columns of these names cannot be added to the file; returns a .csv's columns."""
+def require_room(file: str | Path, names: Iterable[str] = tuple(COLUMNS)) -> list[str] | None:
+    """The columns of a .csv, None for a .jsonl.
+
+    Raises `UserError` if rows with these columns cannot be added.
+    """
     file = Path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a", encoding="utf-8") as stream:
             begun = stream.tell() > 0
     except OSError as error:
-        raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "a file in a folder that can") from None
+        raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "choose a writable folder") from None
     if file.suffix == ".jsonl":
         return None
-    columns = _header(file) if begun else list(_FIELDS)
+    columns = _header(file) if begun else list(COLUMNS)
     lacking = sorted(set(names) - set(columns))
     if lacking:
         raise mistake("FILE", f"{file} has no column {lacking[0]}", "another file, or a .jsonl")

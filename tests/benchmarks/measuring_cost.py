@@ -1,10 +1,11 @@
-"""What `--measure` costs a step, paired: every other step of one training is marked, the others are not.
+"""What `--measure` costs a step, paired: every other step of one training is timed.
 
     python -m tests.benchmarks.measuring_cost [--steps 600]
 
-The model is small and a step takes milliseconds, so that the share is larger than in any training worth measuring. Each
-pair of neighbouring steps gives one ratio; the answer is their median with its quartiles. Ends with 1 above 1 %.
-Without `--measure` none of this code is there: another class trains.
+The model is small and a step takes milliseconds, so that the share is larger than in any training
+worth measuring. Each pair of neighbouring steps gives one ratio; the answer is their median with
+its quartiles. Ends with 1 above 1 %. Without `--measure` none of this code is there: another class
+trains.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from launch.training.timeline import MeasuredTrainer, Timeline
+from launch.training.step_timing import StepTimer, TimedTrainer
 from recipes import standard
 from recipes.run import hardware
 from recipes.scaling.timings import WARM_UP_STEPS
@@ -31,17 +32,17 @@ class EveryOther(TrainerCallback):
     """Marks every other step. `seconds` of each step, from one's beginning to the next one's."""
 
     def __init__(self) -> None:
-        self.timeline: Timeline | None = None
+        self.timer: StepTimer | None = None
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         self._begun: float | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
         now = time.perf_counter()
-        if self.timeline is None or state.global_step <= 2 * WARM_UP_STEPS:
+        if self.timer is None or state.global_step <= 2 * WARM_UP_STEPS:
             return
         if self._begun is not None:
-            self.seconds[self.timeline.on].append(now - self._begun)
-        self.timeline.on = not self.timeline.on
+            self.seconds[self.timer.on].append(now - self._begun)
+        self.timer.on = not self.timer.on
         self._begun = time.perf_counter()
 
 
@@ -62,9 +63,9 @@ def measured(steps: int) -> dict[bool, list[float]]:
             disable_tqdm=True,
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = MeasuredTrainer(model=model, args=args, train_dataset=data, callbacks=[turns])
+        trainer = TimedTrainer(model=model, args=args, train_dataset=data, callbacks=[turns])
         trainer.remove_callback(transformers.PrinterCallback)
-        turns.timeline = trainer.timeline
+        turns.timer = trainer.timer
         trainer.train()
     return turns.seconds
 

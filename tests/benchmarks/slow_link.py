@@ -1,10 +1,12 @@
-"""Two processes on an emulated slow link: measured, explained, mended, and measured again. As root, on Linux.
+"""Two processes on an emulated slow link: measured, explained, improved, measured again.
+
+As root, on Linux:
 
     python -m tests.benchmarks.slow_link --output outputs/slow_link
 
-The demonstration is measured on one process and on two whose loopback passes 60 Mbit/s; then two of the changes that
-the report advises are tried beside it. Emulated link, CPU, gloo: the figures say how good the predictions are, and
-nothing about a GPU.
+The demonstration is measured on one process and on two whose loopback passes 60 Mbit/s; then two
+of the changes that the report advises are tried beside it. Emulated link, CPU, gloo: the figures
+say how good the predictions are, and nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Trainings whose slowness has a known cause: compute that waits instead of working, on a link of a known rate.
+"""Trainings that are slow for a known reason: a forward pass that sleeps, a link of known rate.
 
-As a script it is a rank of such a training: it enters the network namespace named in the environment, and then runs
-launch/train.py. A forward pass waits as if a GPU computed it, so that what else the machine does changes little.
+As a script this is one rank of such a training: it enters the network namespace that the
+environment names, and runs launch/train.py. The forward pass sleeps as if a GPU computed, so that
+other load on the machine changes little.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.scaling.timings import Timing, read
+from recipes.scaling.row import Timing
+from recipes.scaling.timings import read
 
 _CODE = """\
 import os
@@ -45,7 +47,10 @@ STEPS = 6
 
 
 def write_paced_model(folder: Path, tiny_model: Path) -> Path:
-    """The tiny model with a pause of $PACE seconds an example. With $ON_ONE_CORE all processes work on one instead."""
+    """The tiny model with a pause of $PACE seconds per example.
+
+    With $ON_ONE_CORE the processes compute for that long instead, all on one core.
+    """
     shutil.copytree(tiny_model, folder)
     (folder / "modeling_paced.py").write_text(_CODE)
     config = json.loads((folder / "config.json").read_text())
@@ -56,7 +61,10 @@ def write_paced_model(folder: Path, tiny_model: Path) -> Path:
 
 @contextlib.contextmanager
 def link(rate: str) -> Iterator[str]:
-    """A network namespace whose loopback passes `rate`, tc's spelling, in all; yields its name. Needs root."""
+    """A network namespace whose loopback passes `rate` (as tc writes it); yields its name.
+
+    Needs root.
+    """
     name = f"recipes-{os.getpid()}"
     _ip("netns", "add", name)
     try:
@@ -84,7 +92,10 @@ def can_emulate_links() -> bool:
 def timing(
     model: Path, texts: Path, processes: int, batch: int, *flags: str, namespace: str = "", **environment: str
 ) -> Timing:
-    """The row of a training of `batch` examples a step in micro-batches of at most 4, paced at 40 ms an example."""
+    """The row of a training of `batch` examples per step, in micro-batches of at most 4.
+
+    A forward pass takes 40 ms per example.
+    """
     from tests.support.running import fork_ranks, launchers_environment
 
     words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "16"]
@@ -109,7 +120,7 @@ def _enter(namespace: str) -> None:
 
 
 def _load_slowly(seconds: float) -> None:
-    """Every micro-batch takes so long to be put together."""
+    """Collating a micro-batch takes this much longer."""
     from launch.training.batches import Pad
 
     collate = Pad.__call__

@@ -1,7 +1,8 @@
-"""A small simulator of data-parallel training, and from it the timings that a measurement of it would find.
+"""A small simulator of data-parallel training, and the timings that it would give.
 
-It knows processes, a link and loaders, and nothing of how timings are judged. Each effect can be switched off, so the
-cause of a slow step is known: it is the effect without which the step at the largest size is quickest.
+It simulates processes, a link and loaders, and shares no code with the verdicts. Each effect can be
+switched off, so the cause of a slow step is known: the effect without which the step at the largest
+size is fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import count
 from random import Random
 from statistics import fmean, median_low
 
-from recipes.scaling.timings import Timing
+from recipes.scaling.row import Batch, Exchange, Link, NoSync, Parts, Setup, Timing
 
 WARM_UP, STEPS = 20, 20  # simulated steps; logs and checkpoints come every so many that divide 20
 EPOCH = 50  # steps
@@ -22,7 +23,7 @@ EPOCH = 50  # steps
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and on what. Times are in seconds, sizes in bytes, rates a second."""
+    """What is trained, and on what. Times are in seconds, sizes in bytes, rates per second."""
 
     global_batch: int
     largest_micro_batch: int
@@ -58,12 +59,12 @@ class Training:
     jitter: float = 0.0  # by which a process's steps differ, as a standard deviation
 
 
-# --- What happens ----------------------------------------------------------------------------------------------------
+# --- What happens --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Means over the steps of a stretch: of the world the step, of each process its waits and its parts."""
+    """Means over the steps of a stretch, in seconds."""
 
     step: float
     waits: list[float]
@@ -77,7 +78,10 @@ class Stretch:
 def train(
     training: Training, world: int, batch: int, random: Random, exchange: bool = True, fed: bool = False
 ) -> Stretch:
-    """Steps of `world` processes, one event after the other. `fed`: from memory, with neither logs nor checkpoints."""
+    """Steps of `world` processes, one event after the other.
+
+    `fed`: from memory, with neither logs nor checkpoints.
+    """
     samples = batch / world
     micro_batches = math.ceil(samples / training.largest_micro_batch)
     once = _micro_batch(training, samples / micro_batches, _fixed_share(training, world, batch, micro_batches))
@@ -138,15 +142,15 @@ def _micro_batch(training: Training, samples: float, fixed_share: float) -> floa
 
 
 def _paces(training: Training, world: int) -> list[float]:
-    """How many times as long as one alone each process takes."""
+    """How many times as long as alone each process takes."""
     beside = 1 + training.contention * (world - 1)
     return [beside * (training.slow_computing if rank == training.slow_rank else 1) for rank in range(world)]
 
 
 def _exchanged(training: Training, world: int, ends: list[float], backwards: list[float]) -> float:
-    """When all have all gradients: one bucket after the other, each when the last process has it."""
+    """When all processes have all gradients. A bucket is sent when the last process has it."""
     takes = _collective(training, world, training.gradients / training.buckets)
-    end, backward = max(zip(ends, backwards, strict=True))  # who ends last is last with each bucket, too
+    end, backward = max(zip(ends, backwards, strict=True))  # the last process is last with each bucket
     between = backward / training.buckets if training.overlapped else 0.0
     ready = free = end - between * (training.buckets - 1)
     for _ in range(training.buckets):
@@ -161,7 +165,7 @@ def _collective(training: Training, world: int, size: float) -> float:
 
 
 class _Loader:
-    """The workers of a process: each loads two micro-batches ahead, and no more before the process has taken them."""
+    """The workers of a process. Each loads two micro-batches ahead, then waits for the process."""
 
     def __init__(self, training: Training, world: int, samples: float, micro_batches: int, rank: int):
         slow = training.slow_loading if rank == training.slow_rank else 1.0
@@ -173,7 +177,7 @@ class _Loader:
         self.loaded = 0.0
 
     def take(self, now: float) -> float:
-        """When the next batch is there for a process that asks for it now."""
+        """The time at which a process that asks now gets its next batch."""
         if not self.ahead:
             return now + self.takes
         self.loaded = max(self.loaded, self.taken[0]) + self.takes
@@ -182,7 +186,7 @@ class _Loader:
         return now
 
 
-# --- What causes it --------------------------------------------------------------------------------------------------
+# --- What causes it ------------------------------------------------------------------------------
 
 IDEAL = {
     "communication": {"bandwidth": math.inf, "latency": 0.0},
@@ -194,11 +198,11 @@ IDEAL = {
     "saving": {"checkpoint": 0.0, "evaluation": 0.0},
 }
 HEALTHY, CLEAR, TIMES_THE_NEXT = 0.08, 0.15, 1.5
-ALL_HEALTHY = 0.20  # gained by all together: no two hide each other
+ALL_HEALTHY = 0.20  # without all effects together: two may hide each other
 
 
 def gains(training: Training, world: int) -> dict[str, float]:
-    """Share of a step at that size that each effect costs: what is saved where it alone is gone."""
+    """The share of a step at that size that is saved without each effect."""
     still = replace(training, jitter=0.0)
     step = _step(still, world)
     return {cause: 1 - _step(replace(still, **ideal), world) / step for cause, ideal in IDEAL.items()}
@@ -209,7 +213,7 @@ def _step(training: Training, world: int) -> float:
 
 
 def known_cause(training: Training, world: int) -> str | None:
-    """One of `IDEAL`, or "healthy"; None where it is not clear."""
+    """One of `IDEAL`, or "healthy"; None if it is not clear."""
     found = gains(training, world)
     first, second = sorted(found, key=lambda cause: -found[cause])[:2]
     if found[first] <= HEALTHY:
@@ -221,11 +225,11 @@ def known_cause(training: Training, world: int) -> str | None:
     return first if clear else None
 
 
-# --- What is measured ------------------------------------------------------------------------------------------------
+# --- What is measured ----------------------------------------------------------------------------
 
 
 def measured(training: Training, largest: int, repeats: int, random: Random) -> list[Timing]:
-    """The rows at 1, 2, ... `largest` processes: the same global batch, and the same batch a process."""
+    """The rows from 1 to `largest` processes: the same global batch, and the same per process."""
     worlds = [world for world in (1, 2, 4, 8) if world <= largest]
     share = training.global_batch // largest
     kinds = [("strong", world, training.global_batch) for world in worlds]
@@ -234,13 +238,13 @@ def measured(training: Training, largest: int, repeats: int, random: Random) -> 
 
 
 def _rows(training: Training, scaling: str, world: int, batch: int, repeats: int, random: Random) -> Iterator[Timing]:
-    """Runs of a stretch of training, one fed from memory with and one without the exchange."""
+    """Three stretches per run: the training, and a step from memory with and without exchange."""
     trained = train(training, world, batch, random)
     synced = train(training, world, batch, random, fed=True)
     alone = train(training, world, batch, random, exchange=False, fed=True)
     for _ in range(repeats):
-        mood = random.lognormvariate(0, 0.03) * (random.uniform(1.3, 2) if random.random() < 0.03 else 1)
-        off = tuple(mood * random.lognormvariate(0, 0.01) for _ in range(3))
+        slowed = random.lognormvariate(0, 0.03) * (random.uniform(1.3, 2) if random.random() < 0.03 else 1)
+        off = tuple(slowed * random.lognormvariate(0, 0.01) for _ in range(3))
         yield _row(training, scaling, world, batch, (trained, synced, alone), off)
 
 
@@ -252,54 +256,53 @@ def _row(
     stretches: tuple[Stretch, Stretch, Stretch],
     off: tuple[float, ...],
 ) -> Timing:
-    """What a run finds whose three stretches take `off` times as long as they should."""
+    """The row of a run whose three stretches take `off` times as long as they should."""
     trained, synced, alone = stretches
     first, second, third = off
     step = first * trained.step
-    known = {
-        "data_wait": first * fmean(trained.waits),
-        "forward": first * trained.forward,
-        "backward": first * (fmean(trained.own) - trained.forward - trained.optimizer),
-        "optimizer": first * trained.optimizer,
-        "logging": first * trained.logging,
-        "saving": first * trained.saving,
-    }
-    left = max(0.0, step - sum(known.values()))
+    parts = Parts(
+        data_wait=first * fmean(trained.waits),
+        forward=first * trained.forward,
+        backward=first * (fmean(trained.own) - trained.forward - trained.optimizer),
+        optimizer=first * trained.optimizer,
+        logging=first * trained.logging,
+        saving=first * trained.saving,
+    )
+    known = sum(parts.known().values())
+    left = max(0.0, step - known)
     slowest = third * max(alone.own)
     communication = min(left, max(0.0, second * synced.step - slowest)) if world > 1 else 0.0
     micro_batches = math.ceil(batch / world / training.largest_micro_batch)
-    bucket = training.gradients / training.buckets
     syncs = (micro_batches if training.every_micro_batch else 1) if world > 1 else 0
     return Timing(
         num_processes=world,
         epoch_time=step * EPOCH,
         samples=batch * EPOCH,
         scaling=scaling,
-        global_batch=batch,
-        micro_batch=batch // world // micro_batches,
-        accumulation=micro_batches,
-        step_time=sum(known.values()) + left,
-        **known,
-        communication=communication,
-        other=left - communication,
+        batch=Batch(batch, batch // world // micro_batches, micro_batches),
+        step_time=known + left,
+        parts=replace(parts, communication=communication, other=left - communication),
         data_wait_max=first * max(trained.waits),
-        no_sync_step=third * median_low(alone.own),
-        no_sync_step_max=slowest,
-        syncs=syncs,
-        collectives=syncs * training.buckets,
-        sync_bytes=round(syncs * training.gradients),
-        link_bandwidth=2 * (world - 1) / world * bucket / _collective(training, world, bucket) if world > 1 else None,
-        link_latency=_collective(training, world, 0) if world > 1 else None,
-        workers=training.workers,
+        no_sync=NoSync(third * median_low(alone.own), slowest),
+        exchange=Exchange(syncs=syncs, collectives=syncs * training.buckets, bytes=round(syncs * training.gradients)),
+        link=_link(training, world) if world > 1 else None,
+        setup=Setup(workers=training.workers),
     )
 
 
-# --- What is tried ---------------------------------------------------------------------------------------------------
+def _link(training: Training, world: int) -> Link:
+    """The link as an all-reduce of a bucket's size and one of a few bytes measure it."""
+    bucket = training.gradients / training.buckets
+    bandwidth = 2 * (world - 1) / world * bucket / _collective(training, world, bucket)
+    return Link(bandwidth, _collective(training, world, 0))
+
+
+# --- What is tried -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Set:
-    """Timings with their known cause, one of `IDEAL` or "healthy", at the largest size."""
+    """Timings with their known cause at the largest size, one of `IDEAL` or "healthy"."""
 
     seed: int
     cause: str
@@ -313,7 +316,7 @@ class Set:
 
 
 def sets(of_each: int, first_seed: int = 0) -> Iterator[Set]:
-    """Sets with clear causes, `of_each` cause and as many healthy ones; the same for the same seed."""
+    """Sets with clear causes, `of_each` cause and healthy ones; the same for the same seed."""
     wanted = dict.fromkeys([*IDEAL, "healthy"], of_each)
     for seed in count(first_seed):
         random = Random(seed)
@@ -328,7 +331,7 @@ def sets(of_each: int, first_seed: int = 0) -> Iterator[Set]:
 
 
 def draw(random: Random) -> tuple[Training, int]:
-    """Any training, at any largest size: none to three effects may be large, the others are small but never absent."""
+    """A random training and largest size: none to three effects are large, the others small."""
     largest = random.choice([2, 4, 8])
     large = random.sample(list(IDEAL), random.choice([0, 1, 1, 2, 2, 3]))
     each = random.choice([1, 2, 4, 8, 16, 32])  # samples of a process at the largest size
@@ -389,5 +392,5 @@ def draw(random: Random) -> tuple[Training, int]:
 
 
 def _between(random: Random, low: float, high: float) -> float:
-    """Between the two, each order of magnitude as likely as any other."""
+    """A number between the two; each order of magnitude is equally likely."""
     return math.exp(random.uniform(math.log(low), math.log(high)))

@@ -1,4 +1,4 @@
-"""`recipes scale run`, `train.py --measure` and what they find out about trainings that are slow for a known reason."""
+"""`recipes scale run` and `--measure`, on trainings that are slow for a known reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes.scaling.advice import Advice, advise, applied
-from recipes.scaling.timings import PARTS, Timing, append, read
+from recipes.scaling.row import Setup, Timing, with_columns
+from recipes.scaling.timings import append, read
 from recipes.scaling.verdicts import Verdict, analyse
 from tests.support import emulated
 from tests.support.running import ROOT, run
@@ -55,11 +56,11 @@ def advice(alone: list[Timing], row: Timing) -> list[Advice]:
     return advise(series.sizes[-1], series)
 
 
-# --- Why it is slow ---------------------------------------------------------------------------------------------------
+# --- Why it is slow ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_healthy_run_is_not_accused(alone, healthy):
+def test_healthy_run_has_no_cause(alone, healthy):
     assert verdict(alone, healthy).cause is None
 
 
@@ -81,37 +82,37 @@ def test_compression_on_a_slow_link_gains_what_was_predicted(alone, on_a_slow_li
 
 
 @pytest.mark.slow
-def test_slow_data_is_told_from_the_rest(alone, measured):
+def test_slow_data_is_named(alone, measured):
     assert verdict(alone, measured(2, 16, SLOW_DATA="0.2")).cause == "data"
 
 
 @pytest.mark.slow
-def test_contended_run_is_told_from_the_rest(alone, measured):
+def test_contention_is_named(alone, measured):
     assert verdict(alone, measured(2, 16, ON_ONE_CORE="yes")).cause == "contention"
 
 
 @pytest.mark.slow
-def test_straggler_is_told_from_the_rest(alone, measured):
+def test_straggler_is_named(alone, measured):
     assert verdict(alone, measured(2, 16, PACE_OF_RANK_1="2.5")).cause == "straggler"
 
 
-# --- What is counted --------------------------------------------------------------------------------------------------
+# --- What is counted -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_accumulation_exchanges_gradients_once_a_step(healthy):
-    assert (healthy.accumulation, healthy.syncs) == (2, 1)
+    assert (healthy.batch.accumulation, healthy.exchange.syncs) == (2, 1)
 
 
 @pytest.mark.slow
 def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
     each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
-    assert measured(2, 16, "--accelerator_config", each).syncs == 2
+    assert measured(2, 16, "--accelerator_config", each).exchange.syncs == 2
 
 
 @pytest.mark.slow
 def test_parts_of_a_step_add_up_to_it(healthy):
-    assert sum(getattr(healthy, part) for part in PARTS) == pytest.approx(healthy.step_time)
+    assert sum(healthy.parts.known().values()) == pytest.approx(healthy.step_time)
 
 
 @pytest.mark.slow
@@ -120,7 +121,7 @@ def test_bytes_of_an_exchange_are_those_of_the_gradients(healthy, tiny_model):
 
     with safe_open(tiny_model / "model.safetensors", "pt") as weights:
         parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
-    assert healthy.sync_bytes == pytest.approx(4 * parameters, rel=0.01)
+    assert healthy.exchange.bytes == pytest.approx(4 * parameters, rel=0.01)
 
 
 @pytest.mark.slow
@@ -135,7 +136,7 @@ def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
     assert read([tmp_path / "t.csv"])[0].samples == 3 * 16
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- The command ---------------------------------------------------------------------------------
 
 
 def recipes(*words: str, folder: Path):
@@ -144,9 +145,9 @@ def recipes(*words: str, folder: Path):
 
 @pytest.mark.slow
 def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model, texts, tmp_path):
-    slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
+    slow = with_columns(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
     command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
-    rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
+    rows = [with_columns(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
     append(tmp_path / "timings.jsonl", rows)
 
     words = ["--apply", "compression", "--repeats", "1", "--steps", "1", "--output", str(tmp_path)]
@@ -163,13 +164,13 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
     [
         (["--num_processes", "1", "3"], "global batch of 16 cannot be shared by 3"),
         (["--recipe", "baseline"], "baseline trains in one process"),
-        (["--output_dir", "here"], "--output_dir: is decided by the measurement"),
+        (["--output_dir", "here"], "--output_dir: is set by scale run"),
         (["--learning_rat", "1"], "--learning_rate"),
         (["--num_proceses", "1"], "--num_processes"),
         (["--apply"], "first recipes scale run"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(words, says, tmp_path, capsys):
+def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsys):
     from launch.cli import main
 
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 2
@@ -188,16 +189,13 @@ def test_timings_of_another_training_are_not_mixed(alone_row, tmp_path, capsys):
 
 @pytest.fixture
 def alone_row() -> Timing:
-    return Timing(1, 10.0, name="demonstration", command="--seed 1")
+    return Timing(1, 10.0, name="demonstration", setup=Setup(command="--seed 1"))
 
 
 def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():
-    import argparse
-
     from launch.scaling.run import points
 
-    options = argparse.Namespace(num_processes=[1, 2, 4], recipe=None, scaling=["strong", "weak"])
-    found = [(point.num_processes, point.global_batch, point.series) for point in points(options, [])]
     both = ("strong", "weak")
+    found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]
     expected = [(1, 16, both[:1]), (1, 4, both[1:]), (2, 16, both[:1]), (2, 8, both[1:]), (4, 16, both)]
     assert sorted(found) == sorted(expected)

@@ -1,4 +1,4 @@
-"""`recipes scale report`: every file of it says what the timings say, and opens where it is to be opened."""
+"""`recipes scale report`: each of its files says what the timings say, and opens."""
 
 import csv
 import json
@@ -18,7 +18,8 @@ from launch.scaling.report import as_json, file_stems
 from launch.scaling.tables import tex_escaped
 from launch.scaling.words import commands, find, serial_words, suggestions
 from recipes.errors import UserError
-from recipes.scaling.timings import Timing, timing
+from recipes.scaling.row import Batch, NoSync, Parts, Setup, Timing
+from recipes.scaling.timings import parse_row
 from recipes.scaling.verdicts import analyse
 
 KINDS = ["epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy", "step_time"]
@@ -33,11 +34,9 @@ STEPS = {
 
 
 def timed(recipe, scaling, world, wobble, epoch):
-    names = ("data_wait", "forward", "backward", "communication", "optimizer")
-    parts = {name: ms * wobble / 1000 for name, ms in zip(names, STEPS[recipe, scaling][world], strict=True)}
+    parts = Parts(*(ms * wobble / 1000 for ms in STEPS[recipe, scaling][world]))
     batch = 32 * (world if scaling == "weak" else 1)
-    step = sum(parts.values())
-    computed = parts["forward"] + parts["backward"] + parts["optimizer"]
+    step = sum(parts.known().values())
     return Timing(
         num_processes=world,
         epoch_time=step * 100,
@@ -47,13 +46,11 @@ def timed(recipe, scaling, world, wobble, epoch):
         accuracy=0.9 + epoch / 100,
         recipe=recipe,
         scaling=scaling,
-        global_batch=batch,
-        micro_batch=batch // world,
-        accumulation=1,
+        batch=Batch(batch, batch // world, 1),
         step_time=step,
-        no_sync_step=computed,
-        hardware="4 imagined GPUs",
-        **parts,
+        parts=parts,
+        no_sync=NoSync(parts.forward + parts.backward + parts.optimizer),
+        setup=Setup(hardware="4 imagined GPUs"),
     )
 
 
@@ -80,7 +77,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def odd_folder(tmp_path_factory):
-    """A report of epoch times alone, under names that mean something to LaTeX, HTML, matplotlib and file systems."""
+    """Epoch times alone, with names that LaTeX, HTML, matplotlib or file systems would obey."""
     folder = tmp_path_factory.mktemp("odd")
     report([Timing(world, 10 / world, name=name) for name in (ODD, "A", "a") for world in (1, 2)], folder, "x\ny")
     return folder
@@ -108,7 +105,7 @@ def test_the_csv_holds_the_numbers_of_the_analysis(folder):
             row = rows[series.recipe, series.scaling, size.num_processes]
             assert float(row["speedup"]) == size.speedup.median
             assert float(row["efficiency_low_quartile"]) == size.efficiency.low
-            assert float(row["communication"]) == size.typical.communication
+            assert float(row["communication"]) == size.typical.parts.communication
 
 
 def test_the_csv_names_band_and_cause(folder):
@@ -120,7 +117,7 @@ def test_the_csv_names_band_and_cause(folder):
 def test_the_text_says_band_cause_and_numbers(folder):
     text = " ".join((folder / "performance_report.txt").read_text().split())
     assert "0.70 times as fast as 1, 17.6% efficiency: negative scaling (quartiles" in text
-    assert "Most is lost to communication: 190 ms" in text
+    assert "Most of the lost time goes to communication: 190 ms" in text
     assert "hardware: 4 imagined GPUs written by: recipes scale report 'my timings.csv'" in text
 
 
@@ -131,7 +128,7 @@ def test_the_serial_fraction_comes_with_what_follows_from_it(folder):
 
 
 def test_two_sizes_give_no_serial_fraction_and_the_reason():
-    assert "takes three world sizes or more, and there are 2" in serial_words(*analyse([Timing(1, 10), Timing(2, 6)]))
+    assert "needs at least three world sizes, and there are 2" in serial_words(*analyse([Timing(1, 10), Timing(2, 6)]))
 
 
 def test_a_slowdown_after_a_speedup_is_not_forced_into_amdahls_law():
@@ -144,13 +141,16 @@ def test_weak_scaling_has_no_serial_fraction():
 
 
 def test_counts_stay_whole_in_the_median_of_two():
-    size = analyse([Timing(2, 10, micro_batch=4), Timing(2, 11, micro_batch=4)])[0].sizes[0]
-    assert repr(size.typical.micro_batch) == "4"
+    size = analyse([Timing(2, 10, batch=Batch(micro=4)), Timing(2, 11, batch=Batch(micro=4))])[0].sizes[0]
+    assert repr(size.typical.batch.micro) == "4"
 
 
 def test_advice_comes_with_its_gain_and_its_flags(folder):
     text = " ".join((folder / "performance_report.txt").read_text().split())
-    assert "Advice at 4: train on 2, not 4: 1.94 times the throughput, predicted: 2 are 1.94 times as fast" in text
+    assert (
+        "Advice at 4: train on 2, not 4: 1.94 times the throughput (predicted): 2 processes are 1.94 times as fast"
+        in text
+    )
     assert "--num_processes 2" in text
 
 
@@ -170,7 +170,7 @@ def test_predicted_stands_beside_measured(tmp_path, monkeypatch):
     assert re.search(r"log less +2 +1\.30 +1\.25\n", (tmp_path / "performance_report.txt").read_text())
 
 
-# --- LaTeX -----------------------------------------------------------------------------------------------------------
+# --- LaTeX ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
@@ -192,11 +192,11 @@ def test_the_table_holds_a_row_for_each_size(folder):
     assert r"4 & 23.40 [" not in table and r"4 & 25.20 [24.95, 25.83] & 127.0 & 0.70 & 17.6 & 0.9200 \\" in table
 
 
-def test_letters_that_latex_would_obey_are_escaped():
+def test_special_characters_of_latex_are_escaped():
     assert tex_escaped("50% of $a_1 & {é} \u6a21") == r"50\% of \$a\_1 \& \{\'{e}\} [U+6A21]"
 
 
-# --- The page --------------------------------------------------------------------------------------------------------
+# --- The page ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
@@ -207,12 +207,12 @@ def test_the_page_refers_to_nothing_but_itself(name, request):
     assert "url(" not in page and "@import" not in page and "<script" not in page
 
 
-def test_the_page_tells_its_reader_to_ask_for_nothing(folder):
+def test_the_page_forbids_requests(folder):
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in (folder / "report.html").read_text()
 
 
-def test_every_picture_of_the_page_is_told_in_words(folder):
+def test_every_picture_of_the_page_has_its_numbers_in_words(folder):
     alts = re.findall(r'<img alt="([^"]+)"', (folder / "report.html").read_text())
     assert len(alts) == len(KINDS)
     assert "standard, strong scaling: 1.00 times, 100.0% at 1" in alts[1]
@@ -224,7 +224,7 @@ def test_the_page_begins_with_the_verdicts(folder):
 
 
 def opened(page, folder):
-    """What headless Chromium makes of a page, and all that the page asks the network for."""
+    """The page as headless Chromium renders it, and the URLs that the page requests."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("needs chromium")
@@ -238,18 +238,18 @@ def opened(page, folder):
     return done.stdout, asked
 
 
-def test_a_browser_opens_the_page_and_asks_no_one(folder, tmp_path):
+def test_a_browser_opens_the_page_without_a_request(folder, tmp_path):
     shown, asked = opened(folder / "report.html", tmp_path)
     assert "negative scaling" in shown and not asked
 
 
-def test_a_page_that_asks_would_be_noticed(tmp_path):
+def test_a_page_with_a_request_would_be_detected(tmp_path):
     (tmp_path / "page.html").write_text('<img src="http://localhost:9/picture.png">')
     _, asked = opened(tmp_path / "page.html", tmp_path)
     assert asked == {"http://localhost:9/picture.png"}
 
 
-# --- What people have ------------------------------------------------------------------------------------------------
+# --- What people have ----------------------------------------------------------------------------
 
 
 def test_odd_names_become_files_that_stay_apart(odd_folder):
@@ -261,7 +261,7 @@ def test_odd_names_become_files_that_stay_apart(odd_folder):
 @pytest.mark.parametrize("letter", ["\ud800", "\0", "\x1b"])
 def test_a_name_that_nothing_can_draw_is_a_mistake(letter):
     with pytest.raises(UserError, match="cannot be printed"):
-        timing({"name": f"a{letter}b", "num_processes": 1, "epoch_time": 1}, "here")
+        parse_row({"name": f"a{letter}b", "num_processes": 1, "epoch_time": 1}, "here")
 
 
 @settings(max_examples=50, deadline=None)
@@ -284,13 +284,13 @@ def test_no_name_leaves_the_folder_or_meets_another(names):
     ],
     ids=["one row", "one size", "with samples", "epoch times alone", "no series"],
 )
-def test_only_what_can_be_known_is_drawn(rows, kinds, tmp_path):
+def test_only_pictures_with_numbers_are_drawn(rows, kinds, tmp_path):
     pytest.importorskip("matplotlib")
     written = [path.name for path in report(rows, tmp_path)]
     assert written == [f"training_{kind}.png" for kind in kinds] + TABLES
 
 
-def test_what_is_not_drawn_is_said_with_the_reason(tmp_path):
+def test_a_missing_picture_is_listed_with_its_reason(tmp_path):
     pytest.importorskip("matplotlib")
     report([Timing(1, 10), Timing(2, 6)], tmp_path)
     assert "no picture of throughput: needs the column samples" in (tmp_path / "performance_report.txt").read_text()
@@ -317,7 +317,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path, monkeypatch):
         report(ROWS, tmp_path / "file")
 
 
-# --- The command -----------------------------------------------------------------------------------------------------
+# --- The command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

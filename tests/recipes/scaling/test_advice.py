@@ -1,4 +1,4 @@
-"""What is advised, and whether it gains what it promises: in simulated trainings, where the change can be made."""
+"""Advice, and whether it gains what it promises in simulations of the change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from random import Random
 import pytest
 
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
-from recipes.scaling.timings import Timing
+from recipes.scaling.causes import wire_time
+from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.verdicts import analyse
 from tests.support.simulated import Training, measured, train
 
-# 64 examples a step, of 3 ms each, in micro-batches of 4, and 100 MB of gradients in four buckets at 40 GB/s.
+# 64 examples a step, of 3 ms each, in micro-batches of 4, and 100 MB of gradients in four buckets
+# at 40 GB/s.
 WELL = Training(
     global_batch=64,
     largest_micro_batch=4,
@@ -31,18 +33,21 @@ SLOW_LINK = replace(WELL, bandwidth=1e9)
 
 
 def advice(training: Training, **known: object) -> dict[str, Advice]:
-    """What is advised at four processes, by key. `known` is what a measurement adds and no simulation knows."""
-    rows = [_told(row, known) for row in measured(training, WORLD, 3, Random(1))]
+    """What is advised at four processes, by key.
+
+    `known` is what a measurement adds and no simulation knows.
+    """
+    rows = [_with_setup(row, known) for row in measured(training, WORLD, 3, Random(1))]
     series = next(one for one in analyse(rows) if one.scaling == "strong")
     return {one.key: one for one in advise(series.sizes[-1], series)}
 
 
-def _told(row: Timing, known: dict) -> Timing:
-    row = replace(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
-    if not row.communication or not row.link_bandwidth:
+def _with_setup(row: Timing, known: dict) -> Timing:
+    row = with_columns(row, engine="ddp", hardware="CPU, 4 cores", cores=4, **known)
+    if not row.parts.communication or not row.link:
         return row
-    alone = 2 * (WORLD - 1) / WORLD * row.sync_bytes / row.link_bandwidth
-    return replace(row, overlap=max(0.0, 1 - row.communication / alone))
+    alone = wire_time(row.exchange.bytes, row.link.bandwidth, WORLD)
+    return with_columns(row, overlap=max(0.0, 1 - row.parts.communication / alone))
 
 
 def gained(before: Training, after: Training) -> float:
@@ -101,6 +106,12 @@ def test_buckets_are_advised_where_all_gradients_wait_for_the_last():
     found = advice(one_bucket)["bucket_size"]
     buckets = round(WELL.gradients / (found.flags["ddp_bucket_cap_mb"] * 2**20))
     assert gained(one_bucket, replace(one_bucket, buckets=buckets)) == pytest.approx(found.gain, rel=0.25)
+
+
+def test_nothing_is_advised_for_a_step_whose_time_is_unknown():
+    rows = [with_columns(Timing(1, 100.0), micro_batch=4, accumulation=2, pass_overhead=0.1)]
+    series = analyse(rows)[0]
+    assert advise(series.sizes[-1], series) == []
 
 
 def test_fewer_processes_are_advised_where_more_are_slower():

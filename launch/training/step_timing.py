@@ -1,7 +1,8 @@
-"""`--measure`: where the time of a training's steps goes, from marks between their parts that wait for nothing.
+"""`--measure`: where the time of a training's steps goes, from marks between the parts of a step.
 
-On a GPU a mark is an event in its stream, read once the GPU has passed it: the parts are what the GPU spends or waits,
-as it happens, and the host never stops for them. Elsewhere it is a reading of the clock.
+On a GPU a mark is an event in its stream, read once the GPU has passed it: the parts are what the
+GPU computes or waits for, and the host never stops to measure them. Elsewhere a mark is a reading
+of the clock.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from recipes.scaling.timings import WARM_UP_STEPS
 _MICRO_STEP = "micro-step"
 
 
-class Timeline:
-    """Seconds in each part of a step. `mark(part)`: what went by since the last mark was that part."""
+class StepTimer:
+    """Seconds in each part of a step. `mark(part)`: the time since the last mark was that part."""
 
     def __init__(self, cuda: bool) -> None:
         self.seconds: Counter[str] = Counter()
@@ -44,14 +45,14 @@ class Timeline:
 
     @contextlib.contextmanager
     def only(self, part: str) -> Iterator[None]:
-        """All of a block is one part, whatever is marked in it."""
+        """The whole block is one part, whatever is marked inside."""
         was_on, self.on = self.on, False
         yield
         self.on = was_on
         self.mark(part)
 
     def fold(self, wait: bool = False) -> None:
-        """Add up what the GPU has passed, so that marks do not pile up; with `wait`, all of it."""
+        """Add up the parts that the GPU has finished; with `wait`, all parts."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
@@ -67,111 +68,112 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """What one optimizer step of one process sent, counted: `syncs` are backward passes that exchanged gradients."""
+class Sent:
+    """What one process sent in one optimizer step, counted."""
 
-    syncs: int
+    syncs: int  # backward passes that exchanged gradients
     collectives: int
     bytes: int
 
 
-class MeasuredTrainer(RecipeTrainer):
-    """A RecipeTrainer that marks the parts of its steps, once warm, and counts what the last cold one sends."""
+class TimedTrainer(RecipeTrainer):
+    """A RecipeTrainer that times its steps after a warm-up, whose last step is counted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.timeline = Timeline(self.args.device.type == "cuda")
-        self.exchanges: Exchanges | None = None
-        self.first_batches: tuple[list[Any], Any] = ([], None)  # of the first measured step; an epoch's last is short
+        self.timer = StepTimer(self.args.device.type == "cuda")
+        self.sent: Sent | None = None
+        self.first_batches: tuple[list[Any], Any] = ([], None)  # of the first timed step; an epoch's last is short
         self._profiler: profile | None = None
         self._steps_begun = 0
-        self.add_callback(_AfterOptimizer(self.timeline))
+        self.add_callback(_AfterOptimizer(self.timer))
 
     @property
-    def steps_measured(self) -> int:
+    def timed_steps(self) -> int:
         return max(0, self._steps_begun - WARM_UP_STEPS)
 
     def train(self, *args, **kwargs):
         output = super().train(*args, **kwargs)
-        self.timeline.fold(wait=True)
-        self.timeline.on = False
+        self.timer.fold(wait=True)
+        self.timer.on = False
         return output
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self._steps_begun == WARM_UP_STEPS:
-            self.timeline.restart()
+            self.timer.restart()
         if self._steps_begun == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self._profiler.start()
         batches = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._steps_begun += bool(batches[0])
-        if self.steps_measured == 1:
+        if self.timed_steps == 1:
             self.first_batches = batches
         return batches
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        self.timeline.mark("data_wait")  # from here on the processes add up their items
+        self.timer.mark("data_wait")  # from here on the processes add up their items
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, *args, **kwargs):
-        self.timeline.mark("other")
+        self.timer.mark("other")
         with record_function(_MICRO_STEP) if self._profiler else contextlib.nullcontext():
             loss = super().training_step(*args, **kwargs)
-        self.timeline.mark("backward")
+        self.timer.mark("backward")
         return loss
 
     def compute_loss(self, model, *args, **kwargs):
         loss = super().compute_loss(model, *args, **kwargs)
-        self.timeline.mark("forward")
+        self.timer.mark("forward")
         return loss
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         if self._profiler:
             self._profiler.stop()
-            self.exchanges, self._profiler = _counted(self._profiler), None
-        self.timeline.mark("other")
-        with self.timeline.only(self._due()):
+            self.sent, self._profiler = _counted(self._profiler), None
+        self.timer.mark("other")
+        with self.timer.only(self._due()):
             super()._maybe_log_save_evaluate(*args, **kwargs)
-        self.timeline.fold()
+        self.timer.fold()
 
     def _due(self) -> str:
-        """What follows a step. Every run logs and saves at its end: that is no part of a step, unless it is due."""
+        """Which part follows a step.
+
+        What every run logs and saves at its end is part of a step only if it is due.
+        """
         state, control = self.state, self.control
         last = state.global_step >= state.max_steps
         if control.should_save or control.should_evaluate:
-            return (
-                "saving"
-                if not last or _divides(state.save_steps, state) or _divides(state.eval_steps, state)
-                else "end"
-            )
+            return "saving" if not last or _is_due(state, state.save_steps, state.eval_steps) else "end"
         if control.should_log:
-            return "logging" if not last or _divides(state.logging_steps, state) else "end"
+            return "logging" if not last or _is_due(state, state.logging_steps) else "end"
         return "other"
 
 
-def _divides(every: int | None, state: TrainerState) -> bool:
-    return bool(every) and state.global_step % every == 0
+def _is_due(state: TrainerState, *every: int | None) -> bool:
+    """Whether this step is one of those that come every so many steps."""
+    return any(steps and state.global_step % steps == 0 for steps in every)
 
 
 class _AfterOptimizer(TrainerCallback):
-    def __init__(self, timeline: Timeline) -> None:
-        self.timeline = timeline
+    def __init__(self, timer: StepTimer) -> None:
+        self.timer = timer
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self.timeline.mark("optimizer")
+        self.timer.mark("optimizer")
 
 
-def _counted(profiler: profile) -> Exchanges:
-    """Collectives that the process group itself recorded, and the backward passes in which gradients were among them.
+def _counted(profiler: profile) -> Sent:
+    """The collectives of a step as the process group recorded them.
 
-    Gradients are reduced; what is gathered or broadcast beside them are parameters, buffers and counts.
+    A reduce inside a backward pass exchanges gradients; what is gathered or broadcast are
+    parameters, buffers and counts.
     """
     events = list(profiler.profiler.kineto_results.events())
     sent = [event for event in events if event.name().startswith(("gloo:", "nccl:"))]
     reduced = [event.start_ns() for event in sent if "reduce" in event.name()]
     passes = [(event.start_ns(), event.end_ns()) for event in events if event.name() == _MICRO_STEP]
     exchanging = [any(start <= at <= end for at in reduced) for start, end in passes]
-    return Exchanges(sum(exchanging), len(sent), sum(map(_bytes, sent)))
+    return Sent(sum(exchanging), len(sent), sum(map(_bytes, sent)))
 
 
 def _bytes(event: Any) -> int:

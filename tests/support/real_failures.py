@@ -1,4 +1,4 @@
-"""Real runs of the libraries that rules are about: tiny trainings, launches and ranks."""
+"""Tiny trainings, launches and ranks of the real libraries, and whether a rule reports them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def tiny_llama(**changes):
 
 
 def train(folder: Path, *, callbacks=None, model=None, resume=None, evaluates=False, **changes):
-    """A real Trainer that has trained a tiny model; the losses are equal where the settings mean the same."""
+    """A real Trainer that has trained a tiny model. Settings that mean the same have equal losses."""
     from transformers import Trainer
 
     args = arguments(folder, **changes)
@@ -117,7 +117,7 @@ def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: st
 
 
 def run_ranks(words: list[str], processes: int, **environment: str) -> str:
-    """What the ranks of a script with arguments print, errors included."""
+    """The output and the errors of a script's ranks."""
     with tempfile.TemporaryFile() as log:
         fork_ranks(processes, {**os.environ, **environment}, words, log.fileno())
         log.seek(0)

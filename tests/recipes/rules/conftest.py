@@ -1,4 +1,4 @@
-"""A process that forgets between tests what accelerate, transformers and a launcher remember."""
+"""A fresh state for each test that trains: the libraries remember things for a whole process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def fresh_state():
-    """accelerate keeps its state, and what it wrote into the environment, for the life of a process."""
+    """accelerate keeps its state, and what it wrote into the environment, as long as its process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     before = dict(os.environ)
@@ -24,7 +24,7 @@ def fresh_state():
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    """A world of one rank, as a launcher announces it, for as long as the test runs."""
+    """The environment that a launcher gives to the only rank of a world."""
     import torch
 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
@@ -37,7 +37,7 @@ def one_rank(monkeypatch):
 
 @pytest.fixture
 def gpu_rank(one_rank, monkeypatch):
-    """A rank that accelerate takes for one with a GPU. All that follows is real, over gloo and on the CPU."""
+    """A rank that accelerate believes to have a GPU. All else is real, with gloo and on the CPU."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -47,7 +47,7 @@ def gpu_rank(one_rank, monkeypatch):
 
 @pytest.fixture
 def hide(monkeypatch):
-    """Hides a package, from the libraries that remember what is installed too."""
+    """Hides a package, also from libraries that remember what is installed."""
     from transformers.utils import is_bitsandbytes_available, is_peft_available
 
     def hidden(package: str) -> None:

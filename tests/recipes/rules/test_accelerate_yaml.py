@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_failures import arguments, assert_fires, launched, run_launch_command
-from tests.support.rule_runs import LOCAL, TWO_GPUS, Run, deepspeed, fsdp, yaml
+from tests.support.runs import LOCAL, TWO_GPUS, Run, deepspeed, fsdp, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

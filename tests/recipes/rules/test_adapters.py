@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_failures import assert_fires, train
-from tests.support.rule_runs import Run
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

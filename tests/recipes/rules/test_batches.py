@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_failures import assert_fires, tiny_llama, train
-from tests.support.rule_runs import A100, CLASSIFY, Run, machine
+from tests.support.runs import A100, CLASSIFY, Run, machine
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

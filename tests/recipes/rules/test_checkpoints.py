@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_failures import TOKENS, arguments, assert_fires, losses, tiny_llama, train
-from tests.support.rule_runs import BEST, EVAL, Run, deepspeed, fsdp
+from tests.support.runs import BEST, EVAL, Run, deepspeed, fsdp
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -62,7 +62,7 @@ EXACT = dict(logging_steps=1, max_steps=3, save_strategy="steps", save_steps=1)
 
 
 def train_with_dropout(folder: Path, **settings) -> list[float]:
-    """The losses of a run that a resume repeats exactly, as long as the random state is the same."""
+    """The losses of a run that a resume repeats exactly if the random state is the same."""
     return losses(train(folder, model=tiny_llama(attention_dropout=0.5), **{**EXACT, **settings}))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_failures import ZERO_2, arguments, assert_fires, launched, run_ranks, train
-from tests.support.rule_runs import DS, Run, deepspeed, ds_json
+from tests.support.runs import DS, Run, deepspeed, ds_json
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.run.engine import shipped
 from tests.support.real_failures import ZERO_2, assert_fires, run_launch_command, torchrun, train
-from tests.support.rule_runs import A100, TWO_GPUS, Run, machine, yaml
+from tests.support.runs import A100, TWO_GPUS, Run, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

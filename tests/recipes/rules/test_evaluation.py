@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_failures import arguments, assert_fires, tiny_llama, train
-from tests.support.rule_runs import BEST, CLASSIFY, EVAL, Run
+from tests.support.runs import BEST, CLASSIFY, EVAL, Run
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_failures import arguments, assert_fires
-from tests.support.rule_runs import DS, Run, ds_json
+from tests.support.runs import DS, Run, ds_json
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

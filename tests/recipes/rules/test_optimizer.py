@@ -9,7 +9,7 @@ import types
 import pytest
 
 from tests.support.real_failures import arguments, assert_fires, train
-from tests.support.rule_runs import DS, EVAL, SGD, Run, deepspeed, ds_json
+from tests.support.runs import DS, EVAL, SGD, Run, deepspeed, ds_json
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -70,7 +70,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpe
 
 @pytest.fixture
 def galore(monkeypatch):
-    """The optimizers of galore_torch are stand-ins: what is asked of the arguments is Trainer's own decision."""
+    """Stand-ins for the optimizers of galore_torch. What they require is Trainer's own decision."""
     import torch
 
     module = types.ModuleType("galore_torch")

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import arguments, assert_fires, tiny_llama
-from tests.support.rule_runs import A100, Run, machine
+from tests.support.runs import A100, Run, machine
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -9,7 +9,7 @@ import pytest
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import BY_NAME, arguments, assert_fires, run_ranks, torchrun, train
-from tests.support.rule_runs import A100, Run, fsdp, machine
+from tests.support.runs import A100, Run, fsdp, machine
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

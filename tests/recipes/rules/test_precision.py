@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_failures import assert_fires, launched, train
-from tests.support.rule_runs import A100, T4, TWO_GPUS, Run, machine, yaml
+from tests.support.runs import A100, T4, TWO_GPUS, Run, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

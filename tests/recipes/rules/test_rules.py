@@ -1,4 +1,4 @@
-"""Every rule fires in its cases and leaves the nearest legal run alone; what is shipped breaks no rule."""
+"""Every rule fires in its cases, and only there; what is shipped breaks no rule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.recipes.rules import (
     test_speed,
     test_values,
 )
-from tests.support.rule_runs import A100, CPU, H100, T4, Run, machine
+from tests.support.runs import A100, CPU, H100, T4, Run, machine
 
 SUBJECTS: tuple[ModuleType, ...] = (
     test_values,
@@ -107,7 +107,7 @@ def test_a_message_names_where_the_value_came_from(tmp_path, monkeypatch):
     assert [problem.source for problem in check(run) if problem.subject == "load_in_4bit"] == ["run.yaml"]
 
 
-# --- What is shipped is legal ----------------------------------------------------------------------------------------
+# --- What is shipped is legal ---------------------------------------------------------------------
 
 SHIPPED = [file.name for file in sorted(shipped("standard.yaml").parent.glob("*.yaml"))]
 MACHINES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.real_failures import arguments, assert_fires, launched, train
-from tests.support.rule_runs import Run, yaml
+from tests.support.runs import Run, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

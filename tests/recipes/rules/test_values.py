@@ -6,7 +6,7 @@ import pytest
 
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import assert_fires, train
-from tests.support.rule_runs import EVAL, Run
+from tests.support.runs import EVAL, Run
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

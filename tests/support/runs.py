@@ -1,4 +1,4 @@
-"""What a user writes, as rules see it: a command line, a machine, an Accelerate YAML and other files."""
+"""Runs to resolve in tests: command lines, machines, Accelerate YAMLs and other files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ def machine(gpu: Gpu, count: int = 1, liger: bool = True) -> Hardware:
     return Hardware((gpu,) * count, cores=8 * count, liger=liger)
 
 
+def resolved(argv: str | list[str] = "", **keywords):
+    """The run of a command line, on a machine with two CPU cores."""
+    words = argv.split() if isinstance(argv, str) else argv
+    return resolve(words, hardware=Hardware(cores=2), environment={}, **keywords)
+
+
 @dataclass(frozen=True)
 class Run:
-    """What a user writes. `yaml` is a shipped file's name or a text, `files` are written where the run looks."""
+    """What a user writes. `yaml` is a shipped file's name or a text; `files` are written for it."""
 
     argv: str = ""
     world: int = 1

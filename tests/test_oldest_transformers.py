@@ -1,4 +1,4 @@
-"""The oldest supported transformers: recipes build, shipped files are legal, trainings are the same."""
+"""The oldest supported transformers: recipes build, files are legal, trainings are the same."""
 
 import os
 import subprocess

@@ -59,7 +59,7 @@ def tiny_llama(**changes):
 
 
 def train(folder: Path, *, callbacks=None, model=None, resume=None, evaluates=False, **changes):
-    """A real Trainer that has trained a tiny model. Settings that mean the same have equal losses."""
+    """A real Trainer that has trained a tiny model. Equal settings have equal losses."""
     from transformers import Trainer
 
     args = arguments(folder, **changes)

@@ -10,7 +10,7 @@ _HEAD = "compute_environment: LOCAL_MACHINE\n"
 
 @dataclass(frozen=True)
 class Wrong:
-    """`config`, `yaml` and `json` are the content of --config, of the Accelerate YAML and of ds.json."""
+    """`config`, `yaml` and `json` are the contents of --config, the Accelerate YAML, ds.json."""
 
     subject: str
     fix: str

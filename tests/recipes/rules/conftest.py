@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def fresh_state():
-    """accelerate keeps its state, and what it wrote into the environment, as long as its process."""
+    """accelerate keeps its state, and what it wrote into the environment, for a whole process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     before = dict(os.environ)

@@ -124,7 +124,7 @@ def test_deep_check_reads_the_yaml_as_accelerate_does(tmp_path):
     assert "unknown keys (['static_graph'])" in check_deep(run)[0].what
 
 
-# --- What the check imports ------------------------------------------------------------------------
+# --- What the check imports --------------------------------------------------------------------
 
 HEAVY = ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", "datasets")
 

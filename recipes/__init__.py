@@ -3,9 +3,21 @@
 Importing this package imports neither torch nor transformers. Calling a recipe imports both.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from recipes.errors import Problem, UserError
-from recipes.factories import baseline, fast, memory, memory_zero3, standard
-from recipes.planner.plan import plan_memory
+
+if TYPE_CHECKING:
+    from recipes.factories import baseline, fast, memory, memory_zero3, standard
+    from recipes.planner.plan import plan_memory
 
 __all__ = ["Problem", "UserError", "baseline", "fast", "memory", "memory_zero3", "plan_memory", "standard"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the factories and the planner when they are used: most commands need neither."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("recipes.planner.plan" if name == "plan_memory" else "recipes.factories"), name)

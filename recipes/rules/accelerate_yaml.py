@@ -135,7 +135,6 @@ def mixed_precision_is_known(run):
 
 
 _WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
-
 _SWITCHES = (
     "use_cpu",
     "debug",
@@ -251,7 +250,6 @@ def ports_exist(run):
 
 # The launcher compares these with "true", so any other word means false.
 _ONLY_TRUE = ("zero3_init_flag", "zero3_save_16bit_model")
-
 _SWITCH_WORDS = ("true", "false", "yes", "no", "y", "n", "1", "0", "on", "off")
 
 # Keys whose legal values accelerate has in a list: key -> name of the list.

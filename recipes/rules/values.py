@@ -9,15 +9,10 @@ from recipes import legal
 from recipes.rules.facts import problem, rule
 
 _COUNT = (lambda value: value >= 1, "is a whole number from 1 up")
-
 _NOT_NEGATIVE = (lambda value: value >= 0, "is 0 or more")
-
 _POSITIVE = (lambda value: value > 0, "is more than 0")
-
 _BELOW_ONE = (lambda value: 0 <= value < 1, "is from 0 to below 1")
-
 _FRACTION = (lambda value: 0 <= value <= 1, "is from 0 to 1")
-
 _SEED = (lambda value: 0 <= value < 2**32, "is a whole number from 0 to 4294967295")
 
 # Most of these TrainingArguments accepts silently. None means: not given.

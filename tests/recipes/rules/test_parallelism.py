@@ -122,7 +122,6 @@ def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
 
 
 STATIC = {"ddp_static_graph": True, "gradient_accumulation_steps": 2}
-
 REENTRANT = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": True},

@@ -105,14 +105,8 @@ def memory() -> Recipe:
         bf16=bf16_unless_gpu_is_too_old,
         logging_steps=(10, "half as many host syncs as standard"),
         optim=("adamw_torch", "DeepSpeed runs it on the host as DeepSpeedCPUAdam, in AdamW mode"),
-        gradient_checkpointing=(
-            True,
-            "the backward pass recomputes activations: less memory for about a third more compute",
-        ),
-        gradient_checkpointing_kwargs=(
-            {"use_reentrant": False},
-            "the variant that works with frozen and unused layers",
-        ),
+        gradient_checkpointing=(True, "recomputes activations: less memory for about a third more compute"),
+        gradient_checkpointing_kwargs=({"use_reentrant": False}, "works with frozen and unused layers too"),
     )
 
 

@@ -23,9 +23,9 @@ if worker and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny 
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that the workers end together; Slurm's before all, which waits more than it works."""
-    longest = "test_slurm test_rules_real_failures test_train_engines test_preemption test_submit test_same_training"
-    longest += " test_fit test_scale test_doctor test_explain test_out_of_memory"
+    """The longest files first, so that the workers end together; first Slurm's, which mostly waits."""
+    longest = "test_slurm test_deepspeed_json test_parallelism test_train_engines test_preemption test_submit"
+    longest += " test_same_training test_fit test_scale test_doctor test_explain test_out_of_memory"
     order = longest.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
 

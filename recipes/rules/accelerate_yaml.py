@@ -94,7 +94,7 @@ def compute_environment_is_known(run):
     known = legal.accelerate_choices()["ComputeEnvironment"]
     value = run.engine.raw.get("compute_environment", "LOCAL_MACHINE")
     if value not in known:
-        yield in_yaml(run, "compute_environment", f"there is no {value!r}", "LOCAL_MACHINE")
+        yield in_yaml(run, "compute_environment", f"{value!r} is not one of its values", "LOCAL_MACHINE")
 
 
 @rule
@@ -112,7 +112,10 @@ def distributed_type_is_known(run):
     elif value not in legal.distributed_types():
         near = nearest(str(value).upper(), legal.distributed_types())
         yield in_yaml(
-            run, "distributed_type", f"there is no {value!r}", near or "one of " + ", ".join(legal.distributed_types())
+            run,
+            "distributed_type",
+            f"{value!r} is not one of its values",
+            near or "one of " + ", ".join(legal.distributed_types()),
         )
 
 
@@ -128,11 +131,10 @@ def mixed_precision_is_known(run):
         )
     elif str(value).lower() not in legal.accelerate_choices()["PrecisionType"] or value is True:
         fix = "one of " + ", ".join(f"'{name}'" for name in legal.accelerate_choices()["PrecisionType"])
-        yield in_yaml(run, "mixed_precision", f"there is no {value!r}", fix)
+        yield in_yaml(run, "mixed_precision", f"{value!r} is not one of its values", fix)
 
 
 _WHOLE_NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
-
 _SWITCHES = (
     "use_cpu",
     "debug",
@@ -248,7 +250,6 @@ def ports_exist(run):
 
 # The launcher compares these with "true", so any other word means false.
 _ONLY_TRUE = ("zero3_init_flag", "zero3_save_16bit_model")
-
 _SWITCH_WORDS = ("true", "false", "yes", "no", "y", "n", "1", "0", "on", "off")
 
 # Keys whose legal values accelerate has in a list: key -> name of the list.

@@ -10,9 +10,9 @@ To add a rule, write one function in the file of its subject:
 
 Its name says what holds in a legal run, its docstring which failure it prevents. An error stops
 the run, an advice does not. A rule never refuses a run that would train as asked: if a setting is
-only ignored, the rule advises. The tests want two runs for every rule: one in which it fires, and
-the nearest one in which it does not (tests/recipes/rules/test_rules.py). A new file of rules
-belongs in `check.RULE_MODULES`.
+only ignored, the rule advises. Its test is one entry in CASES of the subject's test file: a run in
+which the rule fires, and the nearest one in which it does not. Only a new file of rules must be
+made known, in `check.RULE_MODULES`.
 """
 
 from __future__ import annotations

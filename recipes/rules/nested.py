@@ -29,9 +29,7 @@ def nested_settings_are_known(run):
 
 # Settings that may name a JSON file, and those that must be a mapping.
 _MAY_BE_A_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
-
 _NO_FILE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
-
 _READ_ONLY_WITH = {"fsdp_config": "fsdp", "gradient_checkpointing_kwargs": "gradient_checkpointing"}
 
 

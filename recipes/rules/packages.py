@@ -80,7 +80,7 @@ def reports_go_somewhere(run):
                 if near or "," in name
                 else "one of none, " + ", ".join(legal.report_integrations())
             )
-            yield problem(run, "report_to", f"there is no {name!r}", fix)
+            yield problem(run, "report_to", f"{name!r} is not an integration that Trainer reports to", fix)
             continue
         module = _REPORT_MODULES.get(name, name)
         alternative = name == "tensorboard" and available(run, "tensorboardX")

@@ -7,18 +7,12 @@ from typing import Any
 
 from recipes import legal
 from recipes.rules.facts import problem, rule
-from recipes.scaling.timings import SUFFIXES, WARM_UP_STEPS
 
 _COUNT = (lambda value: value >= 1, "is a whole number from 1 up")
-
 _NOT_NEGATIVE = (lambda value: value >= 0, "is 0 or more")
-
 _POSITIVE = (lambda value: value > 0, "is more than 0")
-
 _BELOW_ONE = (lambda value: 0 <= value < 1, "is from 0 to below 1")
-
 _FRACTION = (lambda value: 0 <= value <= 1, "is from 0 to 1")
-
 _SEED = (lambda value: 0 <= value < 2**32, "is a whole number from 0 to 4294967295")
 
 # Most of these TrainingArguments accepts silently. None means: not given.
@@ -110,6 +104,8 @@ def timings_go_to_a_table(run):
     """The suffix decides the format, and a run must be longer than its warm-up to be measured."""
     if run["measure"] is None:
         return
+    from recipes.scaling.timings import SUFFIXES, WARM_UP_STEPS  # most runs are not measured
+
     if not run["measure"].endswith(SUFFIXES):
         yield problem(run, "measure", f"{run['measure']!r} is not a table", "a name that ends in .jsonl or .csv")
     if 0 < run["max_steps"] <= WARM_UP_STEPS:

@@ -1,4 +1,4 @@
-"""`from recipes import fast`: real TrainingArguments, or any subclass, for people with a script of their own."""
+"""`from recipes import fast`: real TrainingArguments, or any subclass, for a script of your own."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A table of wrong inputs: what a user writes, the name the answer must be about, and a part of what it must advise."""
+"""Wrong inputs: what a user writes, the name that the problem is about, and a part of the fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HEAD = "compute_environment: LOCAL_MACHINE\n"
 
 @dataclass(frozen=True)
 class Wrong:
-    """`argv` of train.py; `config`, `yaml` and `json` are the contents of --config, the Accelerate YAML and ds.json."""
+    """`config`, `yaml` and `json` are the contents of --config, the Accelerate YAML, ds.json."""
 
     subject: str
     fix: str

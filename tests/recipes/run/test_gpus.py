@@ -1,4 +1,4 @@
-"""The catalogue of GPUs: every spelling of a card finds it, no other name does, and its figures are possible."""
+"""The catalogue of GPUs: every spelling finds its card, no other name does, sizes are possible."""
 
 import pytest
 

@@ -1,0 +1,77 @@
+"""A fresh state for each test that trains: the libraries remember things for a whole process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def fresh_state():
+    """accelerate keeps its state, and what it wrote into the environment, for a whole process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    before = dict(os.environ)
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """The environment that a launcher gives to the only rank of a world."""
+    import torch
+
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", **address}.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def gpu_rank(one_rank, monkeypatch):
+    """A rank that accelerate believes to have a GPU. All else is real, with gloo and on the CPU."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU))
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """Hides a package, also from libraries that remember what is installed."""
+    from transformers.utils import is_bitsandbytes_available, is_peft_available
+
+    def hidden(package: str) -> None:
+        monkeypatch.setitem(sys.modules, package, None)
+        forget()
+
+    def forget() -> None:
+        is_bitsandbytes_available.cache_clear()
+        is_peft_available.cache_clear()
+
+    yield hidden
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.fixture
+def write_yaml(tmp_path):
+    """Writes an Accelerate YAML for two processes."""
+
+    def write(type_: str, *lines: str, processes: int | None = 2, environment: str = "LOCAL_MACHINE") -> Path:
+        file = tmp_path / "accelerate.yaml"
+        head = [f"compute_environment: {environment}", f"distributed_type: {type_}"]
+        head += [f"num_processes: {processes}"] if processes else []
+        file.write_text("\n".join([*head, *lines, ""]), encoding="utf-8")
+        return file
+
+    return write

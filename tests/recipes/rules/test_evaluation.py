@@ -1,0 +1,99 @@
+"""Rules about evaluation, and what happens without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.real_failures import arguments, assert_fires, tiny_llama, train
+from tests.support.runs import BEST, CLASSIFY, EVAL, Run
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "best_model_needs_matching_strategies": (Run(f"{BEST} {EVAL} --save_strategy epoch"), Run(f"{BEST} {EVAL}")),
+    "saving_the_best_needs_evaluation": (
+        Run("--save_strategy best --metric_for_best_model loss"),
+        Run(f"--save_strategy best --metric_for_best_model loss {EVAL}"),
+    ),
+    "early_stopping_needs_evaluation": (
+        Run("--early_stopping_patience 3"),
+        Run(f"--early_stopping_patience 3 {EVAL} {BEST}"),
+    ),
+    "best_metric_is_reported": (
+        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model f1"),
+        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model eval_loss"),
+    ),
+    "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
+    "accuracy_is_computed_at_the_end": (
+        Run(f"--batch_eval_metrics {CLASSIFY}"),
+        Run(f"--eval_do_concat_batches false {CLASSIFY}"),
+    ),
+    "labels_have_one_name": (Run("--label_names foo"), Run("--label_names labels")),
+    "a_training_trains": (Run("--do_train false"), Run("--do_train")),
+    "test_split_is_used": (Run("--dataset_test_split test"), Run(f"--dataset_test_split test {EVAL}")),
+}
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("best_model_needs_matching_strategies", Run(BEST), "load_best_model_at_end"),
+    (
+        "best_model_needs_matching_strategies",
+        Run(f"{BEST} {EVAL} --eval_steps 3 --save_steps 7"),
+        "load_best_model_at_end",
+    ),
+    (
+        "best_model_needs_matching_strategies",
+        Run(f"{BEST} {EVAL} --save_strategy best --eval_strategy no"),
+        "load_best",
+    ),
+    ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),
+    ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping_patience"),
+]
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
+    ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
+]
+
+
+def test_early_stopping_without_evaluation_is_an_assertion_error(tmp_path):
+    from transformers import EarlyStoppingCallback
+
+    with pytest.raises(AssertionError, match="EarlyStoppingCallback requires"):
+        train(tmp_path, callbacks=[EarlyStoppingCallback(3)])
+    assert_fires("early_stopping_needs_evaluation", {"early_stopping_patience": 3})
+
+
+@pytest.mark.parametrize("needed", [dict(save_strategy="best"), dict(load_best_model_at_end=True)])
+def test_a_metric_that_nobody_reports_fails_after_the_first_evaluation(needed, tmp_path):
+    evaluation = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    settings = {**evaluation, **needed, "metric_for_best_model": "foo"}
+    with pytest.raises(KeyError, match="not found in the evaluation metrics"):
+        train(tmp_path, evaluates=True, **settings)
+    assert_fires("best_metric_is_reported", settings)
+
+
+def test_metrics_batch_by_batch_are_not_what_our_accuracy_computes(tmp_path):
+    from transformers import Trainer
+
+    from launch.training.data import compute_accuracy
+
+    with pytest.raises(ValueError, match="must take a `compute_result` boolean argument"):
+        Trainer(tiny_llama(), arguments(tmp_path, batch_eval_metrics=True), compute_metrics=compute_accuracy)
+    settings = {"batch_eval_metrics": True, "task": "sequence_classification"}
+    assert_fires("accuracy_is_computed_at_the_end", settings)
+
+
+def test_saving_the_best_without_evaluation_saves_nothing(tmp_path):
+    train(tmp_path, save_strategy="best", metric_for_best_model="loss", load_best_model_at_end=True)
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert_fires("saving_the_best_needs_evaluation", {"save_strategy": "best", "metric_for_best_model": "loss"})
+    assert_fires("best_model_needs_matching_strategies", {"save_strategy": "best", "load_best_model_at_end": True})
+
+
+def test_do_eval_alone_evaluates_nothing(tmp_path):
+    history = train(tmp_path, evaluates=True, do_eval=True).state.log_history
+    assert not [entry for entry in history if "eval_loss" in entry]
+    assert_fires("evaluating_needs_data", {"do_eval": True})

@@ -1,0 +1,35 @@
+"""Rules about nested settings, and what happens without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.real_failures import arguments, assert_fires
+from tests.support.runs import DS, Run, ds_json
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "nested_settings_are_known": (
+        Run('--accelerator_config {"even_batch":true}'),
+        Run('--accelerator_config {"even_batches":true}'),
+    ),
+    "nested_settings_can_be_read": (Run(DS), Run(DS, files=ds_json())),
+}
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("nested_settings_are_known", Run('--gradient_checkpointing_kwargs {"use_rentrant":false}'), "checkpointing"),
+    (
+        "nested_settings_are_known",
+        Run('--fsdp full_shard --fsdp_config {"fsdp_verion":2}', yaml="standard.yaml"),
+        "fsdp",
+    ),
+]
+
+
+def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):
+    settings = dict(fsdp="full_shard", fsdp_config={"fsdp_verion": 2})
+    assert "verion" in arguments(tmp_path, **settings).fsdp_config
+    assert_fires("nested_settings_are_known", settings)

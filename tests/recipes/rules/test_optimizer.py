@@ -1,0 +1,157 @@
+"""Rules about optimizer and schedule, and what happens without them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import types
+
+import pytest
+
+from tests.support.real_failures import arguments, assert_fires, train
+from tests.support.runs import DS, EVAL, SGD, Run, deepspeed, ds_json
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "offload_needs_adamw": (
+        Run(f"--recipe memory {SGD}", yaml="memory.yaml"),
+        Run("--recipe memory --optim adamw_torch_fused", yaml="memory.yaml"),
+    ),
+    "deepspeed_json_chooses_the_optimizer": (
+        Run(f"{DS} {SGD}", files=ds_json(optimizer={"type": "AdamW"})),
+        Run(f"{DS} {SGD}", files=ds_json()),
+    ),
+    "optimizer_arguments_are_read": (
+        Run("--optim adamw_torch --optim_args beta1=0.8"),
+        Run("--optim sgd --optim_args momentum=0.9"),
+    ),
+    "layerwise_optimizers_work_alone": (
+        Run("--optim galore_adamw_layerwise --optim_target_modules all-linear", world=2),
+        Run("--optim galore_adamw --optim_target_modules all-linear", world=2),
+    ),
+    "target_modules_are_named": (
+        Run("--optim galore_adamw"),
+        Run("--optim galore_adamw --optim_target_modules all-linear"),
+    ),
+    "schedule_needs_evaluation": (
+        Run("--lr_scheduler_type reduce_lr_on_plateau"),
+        Run(f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"),
+    ),
+    "least_rate_is_named_once": (
+        Run("--lr_scheduler_type cosine_with_min_lr"),
+        Run('--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}'),
+    ),
+    "schedule_settings_are_its_own": (
+        Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
+        Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":2}'),
+    ),
+    "one_warmup_step_is_one_step": (Run("--warmup_steps 1.0"), Run("--warmup_steps 0.1")),
+    "max_steps_wins_over_epochs": (Run("--max_steps 5 --num_train_epochs 2"), Run("--max_steps 5")),
+}
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("offload_needs_adamw", Run("--recipe memory --optim adamw_bnb_8bit", yaml="memory.yaml"), "optim"),
+    ("offload_needs_adamw", Run("--recipe memory_zero3 --optim adafactor", yaml="memory_zero3.yaml"), "optim"),
+    ("layerwise_optimizers_work_alone", Run("--optim apollo_adamw_layerwise --gradient_accumulation_steps 2"), "optim"),
+]
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    ("offload_needs_adamw", Run(f"{DS} {SGD}", files=ds_json(zero_force_ds_cpu_optimizer=False))),
+    ("offload_needs_adamw", Run(f"--recipe memory {SGD}", yaml=deepspeed("zero_stage: 2"))),
+]
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its CPU Adam: needs g++")
+
+
+@pytest.fixture
+def galore(monkeypatch):
+    """Stand-ins for the optimizers of galore_torch. What they require is Trainer's own decision."""
+    import torch
+
+    module = types.ModuleType("galore_torch")
+    for name in ("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"):
+        setattr(module, name, torch.optim.AdamW)
+    monkeypatch.setitem(sys.modules, "galore_torch", module)
+    monkeypatch.setattr("transformers.trainer_optimizer.is_galore_torch_available", lambda: True)
+
+
+LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}
+
+
+def test_galore_wants_to_know_its_modules(galore, tmp_path):
+    with pytest.raises(ValueError, match="You need to define `optim_target_modules`"):
+        train(tmp_path, optim="galore_adamw")
+    assert_fires("target_modules_are_named", {"optim": "galore_adamw"})
+
+
+def test_a_layerwise_optimizer_does_not_accumulate(galore, tmp_path):
+    settings = {**LAYERWISE, "gradient_accumulation_steps": 2}
+    with pytest.raises(ValueError, match="does not support gradient accumulation"):
+        train(tmp_path, **settings)
+    assert_fires("layerwise_optimizers_work_alone", settings)
+
+
+def test_a_layerwise_optimizer_does_not_work_with_ddp(galore, one_rank, tmp_path):
+    with pytest.raises(NotImplementedError, match="does not support DDP"):
+        train(tmp_path, **LAYERWISE)
+    assert_fires("layerwise_optimizers_work_alone", LAYERWISE, world=2)
+
+
+def test_a_warmup_of_one_point_zero_is_one_step(tmp_path):
+    assert arguments(tmp_path, warmup_steps=1.0).get_warmup_steps(100) == 1
+    assert arguments(tmp_path, warmup_steps=0.5).get_warmup_steps(100) == 50
+    assert_fires("one_warmup_step_is_one_step", {"warmup_steps": 1.0})
+
+
+def test_max_steps_train_a_part_of_the_epochs(tmp_path):
+    settings = dict(max_steps=2, num_train_epochs=5.0)
+    assert train(tmp_path, **settings).state.epoch == 1
+    assert_fires("max_steps_wins_over_epochs", settings)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "adamw_mode"), [("SGD", False), ("Adam", False), ("AdamW", True), ("bnb8bit", False)]
+)
+def test_offload_replaces_the_optimizer_silently(optimizer, adamw_mode, monkeypatch):
+    """Accelerate's own decision; only the class that would be compiled from C++ is a stand-in."""
+    adam = pytest.importorskip("deepspeed.ops.adam")
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    monkeypatch.setattr(adam, "DeepSpeedCPUAdam", lambda groups, **options: ("DeepSpeedCPUAdam", options["adamw_mode"]))
+    weight = [torch.nn.Parameter(torch.ones(1))]
+    if optimizer == "bnb8bit":
+        chosen = pytest.importorskip("bitsandbytes").optim.AdamW(weight, lr=0.1, optim_bits=8)
+    else:
+        chosen = getattr(torch.optim, optimizer)(weight, lr=0.1)
+    assert map_pytorch_optim_to_deepspeed(chosen) == ("DeepSpeedCPUAdam", adamw_mode)
+    if optimizer in ("SGD", "bnb8bit"):
+        named = {"SGD": "sgd", "bnb8bit": "adamw_bnb_8bit"}[optimizer]
+        assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": named})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("adagrad", "unexpected keyword argument 'adamw_mode'"),
+        ("lion_32bit", "unexpected keyword argument 'adamw_mode'"),
+        pytest.param("adafactor", "incompatible function arguments", marks=needs_compiler),
+    ],
+)
+def test_offload_fails_with_other_optimizers(optimizer, message, tmp_path):
+    pytest.importorskip("deepspeed")
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+    from transformers import Trainer
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    chosen, options = Trainer.get_optimizer_cls_and_kwargs(arguments(tmp_path, optim=optimizer))
+    with pytest.raises(TypeError, match=message):
+        map_pytorch_optim_to_deepspeed(chosen([weight], **options)).step()
+    assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": optimizer})

@@ -1,0 +1,174 @@
+"""Rules about DDP and FSDP, and what happens without them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from recipes.run import resolve
+from recipes.run.hardware import Hardware
+from tests.support.real_failures import BY_NAME, arguments, assert_fires, run_ranks, torchrun, train
+from tests.support.runs import A100, Run, fsdp, machine
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "static_graph_needs_accumulation_one": (
+        Run("--ddp_static_graph true --gradient_accumulation_steps 2", world=2),
+        Run("--ddp_static_graph true --gradient_accumulation_steps 1", world=2),
+    ),
+    "reentrant_checkpointing_needs_find_unused_off": (
+        Run(
+            "--gradient_checkpointing --ddp_find_unused_parameters true"
+            ' --gradient_checkpointing_kwargs {"use_reentrant":true}'
+        ),
+        Run("--gradient_checkpointing --ddp_find_unused_parameters true"),
+    ),
+    "ddp_settings_need_ddp": (
+        Run("--recipe memory --ddp_bucket_cap_mb 50", yaml="memory.yaml"),
+        Run("--ddp_bucket_cap_mb 50", yaml="standard.yaml"),
+    ),
+    "bf16_compression_needs_nccl": (Run("--ddp_comm_hook bf16", world=2), Run("--ddp_comm_hook fp16", world=2)),
+    "ddp_timeout_is_not_for_cpus": (Run("--ddp_timeout 60"), Run("--ddp_timeout 60", hardware=machine(A100))),
+    "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
+    "fsdp_checkpoints_activations_once": (
+        Run("--gradient_checkpointing", yaml=fsdp("fsdp_activation_checkpointing: true")),
+        Run("--gradient_checkpointing", yaml=fsdp("fsdp_activation_checkpointing: false")),
+    ),
+    "fsdp_version_two_is_chosen": (Run(yaml=fsdp("fsdp_offload_params: true")), Run(yaml=fsdp("version: 2"))),
+    "efficient_loading_needs_synchronisation": (
+        Run(yaml=fsdp("version: 2", "sync_module_states: false")),
+        Run(yaml=fsdp("version: 2", "sync_module_states: false", "cpu_ram_efficient_loading: false")),
+    ),
+}
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    (
+        "static_graph_needs_accumulation_one",
+        Run("--ddp_static_graph true --gradient_accumulation_steps 2"),
+    ),  # one process
+    (
+        "static_graph_needs_accumulation_one",  # reduces in every micro-step, and trains
+        Run(
+            "--ddp_static_graph true --gradient_accumulation_steps 2"
+            ' --accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}',
+            world=2,
+        ),
+    ),
+    ("static_graph_needs_accumulation_one", Run("--ddp_static_graph true", world=2, yaml="memory.yaml")),
+    (
+        "reentrant_checkpointing_needs_find_unused_off",  # a static graph knows which parameters it uses
+        Run(
+            "--gradient_checkpointing --ddp_find_unused_parameters true --ddp_static_graph true"
+            ' --gradient_checkpointing_kwargs {"use_reentrant":true}'
+        ),
+    ),
+]
+
+
+FAILS_WITH_SHARDS = [
+    (
+        "fsdp_checkpoints_activations_once",
+        dict(gradient_checkpointing=True, fsdp_config={"activation_checkpointing": True}),
+        "can't both be set to True",
+    ),
+    (
+        "weights_alone_cannot_find_the_best",
+        dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
+        "FSDP can't be used with `save_only_model`",
+    ),
+    (
+        "sharded_checkpoints_hold_the_optimizer",
+        dict(save_only_model=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}),
+        "not compatible with FSDP state dict type",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "settings", "message"), FAILS_WITH_SHARDS)
+def test_fsdp_fails(rule, settings, message, gpu_rank, tmp_path):
+    settings = {"fsdp": "full_shard", **settings}
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, evaluates=True, use_cpu=False, **settings)
+    assert_fires(rule, settings, world=2, gpu=(8, 0))
+
+
+def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):
+    trainer = train(tmp_path, ddp_bucket_cap_mb=1)
+    assert type(trainer.model_wrapped) is type(trainer.model)
+    assert_fires("ddp_settings_need_ddp", {"recipe": "baseline", "ddp_bucket_cap_mb": 1})
+
+
+def timeout_of_the_world() -> timedelta:
+    import torch
+
+    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_with_use_cpu_the_world_has_the_timeout_of_torch(one_rank, tmp_path):
+    arguments(tmp_path, ddp_timeout=77)
+    assert timeout_of_the_world() == timedelta(minutes=30)
+    assert_fires("ddp_timeout_is_not_for_cpus", {"ddp_timeout": 77})
+
+
+def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_TIMEOUT", "7")
+    arguments(tmp_path, use_cpu=False, ddp_timeout=77)
+    assert timeout_of_the_world() == timedelta(seconds=77)
+    assert_fires("nccl_timeout_is_an_argument", {}, environment={"NCCL_TIMEOUT": "7"})
+
+
+STATIC = {"ddp_static_graph": True, "gradient_accumulation_steps": 2}
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "ddp_find_unused_parameters": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "settings", "processes", "message"),
+    [
+        ("static_graph_needs_accumulation_one", STATIC, 2, "expect_autograd_hooks_ INTERNAL ASSERT FAILED"),
+        ("reentrant_checkpointing_needs_find_unused_off", REENTRANT, 1, "Expected to mark a variable ready only once"),
+        ("nccl_needs_a_gpu", {"ddp_backend": "nccl"}, 1, "nccl is not available"),
+    ],
+)
+def test_ranks_fail(rule, settings, processes, message, tmp_path):
+    output = torchrun(tmp_path, settings, processes)
+    assert message in output and "TRAINED" not in output
+    assert_fires(rule, settings, world=processes)
+
+
+@pytest.mark.slow
+def test_static_graph_with_accumulation_works_in_one_process(tmp_path):
+    assert torchrun(tmp_path, STATIC, 1).count("TRAINED 1 MULTI_CPU DistributedDataParallel") == 1
+    run = resolve([], settings=STATIC, world_size=1, hardware=Hardware(), environment={})
+    assert not list(BY_NAME["static_graph_needs_accumulation_one"](run))
+
+
+@pytest.mark.slow
+def test_static_graph_trains_when_every_micro_batch_is_reduced(tmp_path):
+    settings = {**STATIC, "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    assert torchrun(tmp_path, settings).count("TRAINED 2 ") == 2
+    run = resolve([], settings=settings, world_size=2, hardware=Hardware(), environment={})
+    assert not list(BY_NAME["static_graph_needs_accumulation_one"](run))
+
+
+@pytest.mark.slow
+def test_bf16_compression_on_a_cpu_is_a_type_error(tmp_path):
+    script = tmp_path / "hook.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import DistributedDataParallelKwargs, DDPCommunicationHookType, PartialState\n"
+        "PartialState(cpu=True)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16).register_comm_hook(model)\n",
+        encoding="utf-8",
+    )
+    assert "TypeError: BF16 all reduce communication hook required" in run_ranks([str(script)], 1)
+    assert_fires("bf16_compression_needs_nccl", {"ddp_comm_hook": "bf16"}, world=2)

@@ -1,0 +1,63 @@
+"""Rules about speed, and what happens without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.real_failures import arguments, assert_fires, launched, train
+from tests.support.runs import Run, yaml
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "yaml_compiles_what_the_arguments_do_not": (
+        Run(yaml=yaml("MULTI_GPU", "dynamo_config:", "  dynamo_backend: inductor")),
+        Run("--torch_compile", yaml=yaml("MULTI_GPU", "dynamo_config:", "  dynamo_backend: inductor")),
+    ),
+    "compile_backend_is_known": (
+        Run("--torch_compile_backend foo"),
+        Run("--torch_compile_backend aot_eager"),
+    ),
+    "compile_settings_compile": (
+        Run("--torch_compile false --torch_compile_mode default"),
+        Run("--torch_compile --torch_compile_mode default"),
+    ),
+    "compiling_needs_one_shape": (Run("--torch_compile --packing false"), Run("--torch_compile --packing")),
+    "syncing_each_batch_is_slow": (
+        Run('--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'),
+        Run('--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":false}}'),
+    ),
+    "counting_tokens_costs_a_sync": (
+        Run("--include_num_input_tokens_seen all"),
+        Run("--include_num_input_tokens_seen no"),
+    ),
+    "logging_costs_a_sync": (Run("--logging_steps 1"), Run("--logging_steps 2")),
+    "shared_memory_is_fast": (
+        Run(environment={"NCCL_SHM_DISABLE": "1"}),
+        Run(environment={"NCCL_SHM_DISABLE": "0"}),
+    ),
+}
+
+
+def test_a_compile_backend_compiles_what_torch_compile_switched_off(tmp_path):
+    settings = dict(torch_compile=False, torch_compile_backend="eager")
+    assert arguments(tmp_path, **settings).torch_compile
+    assert_fires("compile_settings_compile", settings)
+
+
+def test_dynamo_in_the_yaml_compiles_behind_the_arguments(write_yaml, tmp_path, monkeypatch):
+    file = write_yaml("'NO'", "dynamo_config:", "  dynamo_backend: eager", processes=1)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launched(file)["ACCELERATE_DYNAMO_BACKEND"])
+    trainer = train(tmp_path)
+    assert not trainer.args.torch_compile
+    assert trainer.accelerator.state.dynamo_plugin.backend.value == "EAGER"
+    assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)
+
+
+def test_a_deepspeed_launch_exports_no_dynamo(write_yaml):
+    file = write_yaml(
+        "DEEPSPEED", "dynamo_config:", "  dynamo_backend: inductor", "deepspeed_config:", "  zero_stage: 2"
+    )
+    assert not [name for name in launched(file) if "DYNAMO" in name]
+    assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)

@@ -1,0 +1,124 @@
+"""Tiny trainings, launches and ranks of the real libraries, and whether a rule reports them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+from recipes.rules.check import RULES
+from recipes.run import resolve
+from recipes.run.hardware import Gpu, Hardware
+from tests.support.running import fork_ranks
+
+BY_NAME = {function.__name__: function for function in RULES}
+TOKENS = {"input_ids": list(range(8)), "labels": list(range(8))}
+
+
+def assert_fires(
+    rule: str,
+    settings: dict,
+    *,
+    world: int = 1,
+    gpu: tuple[int, int] | None = None,
+    config=None,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """The rule reports the run that just failed."""
+    run = resolve(
+        [],
+        settings=settings,
+        world_size=world,
+        hardware=Hardware((Gpu("GPU", gpu, 16 << 30),)) if gpu else Hardware(),
+        accelerate_config=str(config) if config else None,
+        environment=environment or {},
+    )
+    assert list(BY_NAME[rule](run)), f"{rule} says nothing about {settings}"
+
+
+def arguments(folder: Path, **changes):
+    from transformers import TrainingArguments
+
+    fixed = dict(
+        output_dir=str(folder), use_cpu=True, report_to="none", max_steps=2, save_strategy="no", disable_tqdm=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TrainingArguments(**{**fixed, **changes})
+
+
+def tiny_llama(**changes):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32, **changes))
+
+
+def train(folder: Path, *, callbacks=None, model=None, resume=None, evaluates=False, **changes):
+    """A real Trainer that has trained a tiny model. Equal settings have equal losses."""
+    from transformers import Trainer
+
+    args = arguments(folder, **changes)
+    rows = [TOKENS] * 16
+    evaluated = rows[:4] if evaluates else None
+    trainer = Trainer(model or tiny_llama(), args, train_dataset=rows, eval_dataset=evaluated, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def launched(file: Path, *flags: str) -> dict[str, str]:
+    """What `accelerate launch --config_file FILE` would put into the processes' environment."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    parsed = launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"])
+    args, defaults, _ = _validate_launch_command(parsed)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        return launch.prepare_deepspeed_cmd_env(args)[1]
+    if args.multi_gpu or args.use_fsdp:
+        return launch.prepare_multi_gpu_env(args)
+    return launch.prepare_simple_launcher_cmd_env(args)[1]
+
+
+def run_launch_command(file: Path, *flags: str) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launch_command(launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"]))
+
+
+ZERO_2 = {"zero_optimization": {"stage": 2}}
+
+SCRIPT = """
+import json, sys, tempfile, torch
+from tests.support.real_failures import train
+from pathlib import Path
+settings = json.loads(sys.argv[1])
+trainer = train(Path(tempfile.mkdtemp()), per_device_train_batch_size=2, **settings)
+parts = [trainer.args.world_size, trainer.accelerator.distributed_type.value, type(trainer.model_wrapped).__name__]
+sys.stdout.write(f"TRAINED {' '.join(map(str, parts))}\\n")  # in one piece: the other rank writes too
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: str) -> str:
+    script = folder / "ranks.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    return run_ranks([str(script), json.dumps(settings)], processes, **environment)
+
+
+def run_ranks(words: list[str], processes: int, **environment: str) -> str:
+    """The output and the errors of a script's ranks."""
+    with tempfile.TemporaryFile() as log:
+        fork_ranks(processes, {**os.environ, **environment}, words, log.fileno())
+        log.seek(0)
+        return log.read().decode()

@@ -1,0 +1,87 @@
+"""Runs to resolve in tests: command lines, machines, Accelerate YAMLs and other files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recipes.rules import facts
+from recipes.run import resolve
+from recipes.run.engine import shipped
+from recipes.run.hardware import Gpu, Hardware
+
+CPU = Hardware()
+T4 = Gpu("Tesla T4", (7, 5), 16 << 30)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 << 30)
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30)
+LOCAL = "compute_environment: LOCAL_MACHINE\n"
+
+
+def machine(gpu: Gpu, count: int = 1, liger: bool = True) -> Hardware:
+    return Hardware((gpu,) * count, cores=8 * count, liger=liger)
+
+
+def resolved(argv: str | list[str] = "", **keywords):
+    """The run of a command line, on a machine with two CPU cores."""
+    words = argv.split() if isinstance(argv, str) else argv
+    return resolve(words, hardware=Hardware(cores=2), environment={}, **keywords)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a user writes. `yaml` is a shipped file's name or a text; `files` are written for it."""
+
+    argv: str = ""
+    world: int = 1
+    hardware: Hardware = CPU
+    yaml: str = ""
+    environment: dict = field(default_factory=dict)
+    files: dict = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    def resolve(self, folder: Path, monkeypatch):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(facts, "installed", lambda package: package not in self.missing)
+        for name, content in self.files.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (folder / name).write_text(text, encoding="utf-8")
+        return resolve(
+            self.argv.split(),
+            world_size=self.world,
+            hardware=self.hardware,
+            accelerate_config=self._config(folder),
+            environment=self.environment,
+        )
+
+    def _config(self, folder: Path) -> str | None:
+        if not self.yaml or "\n" not in self.yaml:
+            return str(shipped(self.yaml)) if self.yaml else None
+        file = folder / "accelerate.yaml"
+        file.write_text(self.yaml, encoding="utf-8")
+        return str(file)
+
+
+def yaml(type_: str, *lines: str, processes: int | None = 1) -> str:
+    head = f"{LOCAL}distributed_type: {type_}\n" + (f"num_processes: {processes}\n" if processes is not None else "")
+    return head + "\n".join(lines) + "\n"
+
+
+def deepspeed(*lines: str) -> str:
+    return yaml("DEEPSPEED", "deepspeed_config:", *(f"  {line}" for line in lines or ("zero_stage: 2",)))
+
+
+def fsdp(*lines: str) -> str:
+    return yaml("FSDP", "fsdp_config:", *(f"  {line}" for line in lines or ("fsdp_version: 2",)))
+
+
+def ds_json(**content) -> dict:
+    return {"ds.json": {"zero_optimization": {"stage": 2}, **content}}
+
+
+DS = "--deepspeed ds.json"
+SGD = "--optim sgd"
+EVAL = "--eval_strategy steps"
+BEST = "--load_best_model_at_end"
+TWO_GPUS = machine(A100, 2)
+CLASSIFY = "--task sequence_classification --dataset_name d.csv"

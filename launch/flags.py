@@ -29,15 +29,12 @@ def whole(text: str) -> int:
 
 
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
-    """A flag for each field of a dataclass.
-
-    Its type decides what the flag takes, its metadata holds the help text.
-    """
+    """A flag for each field of a dataclass, whose metadata holds the help text."""
     for field in dataclasses.fields(flags):
         options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
-        if field.type == "bool":
+        if isinstance(field.default, bool):
             options["action"] = "store_true"
-        elif str(field.type).startswith("tuple"):
+        elif isinstance(field.default, tuple):
             options["nargs"] = "+"
         else:
             options["type"] = count if "int" in str(field.type) else str

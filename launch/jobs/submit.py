@@ -50,16 +50,13 @@ def submit(
 
 
 def refuse_while_in_use(folder: Path) -> None:
-    """Two runs must not write to one folder: the second would only fail later.
-
-    Raises `UserError`.
-    """
+    """Raises `UserError` if a run writes to the folder: a second one would only fail later."""
     refuse_while_written(folder)
     earlier = submitted(folder)
-    if earlier is None or not TARGETS[earlier.target].WRITES_HERE:
+    if earlier is None or not earlier.job:  # a run on this machine was found above
         return
     target = TARGETS[earlier.target]
-    if not target.is_over(target.state(earlier)):
+    if target.WRITES_HERE and not target.is_over(target.state(earlier)):
         fix = f"another --output_dir, or wait for its end: recipes logs -f {quote(str(folder))}"
         raise mistake("output_dir", f"job {earlier.job} is still running and writes to {folder}", fix)
 

@@ -122,12 +122,12 @@ def test_another_training_is_named(runs, name, value, what):
 
 def test_a_file_with_other_contents_is_other_data(runs):
     plain = of(runs, "plain")
-    assert other_training([plain, with_record(plain, data="other")]) == ["data (the contents of one name)"]
+    assert other_training([plain, with_record(plain, data="other")]) == ["data (same name, other contents)"]
 
 
 def test_it_says_first_that_the_training_is_not_the_same(runs, capsys):
     main(["compare", str(runs / "plain"), str(runs / "diverged")])
-    assert capsys.readouterr().out.startswith("not the same training, so results differ for that too: other data")
+    assert capsys.readouterr().out.startswith("not the same training, which changes the results too: other data")
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_a_result_that_no_run_has_is_no_row(runs):
     [
         (None, "holds no run.json"),
         ("{", "is damaged"),
-        ("[]", "is no record of a run"),
-        ('{"status": "finished"}', "is no record of a run"),
+        ("[]", "is not the record of a run"),
+        ('{"status": "finished"}', "is not the record of a run"),
         ('{"status": "running", "settings": {"seed": {"value": 1, "source": "default"}}}', "is unfinished"),
     ],
 )
-def test_what_is_no_record_is_a_mistake_with_its_reason(runs, tmp_path, capsys, text, words):
+def test_a_file_that_is_not_a_record_is_a_mistake_with_its_reason(runs, tmp_path, capsys, text, words):
     if text is not None:
         (tmp_path / "run.json").write_text(text)
     assert main(["compare", str(runs / "plain"), str(tmp_path)]) == 2
@@ -199,17 +199,17 @@ def test_a_folder_of_runs_names_them(runs, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["eval_los", "1"], "Fix: eval_loss."),
-        (["eval_loss", "low"], "is no number"),
-        (["eval_loss", "nan"], "is no number"),
+        (["eval_loss", "low"], "is not a number"),
+        (["eval_loss", "nan"], "is not a number"),
         (["zzz", "1"], "one of "),
     ],
 )
-def test_a_target_that_means_nothing_is_a_mistake(runs, capsys, words, said):
+def test_an_impossible_target_is_a_mistake(runs, capsys, words, message):
     assert main(["compare", str(runs / "plain"), str(runs / "changed"), "--target", *words]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_one_run_alone_is_a_mistake(runs, capsys):

@@ -351,7 +351,7 @@ def main() -> int:
     if options.case:
         print(json.dumps(measured(Case(**options.case))))
         return 0
-    from tests.gpu.measure import versions
+    from tests.gpu.speed import versions
 
     found = []
     for case in cases(options.sizes):

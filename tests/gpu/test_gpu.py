@@ -1,6 +1,6 @@
 """What only a GPU can show. Skipped without one.
 
-`python -m tests.gpu.measure` prints the table of speeds, `python -m tests.gpu.memory` that of memory.
+`python -m tests.gpu.speed` prints the table of speeds, `python -m tests.gpu.memory` that of memory.
 """
 
 import json

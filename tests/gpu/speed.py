@@ -1,6 +1,6 @@
 """Speed and memory of the recipes on one GPU, beside a hand-written loop; one call, one table.
 
-    python -m tests.gpu.measure [--sizes 0.5B 1.2B] [--steps 20] [--output FILE.json]
+    python -m tests.gpu.speed [--sizes 0.5B 1.2B] [--steps 20] [--output FILE.json]
 
 Every case runs in a process of its own, on random tokens, 2048 a row, 16 rows a step. Tokens/s come from the steady
 steps; MFU counts 6N + 6*layers*hidden*length FLOPs a token (causal attention counted half) against the dense bf16 peak.
@@ -28,7 +28,7 @@ CASES: dict[str, dict] = {
     "loop": {},
     "loop compiled": {},
     "baseline": {"recipe": "baseline"},
-    "standard": {"recipe": "standard", "packing": True},
+    "standard": {"recipe": "standard"},
     "fast": {"recipe": "fast"},
     "fast, no compile": {"recipe": "fast", "torch_compile": False},
     "fast, micro 16": {"recipe": "fast", "per_device_train_batch_size": 16},
@@ -121,7 +121,7 @@ def measure(case: str, size: str, steps: int, length: int) -> dict:
 def measured_apart(case: str, size: str, steps: int, length: int) -> dict:
     """The row of one case, from a process of its own; what went wrong if it did."""
     words = ["--case", case, "--sizes", size, "--steps", str(steps), "--length", str(length)]
-    done = subprocess.run([sys.executable, "-m", "tests.gpu.measure", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "tests.gpu.speed", *words], capture_output=True, text=True)
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
     return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}

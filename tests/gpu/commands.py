@@ -1,6 +1,6 @@
 """Everything about speed that needs a card: the doctor, and the parts of a step of baseline beside standard and fast.
 
-    python -m tests.gpu.scaling [--size 0.5B] [--output outputs/gpu_scaling]
+    python -m tests.gpu.commands [--size 0.5B] [--output outputs/gpu_scaling]
 
 On one GPU it measures one process, on several all sizes up to them. Prints the doctor's lines and the report's
 verdicts; the pictures, tables and the page are in OUTPUT/report (pictures need matplotlib). The model is made from a
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from launch.training.demo import demo_tokenizer
-from tests.gpu.measure import LENGTH, SIZES, model_of
+from tests.gpu.speed import LENGTH, SIZES, model_of
 from tests.support.running import ROOT
 from tests.support.wide import texts_of
 

@@ -1,32 +1,30 @@
-"""Speed and memory of the recipes on one GPU, beside a hand-written loop; one call, one table.
+"""Speed and memory of a recipe on one GPU, beside a hand-written loop.
 
-    python -m tests.gpu.speed [--sizes 0.5B 1.2B] [--steps 20] [--output FILE.json]
-
-Every case runs in a process of its own, on random tokens, 2048 a row, 16 rows a step. Tokens/s come from the steady
-steps; MFU counts 6N + 6*layers*hidden*length FLOPs a token (causal attention counted half) against the dense bf16 peak.
-Needs torch, transformers and accelerate only; a case that cannot run here says why in its row.
+A step trains 16 sequences of 2048 random tokens. Tokens/s are those of the steps after the warm-up.
+MFU counts 6N + 6*layers*hidden*length FLOPs per token (half of the attention matrix, as it is
+causal) against the dense bf16 peak of the GPU. Needs torch, transformers and accelerate only.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-LENGTH, GLOBAL_BATCH, VOCABULARY, RATE = 2048, 16, 32_000, 1e-4
+from tests.gpu.cases import Figures, Setup
+
+GIB = 2**30
+LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 20, 32_000, 1e-4
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "0.5B": {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 20, "num_attention_heads": 20},
     "1.2B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20, "num_attention_heads": 16},
 }
-# What each case changes of its recipe. The loop is plain PyTorch in bf16 autocast, without and with torch.compile.
-CASES: dict[str, dict] = {
-    "loop": {},
-    "loop compiled": {},
+# What each case changes of its recipe. All sequences have one length, so none needs packing.
+CASES: dict[str, dict[str, Any]] = {
+    "loop": {"compiled": False},
+    "loop compiled": {"compiled": True},
     "baseline": {"recipe": "baseline"},
     "standard": {"recipe": "standard"},
     "fast": {"recipe": "fast"},
@@ -52,10 +50,22 @@ def rows(count: int, length: int):
     return torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(0))
 
 
-def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object, float, tuple[float, ...]]:
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, seconds per step after the warm-up, and seconds of all warm-up steps."""
+
+    model: Any
+    step_time: float
+    warm_up: float
+    final_loss: float
+    compiled: bool
+
+
+def run_loop(size: str, steps: int, length: int, compiled: bool) -> Trained:
+    """Train with the hand-written loop: plain PyTorch in bf16 autocast."""
     import torch
 
-    from launch.training.trainer import Meter
+    from recipes.scaling.timings import WARM_UP_STEPS
     from tests.support.loop import loop_steps
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -65,7 +75,7 @@ def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object
     trained = loop_steps(
         forward,
         rows(GLOBAL_BATCH * (steps + 4), length),
-        steps=steps + Meter.WARM_UP_STEPS,
+        steps=steps + WARM_UP_STEPS,
         micro=8,
         accumulation=GLOBAL_BATCH // 8,
         learning_rate=RATE,
@@ -73,10 +83,11 @@ def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object
         device=device,
     )
     losses, seconds = zip(*trained, strict=True)
-    return model, statistics.mean(seconds[Meter.WARM_UP_STEPS :]), losses
+    step_time = statistics.mean(seconds[WARM_UP_STEPS:])
+    return Trained(model, step_time, sum(seconds[:WARM_UP_STEPS]), losses[-1], compiled)
 
 
-def run_recipe(size: str, steps: int, length: int, recipe: str, **changes) -> tuple[object, float, list[float]]:
+def run_recipe(size: str, steps: int, length: int, recipe: str, **changes: Any) -> Trained:
     import transformers
 
     import recipes
@@ -85,97 +96,62 @@ def run_recipe(size: str, steps: int, length: int, recipe: str, **changes) -> tu
 
     with tempfile.TemporaryDirectory() as folder:
         own = {"max_steps": steps + Meter.WARM_UP_STEPS + 2, "learning_rate": RATE, "save_strategy": "no"}
-        order = {"train_sampling_strategy": "sequential", "disable_tqdm": True}
+        order = {"train_sampling_strategy": "sequential", "disable_tqdm": True, "report_to": "none"}
         args = getattr(recipes, recipe)(folder, global_batch_size=GLOBAL_BATCH, **own, **order, **changes)
-        meter = Meter()
+        meter, clock = Meter(), _warm_up_clock(Meter.WARM_UP_STEPS)
         data = [{"input_ids": row, "labels": row} for row in rows(GLOBAL_BATCH * (steps + 8), length)]
-        trainer = RecipeTrainer(model=model_of(size), args=args, train_dataset=data, callbacks=[meter])
+        trainer = RecipeTrainer(model=model_of(size), args=args, train_dataset=data, callbacks=[meter, clock])
         trainer.remove_callback(transformers.PrinterCallback)
         apply_ddp_settings(trainer, resolve(settings={"recipe": recipe}))
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return trainer.model, meter.step_time or float("nan"), losses
+    return Trained(trainer.model, meter.step_time or float("nan"), clock.seconds, losses[-1], args.torch_compile)
 
 
-def measure(case: str, size: str, steps: int, length: int) -> dict:
-    """One row, measured in this process."""
+def _warm_up_clock(steps: int):
+    """A callback that measures the `seconds` of the first `steps` steps together."""
+    import time
+
+    from transformers import TrainerCallback
+
+    class WarmUpClock(TrainerCallback):
+        seconds = float("nan")
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.began = time.perf_counter()
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == steps:
+                self.seconds = time.perf_counter() - self.began
+
+    return WarmUpClock()
+
+
+def measure(case: str, size: str, setup: Setup) -> Figures:
+    """The figures of one case, measured in this process.
+
+    `compile_s`, for a compiled model, is how much longer the warm-up steps took than steady steps.
+    """
+    import torch
+
     from launch.training.results import flops_per_token, parameter_count, peak_memory
     from recipes.run import hardware
+    from recipes.scaling.timings import WARM_UP_STEPS
 
-    if case.startswith("loop"):
-        model, seconds, losses = run_loop(size, steps, length, case.endswith("compiled"))
-    else:
-        model, seconds, losses = run_recipe(size, steps, length, **CASES[case])
-    tokens = GLOBAL_BATCH * length / seconds
+    steps, length = (3, 64) if setup.rehearse else (STEPS, LENGTH)
+    trained = (run_loop if case.startswith("loop") else run_recipe)(size, steps, length, **CASES[case])
+    tokens = GLOBAL_BATCH * length / trained.step_time
     peak = hardware.read().peak_flops
-    return {
-        "parameters": parameter_count(model),
-        "step_time": seconds,
+    figures = {
+        "parameters": parameter_count(trained.model),
+        "step_ms": trained.step_time * 1000,
         "tokens_per_second": tokens,
-        "mfu": tokens * flops_per_token(model, length) / peak if peak else None,
-        "peak_memory_bytes": peak_memory()["peak_memory_bytes"],
-        "final_loss": losses[-1],
+        "mfu": tokens * flops_per_token(trained.model, length) / peak if peak else None,
+        "allocated_gib": peak_memory()["peak_memory_bytes"] / GIB,
+        "final_loss": trained.final_loss,
     }
-
-
-def measured_apart(case: str, size: str, steps: int, length: int) -> dict:
-    """The row of one case, from a process of its own; what went wrong if it did."""
-    words = ["--case", case, "--sizes", size, "--steps", str(steps), "--length", str(length)]
-    done = subprocess.run([sys.executable, "-m", "tests.gpu.speed", *words], capture_output=True, text=True)
-    if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
-    return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}
-
-
-def table(found: dict[str, dict[str, dict]]) -> str:
-    lines = ["| model | case | tokens/s | MFU | step | peak memory |", "|---|---|---|---|---|---|"]
-    for size, cases in found.items():
-        for case, row in cases.items():
-            if "error" in row:
-                lines.append(f"| {size} | {case} | {row['error']} | | | |")
-                continue
-            mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
-            memory = f"{row['peak_memory_bytes'] / 2**30:.1f} GiB"
-            speed = f"{row['tokens_per_second']:,.0f}"
-            lines.append(f"| {size} | {case} | {speed} | {mfu} | {row['step_time'] * 1000:.0f} ms | {memory} |")
-    return "\n".join(lines)
-
-
-def versions() -> str:
-    import accelerate
-    import torch
-    import transformers
-
-    from recipes.run import hardware
-
-    libraries = (
-        f"torch {torch.__version__}, transformers {transformers.__version__}, accelerate {accelerate.__version__}"
-    )
-    return f"{hardware.read()}, {libraries}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["0.5B", "1.2B"])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="the numbers as JSON too")
-    options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case, options.sizes[0], options.steps, options.length)))
-        return 0
-    found: dict[str, dict[str, dict]] = {size: {} for size in options.sizes}
-    for size in options.sizes:
-        for case in CASES:
-            found[size][case] = measured_apart(case, size, options.steps, options.length)
-            print(f"{size} {case}: {found[size][case]}", file=sys.stderr, flush=True)
-    print(versions())
-    print(table(found))
-    if options.output:
-        options.output.write_text(json.dumps({"machine": versions(), "rows": found}, indent=2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if trained.compiled:
+        figures["compile_s"] = trained.warm_up - WARM_UP_STEPS * trained.step_time
+    if torch.cuda.is_available():
+        figures["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return figures

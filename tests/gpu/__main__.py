@@ -45,29 +45,29 @@ def main() -> int:
     folder = options.output.resolve()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     results, now = Results(folder), machine.describe(options.rehearse)
-    before = results.machine.get("machine", now)
-    if before["hardware"] != now["hardware"]:
-        return _mistaken(
-            f"{results.file} holds results of {before['hardware']}, not {now['hardware']}: choose another --output"
-        )
-
-    gpus = max(1, len(hardware.read().gpus))
-    cases = all_cases(options.rehearse, gpus)
+    if results.call and results.call["machine"]["hardware"] != now["hardware"]:
+        there = f"{results.file} holds results of {results.call['machine']['hardware']}, not {now['hardware']}"
+        return _mistaken(f"{there}: choose another --output")
+    print(machine.in_words(now), flush=True)
     command = shlex.join(["python", "-m", "tests.gpu", *sys.argv[1:]])
     results.add({"machine": now, "command": command, "time": datetime.now(UTC).isoformat(timespec="seconds")})
-    print(machine.in_words(now), flush=True)
+    return _measure(results, options.rehearse, started + options.budget - TO_END)
+
+
+def _measure(results: Results, rehearse: bool, end: float) -> int:
+    """Run the cases until `end` on the monotonic clock, print the tables, return the exit code."""
+    gpus = max(1, len(hardware.read().gpus))
+    cases = all_cases(rehearse, gpus)
 
     def start(case: Case, seconds: float) -> int | None:
-        words = [sys.executable, "-m", "tests.gpu.case", case.name, "--output", str(folder), "--gpus", str(gpus)]
-        return run_alone([*words, *["--rehearse"] * options.rehearse], log_of(folder, case.name), seconds, QUIET)
-
-    def left() -> float:
-        return options.budget - TO_END - (time.monotonic() - started)
+        words = [sys.executable, "-m", "tests.gpu.case", case.name, "--output", str(results.folder)]
+        words += ["--gpus", str(gpus), *["--rehearse"] * rehearse]
+        return run_alone(words, log_of(results.folder, case.name), seconds, QUIET)
 
     adopt_orphans()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_cases(cases, results, start, left)
+        run_cases(cases, results, start, lambda: end - time.monotonic())
     except KeyboardInterrupt:
         print(f"interrupted; what was measured is in {results.file}", file=sys.stderr)
         return 130

@@ -25,8 +25,9 @@ GIB = 2**30
 STAND_IN = Path(__file__).parent / "stand_in"
 NOTE = "with a stand-in for the package datasets"
 STEPS = 30
-# The rehearsal's global batch, and a limit of RAM in GB that is too small for it in one piece.
-REHEARSED_BATCH, LIMIT = 8, 1.7
+# Global batches that need more memory than there is, as one micro-batch: by the plan 0.5B would take
+# 232 GiB for 64 examples. In a rehearsal RAM is limited, in GB.
+BATCH, REHEARSED_BATCH, LIMIT = 64, 8, 1.7
 
 
 class CommandFailed(RuntimeError):
@@ -76,7 +77,7 @@ def parts_of_a_step(recipe: str, processes: int, setup: Setup) -> Figures:
 
 def fit(setup: Setup) -> Figures:
     """The micro-batch that `--fit` finds, its peak, and what the planner expects of it."""
-    model, data, length, flags = _memory_hungry(setup, 64)
+    model, data, length, flags = _memory_hungry(setup)
     output = _fresh(setup, "fit")
     flags = [*_flags(model, data, length, recipe="standard"), *flags, "--max_steps", "2"]
     _require_success(launch(*flags, "--fit", output=output, config="single.yaml", env=_environment()))
@@ -95,7 +96,7 @@ def fit(setup: Setup) -> Figures:
 
 def out_of_memory(setup: Setup) -> Figures:
     """A real out of memory, after which `--on_oom next` continues with smaller micro-batches."""
-    model, data, length, flags = _memory_hungry(setup, 128)
+    model, data, length, flags = _memory_hungry(setup)
     output = _fresh(setup, "out-of-memory")
     flags = [*_flags(model, data, length), *flags, "--max_steps", "2", "--output_dir", str(output)]
     first = flags[flags.index("--global_batch_size") + 1]
@@ -133,15 +134,14 @@ def _material(setup: Setup, size: str, lengths: list[int]) -> tuple[Path, Path]:
     return model, texts_of(data, lengths)
 
 
-def _memory_hungry(setup: Setup, batch: int) -> tuple[Path, Path, int, list[str]]:
-    """A model, data, the length of its texts, and flags for a global batch of `batch` examples.
+def _memory_hungry(setup: Setup) -> tuple[Path, Path, int, list[str]]:
+    """A model, data, the length of its texts, and flags for a global batch.
 
-    As one micro-batch, 128 examples do not fit on a GPU of 141 GB. A rehearsal takes a small global
-    batch instead, and a limit of RAM.
+    As one micro-batch it is meant to be too large: for the GPU, or in a rehearsal for a limit of RAM.
     """
     if not setup.rehearse:
-        model, data = _material(setup, "0.5B", [speed.LENGTH] * 2 * batch)
-        return model, data, speed.LENGTH, ["--global_batch_size", str(batch)]
+        model, data = _material(setup, "0.5B", [speed.LENGTH] * 2 * BATCH)
+        return model, data, speed.LENGTH, ["--global_batch_size", str(BATCH)]
     folder, length = setup.folder / "work", WIDE_LENGTH // 2
     folder.mkdir(exist_ok=True)
     model, data = wide_model(folder / "wide"), texts_of(folder / "wide.jsonl", [length] * 2 * REHEARSED_BATCH)

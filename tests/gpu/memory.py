@@ -1,8 +1,9 @@
 """Memory that `plan_memory` predicts against what torch allocates and reserves on one GPU.
 
 Every case trains two optimizer steps with RecipeTrainer: in the second, activations and optimizer
-state are in memory together. Models are initialised from a configuration, tokens are random, nothing
-is compiled. The model is wrapped in DDP as on one rank of several, unless the case says "alone".
+state are in memory together. Models are initialised from a configuration, tokens are random,
+nothing is compiled. The model is wrapped in DDP as on one rank of several, unless the case says
+"alone".
 
 On a CPU a case trains in fp32, and "allocated" is what torch's CPU allocator counted: this tests
 the script, not the plan for a GPU.

@@ -22,10 +22,11 @@ def adopt_orphans() -> None:
 
 
 def run_alone(command: Sequence[str], log: Path, deadline: float, env: Mapping[str, str] | None = None) -> int | None:
-    """The exit code of a command, None if it was killed after `deadline` seconds. Output goes to `log`.
+    """The exit code of a command, None if it was killed after `deadline` seconds.
 
-    At the end all descendants of this process are killed, so it must run nothing else meanwhile.
-    Killing the command's process group is not enough: launchers and probes start their own groups.
+    Its output goes to `log`. At the end all descendants of this process are killed, so it must
+    run nothing else meanwhile. Killing the command's process group is not enough: launchers and
+    probes start their own groups.
     """
     with log.open("wb") as stream:
         try:

@@ -39,14 +39,16 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
 class Results:
     """results.jsonl and results.md of a folder.
 
-    `last` is the newest row of each case by its name, `machine` the newest line about the machine.
+    `last` is the newest row of each case by its name. `call` says when, where and by which command
+    the newest of them was measured.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file = folder / "results.jsonl"
         self.last: dict[str, Row] = {}
-        self.machine: Row = {}
+        self.call: Row = {}
+        self._newest_call: Row = {}
         for line in self.file.read_text().splitlines() if self.file.exists() else ():
             self._take(line)
 
@@ -56,12 +58,12 @@ class Results:
         except ValueError:  # the call was killed while it wrote this line
             return
         if "case" in row:
-            self.last[row["case"]] = row
+            self.last[row["case"]], self.call = row, self._newest_call
         else:
-            self.machine = row
+            self._newest_call = row
 
     def add(self, row: Row) -> None:
-        """Append a row: of a case, or about the machine."""
+        """Append a row: of a case, or about the call that measures the next ones."""
         line = json.dumps(row)
         before = self.file.read_text() if self.file.exists() else ""
         cut_off = before != "" and not before.endswith("\n")
@@ -71,22 +73,18 @@ class Results:
 
     def write_tables(self, cases: Sequence[Case]) -> str:
         """Write results.md, and return its text."""
-        text = tables(cases, self.last, self.machine)
+        text = tables(cases, self.last, self.call)
         (self.folder / "results.md").write_text(text)
         return text
 
 
-def tables(cases: Sequence[Case], rows: dict[str, Row], machine: Row) -> str:
-    """Markdown: the machine, then a table for each group of cases."""
-    parts = [_heading(machine)] if machine else []
+def tables(cases: Sequence[Case], rows: dict[str, Row], call: Row) -> str:
+    """Markdown: the machine and the command, then a table for each group of cases."""
+    parts = [f"{in_words(call['machine'])}\n\n`{call['command']}`, {call['time']}"] if call else []
     for group in dict.fromkeys(case.group for case in cases):
-        found = [rows.get(case.name, {"case": case.name, "status": NOT_RUN}) for case in cases if case.group == group]
+        found = [rows.get(case.name, {"case": case.name, "status": "not run"}) for case in cases if case.group == group]
         parts.append(_table(group, found))
     return "\n\n".join(parts) + "\n"
-
-
-def _heading(machine: Row) -> str:
-    return f"{in_words(machine['machine'])}\n\n`{machine['command']}`, {machine['time']}"
 
 
 def _table(group: str, rows: Sequence[Row]) -> str:

@@ -182,7 +182,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> int:
     from tests.benchmarks.published import BERT_LARGE
-    from tests.gpu.measure import versions
+    from tests.gpu.machine import versions
 
     print(versions())
     heads = ["bf16 training", "accelerate estimate-memory", "DeepSpeed's estimators", "recipes plan"]

@@ -1,21 +1,16 @@
-"""Memory that `plan_memory` predicts against what torch allocates and reserves on one GPU; one call, one table.
+"""Memory that `plan_memory` predicts against what torch allocates and reserves on one GPU.
 
-    python -m tests.gpu.memory [--sizes 0.1B 0.5B 1.2B 3B] [--output FILE.json]
+Every case trains two optimizer steps with RecipeTrainer: in the second, activations and optimizer
+state are in memory together. Models are initialised from a configuration, tokens are random,
+nothing is compiled. The model is wrapped in DDP as on one rank of several, unless the case says
+"alone".
 
-Every case trains two optimizer steps with RecipeTrainer in a process of its own: the second holds the optimizer's state
-when its activations come. Models are made from their configurations, tokens are random, nothing is compiled. "DDP"
-cases are wrapped as a rank among several is; with the others Trainer is alone.
-
-    python -m tests.gpu.memory --sizes tiny
-
-rehearses every case with a tiny model, on a CPU too: in fp32 there, short, and against what torch's own allocator
-counted. That compares no GPU with anything. Needs torch, transformers, accelerate and, for LoRA, peft; a case that
-cannot run here says why in its row.
+On a CPU a case trains in fp32, and "allocated" is what torch's CPU allocator counted: this tests
+the script, not the plan for a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -26,8 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
+
+from tests.gpu.cases import Figures, Setup
 
 STEPS, RATE, GIB = 2, 1e-4, 2**30
 FAMILIES = {
@@ -52,7 +48,7 @@ TINY_LENGTH = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One training. `flags` are train.py's, beyond recipe, batch and length; without `ddp` one process is alone."""
+    """One training. `flags` are more flags of train.py; without `ddp` the model is not wrapped."""
 
     family: str
     size: str
@@ -105,11 +101,9 @@ CASES = [
 ]
 
 
-def cases(sizes: list[str]) -> list[Case]:
-    """Those of the given sizes; "tiny" stands for every case at a tiny size."""
-    chosen = [case for case in CASES if case.size in sizes]
-    tiny = [Case(**{**vars(case), "size": "tiny", "length": TINY_LENGTH}) for case in CASES]
-    return tiny * ("tiny" in sizes) + chosen
+def tiny_cases() -> list[Case]:
+    """Every case at a tiny size, for a CPU."""
+    return [Case(**{**vars(case), "size": "tiny", "length": TINY_LENGTH}) for case in CASES]
 
 
 def config_of(case: Case):
@@ -120,7 +114,7 @@ def config_of(case: Case):
     own = {**FAMILIES[case.family], "use_cache": False}
     if case.size == "tiny":
         own |= {"vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
-    if not torch.cuda.is_available():  # where attention with dropout is not fused, and keeps every weight
+    if not torch.cuda.is_available():  # attention with dropout is not fused there, and keeps all its weights
         own |= {
             {"gpt2": "attn_pdrop", "bert": "attention_probs_dropout_prob"}.get(case.family, "attention_dropout"): 0.0
         }
@@ -138,22 +132,22 @@ def config_of(case: Case):
     return {"llama": LlamaConfig, "qwen2": Qwen2Config}[case.family](**shape, num_key_value_heads=shared, **own)
 
 
-# --- Predicted -------------------------------------------------------------------------------------------------------
+# --- Predicted -----------------------------------------------------------------------------------
 
 
 def predicted(case: Case) -> dict[str, Any]:
-    """The plan for the same model, batch and card. Raises `UserError` for what cannot be planned."""
+    """The plan for the same model, batch and GPU. Raises `UserError` if it cannot be planned."""
     from recipes import plan_memory
     from recipes.errors import UserError
     from recipes.run import gpus, hardware
 
     machine = hardware.read()
-    card: dict[str, Any] = {"gpu": "H100"}  # a CPU rehearses; the card decides nothing in fp32
+    card: dict[str, Any] = {"gpu": "H100"}  # for a rehearsal: in fp32 the plan does not depend on the GPU
     if machine.gpus:
         card = {"gpu_memory": machine.gpus[0].memory_bytes / 1e9}
         with suppress(UserError):
             card = {"gpu": gpus.find(machine.gpus[0].name).name}
-    world = 2 if case.ddp else 1  # a rank's own memory is the same among two as among any number
+    world = 2 if case.ddp else 1  # the memory of a rank is the same with any larger number
     flags = {**own_flags(case), "task": case.task, "max_length": case.length}
     flags["global_batch_size"] = case.micro * case.accumulation * world
     argv = [word for name, value in flags.items() for word in (f"--{name}", str(value).lower())]
@@ -162,7 +156,7 @@ def predicted(case: Case) -> dict[str, Any]:
 
 
 def own_flags(case: Case) -> dict[str, Any]:
-    """train.py's flags of a case, as they count on this machine."""
+    """The flags of train.py for a case on this machine."""
     import torch
 
     batch = {"per_device_train_batch_size": case.micro, "gradient_accumulation_steps": case.accumulation}
@@ -171,11 +165,11 @@ def own_flags(case: Case) -> dict[str, Any]:
     return {**batch, **on_a_cpu, **compiled, **case.flags}
 
 
-# --- Measured --------------------------------------------------------------------------------------------------------
+# --- Measured ------------------------------------------------------------------------------------
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """Bytes at the fullest moment of two steps in this process."""
+    """Peak bytes of two steps in this process."""
     import torch
 
     if case.ddp:
@@ -187,7 +181,7 @@ def measured(case: Case) -> dict[str, Any]:
     trainer = train(case)
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     free, total = torch.cuda.mem_get_info()
-    found["outside_torch"] = total - free - torch.cuda.memory_reserved()  # the context, and whoever else is there
+    found["outside_torch"] = total - free - torch.cuda.memory_reserved()  # the CUDA context, and other processes
     del trainer
     return found
 
@@ -228,7 +222,7 @@ def model_of(case: Case, run):
 
 
 def with_adapters(model, run):
-    """As launch.model adds them; importing that needs datasets too."""
+    """As launch.training.model adds them, which cannot be imported without datasets."""
     from peft import LoraConfig, get_peft_model
 
     if run["gradient_checkpointing"]:
@@ -238,7 +232,7 @@ def with_adapters(model, run):
 
 
 def rows(case: Case, packed: bool) -> list[dict[str, Any]]:
-    """Random tokens, as many as two steps take; a mask where sequences are not packed."""
+    """Random tokens for two steps, with an attention mask unless sequences are packed."""
     import torch
 
     count = case.micro * case.accumulation * STEPS
@@ -249,7 +243,7 @@ def rows(case: Case, packed: bool) -> list[dict[str, Any]]:
 
 
 def _be_a_rank() -> None:
-    """Among a world of one, which accelerate would otherwise not wrap in DDP on a GPU."""
+    """Join a world of one process, and have accelerate wrap the model in DDP all the same."""
     from accelerate import PartialState
 
     with socket.socket() as found:
@@ -267,7 +261,7 @@ class Counted:
 
 @contextmanager
 def cpu_allocations() -> Iterator[Counted]:
-    """The most that torch's CPU allocator had handed out at once within the block, beyond what was there before."""
+    """Peak bytes of torch's CPU allocator within the block, above what it held before."""
     import torch
 
     counted = Counted()
@@ -278,11 +272,24 @@ def cpu_allocations() -> Iterator[Counted]:
     counted.peak = max(accumulate(event.nbytes() for event in events), default=0)
 
 
-# --- The table -------------------------------------------------------------------------------------------------------
+# --- Planned beside measured ---------------------------------------------------------------------
 
 
-def row_of(case: Case) -> dict[str, Any]:
-    """One row: the plan made in this process, the training measured in one of its own."""
+def measure(case: Case, setup: Setup) -> Figures:
+    """The figures of one case, without the CUDA context: torch does not count it."""
+    row = row_here(case)
+    figures = {
+        "allocated_gib": row["measured"]["allocated"] / GIB,
+        "reserved_gib": row["measured"]["reserved"] / GIB if "reserved" in row["measured"] else None,
+    }
+    if "not_planned" in row:
+        return {**figures, "note": f"not planned: {row['not_planned']}"}
+    holds = {True: "yes", False: "no", None: None}[fits(row)]
+    return {**figures, "planned_gib": without_context(row) / GIB, "difference": error_of(row), "holds": holds}
+
+
+def row_here(case: Case) -> dict[str, Any]:
+    """The plan and the measurement of a case. A process can measure only one case."""
     from recipes.errors import UserError
 
     row = {"case": str(case), **asdict(case)}
@@ -290,27 +297,28 @@ def row_of(case: Case) -> dict[str, Any]:
         row["predicted"] = predicted(case)
     except UserError as error:
         row["not_planned"] = str(error.problems[0].what)
-    words = [sys.executable, "-m", "tests.gpu.memory", "--case", json.dumps(asdict(case))]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode == 0:
-        row["measured"] = json.loads(done.stdout.splitlines()[-1])
-    else:
-        row["error"] = (done.stderr.strip().splitlines() or ["no output"])[-1][:160]
-    return row
+    return {**row, "measured": measured(case)}
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """As `row_here`, in a process of its own. Raises `CalledProcessError` if it fails."""
+    words = [sys.executable, "-m", "tests.gpu.memory", json.dumps(asdict(case))]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def without_context(row: dict[str, Any]) -> int:
-    """What is predicted of torch's own allocations."""
+    """Bytes that the plan expects torch to allocate: all but the CUDA context."""
     return row["predicted"]["total"] - row["predicted"]["components"]["context"]
 
 
 def error_of(row: dict[str, Any]) -> float:
-    """How far the prediction is above what torch allocated, as a share of that."""
+    """How far the plan is above what torch allocated, as a share of that."""
     return without_context(row) / row["measured"]["allocated"] - 1
 
 
 def fits(row: dict[str, Any]) -> bool | None:
-    """Whether a card that just passes as large enough by the plan would have held what was really taken from it."""
+    """Whether the training fits on a GPU that is just large enough by the plan; None on a CPU."""
     from recipes.planner.fits import MARGIN
 
     if "reserved" not in row["measured"]:
@@ -318,53 +326,5 @@ def fits(row: dict[str, Any]) -> bool | None:
     return row["measured"]["reserved"] + row["measured"]["outside_torch"] <= row["predicted"]["total"] * (1 + MARGIN)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """GiB of torch's own allocations: the CUDA context is in the last column only."""
-    heads = ["case", "predicted", "allocated", "reserved", "error", "holds with the margin"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(_cells(row))} |" for row in rows)])
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    found = row.get("measured", {})
-    plan = row.get("not_planned") or _gib(without_context(row))
-    taken = [_gib(found[name]) if name in found else "" for name in ("allocated", "reserved")]
-    if "error" in row:
-        taken[0] = row["error"]
-    if "predicted" not in row or "measured" not in row:
-        return [row["case"], plan, *taken, "", ""]
-    holds = {True: "yes", False: "no", None: ""}[fits(row)]
-    return [row["case"], plan, *taken, f"{error_of(row):+.1%}", holds]
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size >= GIB / 10 else f"{size / GIB:.4f}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = list(dict.fromkeys(case.size for case in CASES))
-    parser.add_argument("--sizes", nargs="+", choices=["tiny", *sizes], default=sizes)
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="the numbers as JSON too")
-    options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measured(Case(**options.case))))
-        return 0
-    from tests.gpu.measure import versions
-
-    found = []
-    for case in cases(options.sizes):
-        found.append(row_of(case))
-        print(_cells(found[-1]), file=sys.stderr, flush=True)
-        if options.output:  # after each, so that an interrupted call keeps what it has
-            options.output.write_text(json.dumps({"machine": versions(), "rows": found}, indent=2))
-    print(versions())
-    if not any("reserved" in row.get("measured", {}) for row in found):
-        print("rehearsed without a GPU, in fp32: allocated is what torch's CPU allocator handed out")
-    print(table(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(row_here(Case(**json.loads(sys.argv[1])))))

@@ -158,7 +158,7 @@ def _where(hardware: Hardware, device: str) -> str:
     return f"CPU, {hardware.cores} cores (NCCL wants a GPU for each rank, and here is one)"
 
 
-# --- The two ranks ---------------------------------------------------------------------------------------------------
+# --- The two ranks --------------------------------------------------------------------------------
 
 
 def _measure(topic: str, device: str, hardware: Hardware) -> Measured:
@@ -209,7 +209,7 @@ def _last_words(rank: int, process: subprocess.Popen, folder: Path) -> str:
     return f"rank {rank} failed: {lines[-1] if lines else f'exit code {process.returncode}'}"
 
 
-# --- One line of reason for each row, in words that follow from its numbers ------------------------------------------
+# --- One line of reason for each row, in words that follow from its numbers -----------------------
 
 
 def _accumulation(variant: Variant, row: Row, measured: Measured) -> str:
@@ -309,7 +309,7 @@ def _notes(topic: Topic, measured: Measured) -> list[str]:
     return notes
 
 
-# --- Words and numbers -----------------------------------------------------------------------------------------------
+# --- Words and numbers ----------------------------------------------------------------------------
 
 
 def _gradient(row: Row) -> str:
@@ -371,7 +371,7 @@ def _size(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-# --- Showing ---------------------------------------------------------------------------------------------------------
+# --- Showing --------------------------------------------------------------------------------------
 
 
 def _pairs(topic: Topic, measured: Measured) -> list[tuple[Variant, Row]]:

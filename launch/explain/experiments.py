@@ -33,7 +33,7 @@ _VOCABULARY = 256  # bytes
 Examples = tuple[torch.Tensor, torch.Tensor]
 
 
-# --- The lesson: one optimizer step, right in every variant but those that are to go wrong ---------------------------
+# --- The lesson: one optimizer step, right in every variant but those that are to go wrong --------
 
 
 def gradient(trainee: Trainee, micro_batches: list[Examples]) -> None:
@@ -63,7 +63,7 @@ def update(trainee: Trainee) -> bool:
     return trainee.scaler.get_scale() >= scale
 
 
-# --- What is trained -------------------------------------------------------------------------------------------------
+# --- What is trained ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def examples(step: int, rank: int, setup: Setup) -> Examples:
     return rows[:, :-1], rows[:, 1:]
 
 
-# --- Measuring -------------------------------------------------------------------------------------------------------
+# --- Measuring ------------------------------------------------------------------------------------
 
 
 def measure(topic: str, setup: Setup, rank: int) -> Measured:

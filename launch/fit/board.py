@@ -1,4 +1,4 @@
-"""What the ranks tell each other while `--fit` searches, before a process group exists: values posted under names."""
+"""What the ranks tell each other while `--fit` searches, before a process group exists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class Board:
         return json.loads(self.store.get(name)) if self.store.check([name]) else None
 
     def wait(self, name: str) -> Any:
-        """The value of this name, once it is posted. Polls, because no signal interrupts a wait inside the store."""
+        """The value of this name, once it is posted.
+
+        Polls, because no signal interrupts a wait inside the store.
+        """
         while not self.store.check([name]):
             time.sleep(0.05)
         return json.loads(self.store.get(name))
@@ -39,7 +42,10 @@ class Board:
         return [self.wait(f"{name}/{rank}") for rank in range(self.world.size)]
 
     def decide(self, name: str, decision: Callable[[], Any]) -> Any:
-        """The result of `decision`, called on rank 0 only. Its `UserError` is raised on every rank."""
+        """The result of `decision`, called on rank 0 only.
+
+        Its `UserError` is raised on every rank.
+        """
         if self.world.rank == 0:
             try:
                 self.post(name, {"value": decision()})

@@ -1,7 +1,7 @@
-"""One probe of `--fit`: two optimizer steps of the real run on its longest example, in a process of its own.
+"""One probe of `--fit`, a process of its own: two steps of the real run on its longest example.
 
-The second step shows the memory with optimizer state. `launch/fit/search.py` starts a probe on every rank and reads
-the verdict that it leaves in its folder.
+The second step shows the memory with optimizer state. `launch/fit/search.py` starts a probe on
+every rank and reads the verdict that it leaves in its folder.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ def _requested(request: dict[str, Any], world: World, folder: Path) -> RunSpec:
 
 
 def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[str, Any]:
-    """The verdict that the run fits into the limit on this rank, with its peak. Raises all that is not about memory.
+    """The verdict that the run fits into the limit on this rank, with its peak.
 
-    When memory runs out, the process writes its verdict and exits here: leaving the process group would wait for
-    ranks that wait for this one.
+    Raises all that is not about memory.
+
+    When memory runs out, the process writes its verdict and exits here: leaving the process group
+    would wait for ranks that wait for this one.
     """
     from launch.host import memory
     from launch.training.build import build_arguments

@@ -1,7 +1,8 @@
-"""`--fit`: the largest micro-batch that really runs here, at the same global batch, from probes in fresh processes.
+"""`--fit`: the largest micro-batch that really runs here, at the same global batch.
 
-Each rank starts one process for each candidate (`launch/fit/probe.py`) and holds nothing on the GPU itself. The ranks
-tell each other how their probes ended: a micro-batch fits only if it runs on every rank.
+Each rank starts one process for each candidate (`launch/fit/probe.py`) and holds nothing on the GPU
+itself. The ranks tell each other how their probes ended: a micro-batch fits only if it runs on
+every rank.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _GRACE = 10  # seconds: the rank that failed first has so long to say why before
 
 
 class ProbeFailed(Failure):
-    """A probe failed for another reason than memory, so that nothing is known about its micro-batch."""
+    """A probe failed for another reason than memory: its micro-batch may fit or not."""
 
 
 def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> RunSpec:
-    """The run at the largest micro-batch that runs: from its fit.json if that still holds, unless `again`.
+    """The run at the largest micro-batch that runs, from fit.json if that holds, unless `again`.
 
-    `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed` if that is unknown.
+    `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
+    if a probe fails for another reason than memory.
     """
     board = open_board(world)
     found = board.decide("kept", lambda: {} if again else _kept(run))
@@ -57,7 +59,10 @@ def _kept(run: RunSpec) -> dict[str, Any]:
 
 
 def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[str, Any]:
-    """Go up from the planner's guess while probes run, or down until one does. Returns the content of fit.json."""
+    """Go up from the planner's guess while probes run, or down until one does.
+
+    Returns the content of fit.json.
+    """
     share = run.batch.micro * run.batch.accumulation
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     limit, guess = board.decide("start", lambda: _start(run))
@@ -97,7 +102,10 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[s
 
 
 def _start(run: RunSpec) -> tuple[int, int]:
-    """The bytes a process may take, and the micro-batch to try first. Rank 0 asks before anything is on a GPU."""
+    """The bytes a process may take, and the micro-batch to try first.
+
+    Rank 0 asks before anything is on a GPU.
+    """
     _require_writable(run)
     own = min((gpu.memory_bytes for gpu in run.hardware.gpus), default=0) or memory.free_ram() // run.local_world_size
     limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else own
@@ -107,7 +115,7 @@ def _start(run: RunSpec) -> tuple[int, int]:
 
 
 def _guess(run: RunSpec, limit: int) -> int:
-    """The micro-batch that the planner advises, or the recipe's own if the planner does not know this training."""
+    """The planner's micro-batch, or the recipe's own if this training cannot be planned."""
     from launch.training.model import load_config, load_tokenizer
     from recipes.planner.plan import plan_run
 
@@ -129,7 +137,7 @@ def _require_writable(run: RunSpec) -> None:
         raise mistake("output_dir", what, "choose a writable folder", run.setting("output_dir").source) from None
 
 
-# --- One candidate, on all ranks -------------------------------------------------------------------------------------
+# --- One candidate, on all ranks ------------------------------------------------------------------
 
 
 def _probe_on_all_ranks(
@@ -159,7 +167,8 @@ def _require_no_failure(verdicts: list[dict[str, Any]], size: int) -> None:
         raise UserError(*(Problem(**problem) for problem in mistaken["problems"]))
     failed = [(rank, verdict["words"]) for rank, verdict in enumerate(verdicts) if verdict["kind"] != "fits"]
     if failed:
-        # Prefer a rank with a reason of its own to one that only lost its connection to another rank.
+        # Prefer a rank with a reason of its own to one that only lost its connection to another
+        # rank.
         rank, words = min(failed, key=lambda item: not item[1] or "onnection" in item[1])
         raise ProbeFailed(
             f"the probe of micro-batch {size} failed on rank {rank}, which says nothing about memory:\n{words}"
@@ -189,7 +198,10 @@ def _probe_here(request: dict[str, Any], port: int, board: Board, size: int) -> 
 
 
 def _environment(port: int) -> dict[str, str]:
-    """The environment of a probe. The probes of several ranks form a world beside that of the ranks, at `port`."""
+    """The environment of a probe.
+
+    The probes of several ranks form a world beside that of the ranks, at `port`.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if "RANK" in environment:
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}

@@ -1,7 +1,7 @@
-"""Processes that a command starts on this machine: how they start, how they end, and what their logs say.
+"""Processes that a command starts on this machine: their start, their end, their logs.
 
-Started by path, this file is such a process itself: it calls `main` of one of our modules. So only this file has to
-know how a new Python finds our packages, which need not be installed.
+Started by path, this file is such a process itself: it calls `main` of one of our modules. So only
+this file has to know how a new Python finds our packages, which need not be installed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: no
 def start_module(
     module: str, *arguments: object, log: Path, environment: Mapping[str, str] = os.environ
 ) -> subprocess.Popen[bytes]:
-    """Call `main(*arguments)` of one of our modules, the arguments as text, in a new Python that logs to `log`.
+    """Call `main(*arguments)` of one of our modules in a new Python, its output in `log`.
 
-    It runs the same copy of our packages as this process, leaves PYTHONPATH to the user, and dies with this process.
+    The arguments arrive as text. The new process runs the same copy of our packages as this one,
+    leaves PYTHONPATH to the user, and dies with this process.
     """
     words = [sys.executable, "-P", __file__, str(os.getpid()), module, *map(str, arguments)]
     with log.open("wb") as stream:
@@ -35,7 +36,10 @@ def start_module(
 
 
 def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own: without input, its output in `log`, out of reach of Ctrl-C."""
+    """Start a command as the leader of a process group, where Ctrl-C does not reach it.
+
+    It has no input, and its output goes to `log`.
+    """
     return subprocess.Popen(
         argv,
         env=environment,
@@ -48,7 +52,10 @@ def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.e
 
 @contextlib.contextmanager
 def group() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """A list for started processes. However the block ends, they are killed with everything that they started."""
+    """A list for started processes.
+
+    However the block ends, they are killed with everything that they started.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     try:
         yield processes

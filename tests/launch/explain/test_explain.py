@@ -41,7 +41,7 @@ def both():
     return measured("both")["rows"]
 
 
-# --- Accumulation ----------------------------------------------------------------------------------------------------
+# --- Accumulation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_smaller_micro_batches_take_less_memory(accumulation):
     assert all(row["peak_bytes"] < 0.9 * accumulation[0]["peak_bytes"] for row in accumulation[1:])
 
 
-# --- Mixed precision -------------------------------------------------------------------------------------------------
+# --- Mixed precision ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_autocast_sends_as_much_as_fp32(amp):
     assert len({row["sent_bytes"] for row in amp}) == 1
 
 
-# --- Both ------------------------------------------------------------------------------------------------------------
+# --- Both -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_clipping_what_is_still_scaled_leaves_next_to_nothing(both):
     assert both[4]["gradient"] < 1e-4 * both[3]["gradient"] and both[4]["loss"] > both[3]["loss"]
 
 
-# --- How it ends -----------------------------------------------------------------------------------------------------
+# --- How it ends ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_without_a_topic_it_names_them(capsys):
     assert all(f"{topic}: " in printed for topic in TOPICS)
 
 
-# --- Reasons ---------------------------------------------------------------------------------------------------------
+# --- Reasons --------------------------------------------------------------------------------------
 
 PLAIN = Row(1.0, 100, 1, 100, 2.0, 1.0, 0.0, 0.0, 0)
 

@@ -1,4 +1,4 @@
-"""`--fit`: the largest micro-batch that really runs, found in real processes under a real limit of memory."""
+"""`--fit` finds the largest micro-batch that runs, in real processes under a real memory limit."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def found(second_rank_has_less):
     return json.loads((second_rank_has_less[0] / "fit.json").read_text())
 
 
-# --- What is found ---------------------------------------------------------------------------------------------------
+# --- What is found --------------------------------------------------------------------------------
 
 
 def test_what_one_rank_cannot_run_does_not_fit(found):
@@ -92,7 +92,7 @@ def test_a_command_fits_alone_and_says_how_to_train_with_it(training, tmp_path):
     assert json.loads((tmp_path / "fit.json").read_text())["micro_batch"] == 1
 
 
-# --- What a fit holds for --------------------------------------------------------------------------------------------
+# --- What a fit holds for -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_there_is_nothing_to_find_where_the_split_is_written_down(flag, tmp_path
     assert f"{flag[2:]}: is what --fit finds" in capsys.readouterr().err
 
 
-# --- What a probe's end means ----------------------------------------------------------------------------------------
+# --- What a probe's end means ---------------------------------------------------------------------
 
 _PROBE = """
 import json, os, signal, sys, time

@@ -88,7 +88,7 @@ def topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
-    """The first invalid entry of CUDA_VISIBLE_DEVICES: not a GPU, or repeated. None if all are valid.
+    """The first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
 
     CUDA silently hides that entry and all after it; after a repeated entry it hides all. Source:
     the CUDA programming guide, "CUDA environment variables", and `_parse_visible_devices` in

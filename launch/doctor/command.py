@@ -30,7 +30,7 @@ _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
 def add_parser(commands: Any, count: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check whether this machine and its links can train",
+        help="say whether this machine and its links are fit to train",
         allow_abbrev=False,
         usage="recipes doctor [--num_processes N] [--timeout SECONDS] [--json] "
         "[--nodes N --machine_rank R --main_process_ip ADDRESS --main_process_port PORT]",
@@ -38,7 +38,7 @@ def add_parser(commands: Any, count: Any) -> None:
     )
     for name, kind, text in (
         ("num_processes", count, "processes in all, one per GPU [all GPUs; 2 on a CPU]"),
-        ("nodes", count, "number of nodes [those of srun, or 1]"),
+        ("nodes", count, "[those of srun, or 1]"),
         ("machine_rank", _whole, "which of the nodes this is, from 0 [SLURM_NODEID or NODE_RANK]"),
         ("main_process_ip", str, "address of node 0 [MASTER_ADDR]"),
         ("main_process_port", count, "the first of 11 ports that are free there [MASTER_PORT]"),
@@ -143,8 +143,6 @@ def _checks(request: Request) -> Iterator[Check]:
         yield from links.examine(request, failed)
     except OSError as error:
         yield Check("error", "ranks", f"cannot be started: {error}", "free space in the folder of TMPDIR, and memory")
-    except ImportError as error:
-        yield Check("error", "ranks", f"cannot be checked: {error}", f"pip install {error.name}")
 
 
 def line(number: int, check: Check, signs: Mapping[str, str]) -> str:

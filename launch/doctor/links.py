@@ -45,14 +45,14 @@ def examine(request: Request, failed: bool) -> Iterator[Check]:
     stages = _STAGES_OF_ONE if request.processes == 1 else tuple(STAGES)
     reports = probe_run(request, stages, failed=failed)
     for stage, read in READINGS.items():
-        if all(stage in report.found for report in reports):
+        if all(stage in report.results for report in reports):
             check = read(request, reports)
             if check:
                 yield check
     failure = failure_in(request, reports)
     if failure:
         # A node with a failed check may not join another probe run: then all nodes skip the tries.
-        failed_nodes = any(report.found.get("rendezvous", {}).get("failed_nodes") for report in reports)
+        failed_nodes = any(report.results.get("rendezvous", {}).get("failed_nodes") for report in reports)
         tries = failure.of_link and (request.nodes == 1 or not failed_nodes)
         fix = _remedy(request) if tries else failure.fix
         yield Check("error", title(failure.stage), failure.what, fix)
@@ -76,12 +76,12 @@ def _remedy(request: Request) -> str:
         alone = failure is not None and failure.stage == "rendezvous"  # the other nodes have given up
         return failure is None
 
-    found = smallest_set(candidates, works, MOST_TRIES)
-    if found is None:
+    smallest = smallest_set(candidates, works, MOST_TRIES)
+    if smallest is None:
         return f"none of the {tried} sets of switches helped; {LOOK}"
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
     now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
-    lines = [f"export {switch.name}={switch.value}  # costs: {switch.cost}" for switch in found]
+    lines = [f"export {switch.name}={switch.value}  # costs: {switch.cost}" for switch in smallest]
     return "\n".join([f"with this in the launcher's environment{now} the ranks can communicate:", *lines])
 
 
@@ -90,10 +90,10 @@ def _candidate_interfaces(request: Request) -> list[str]:
 
     Over several nodes only the one that leads to node 0, so that all try as many sets.
     """
-    found = interfaces()
+    addresses = interfaces()
     if request.nodes == 1:
-        return sorted(found, key=lambda name: name == "lo")
-    return [name for name, address in found.items() if address == _own_address(request)][:1]
+        return sorted(addresses, key=lambda name: name == "lo")
+    return [name for name, address in addresses.items() if address == _own_address(request)][:1]
 
 
 def _own_address(request: Request) -> str:
@@ -126,10 +126,10 @@ def reading(function: Reading) -> Reading:
 
 @reading
 def start(request: Request, reports: list[Report]) -> Check:
-    found = reports[0].found["start"]
-    if request.backend == "nccl" and found["nccl"]:
-        return Check("ok", "NCCL", f"{nccl_version(found['nccl'])}, from torch {found['torch']}")
-    return Check("ok", "gloo", f"from torch {found['torch']}")
+    torch = reports[0].results["start"]
+    if request.backend == "nccl" and torch["nccl"]:
+        return Check("ok", "NCCL", f"{nccl_version(torch['nccl'])}, from torch {torch['torch']}")
+    return Check("ok", "gloo", f"from torch {torch['torch']}")
 
 
 @reading
@@ -137,17 +137,17 @@ def device(request: Request, reports: list[Report]) -> Check | None:
     if request.backend != "nccl" or request.processes_per_node == 1:
         return None
     pairs = _pairs()
-    found = ", ".join(sorted(set(pairs.values()))) or "unknown, because nvidia-smi does not show it"
-    closed = [report.rank for report in reports if report.found["device"]["no_peers"]]
+    kinds = ", ".join(sorted(set(pairs.values()))) or "unknown, because nvidia-smi does not show it"
+    closed = [report.rank for report in reports if report.results["device"]["no_peers"]]
     if closed and any(word.startswith("NV") for word in pairs.values()):
-        what = f"{found}, but GPUs cannot reach each other's memory on ranks {', '.join(map(str, closed))}"
+        what = f"{kinds}, but GPUs cannot reach each other's memory on ranks {', '.join(map(str, closed))}"
         return Check("warning", "topology", what, "NVLink is off: see `nvidia-smi nvlink -s`")
-    return Check("ok", "topology", found + (", through the node's memory" if closed else ", GPU to GPU"))
+    return Check("ok", "topology", kinds + (", through the node's memory" if closed else ", GPU to GPU"))
 
 
 @reading
 def workers(request: Request, reports: list[Report]) -> Check:
-    wrong = reports[0].found["workers"]["wrong"]
+    wrong = reports[0].results["workers"]["wrong"]
     if wrong:
         return Check("error", title("workers"), f"a worker cannot pass a tensor of 8 MiB: {wrong}", ENLARGE)
     return Check("ok", title("workers"), "a worker passes tensors through /dev/shm")
@@ -155,7 +155,7 @@ def workers(request: Request, reports: list[Report]) -> Check:
 
 @reading
 def rendezvous(request: Request, reports: list[Report]) -> Check:
-    others = [node for node in reports[0].found["rendezvous"]["failed_nodes"] if node != request.machine_rank]
+    others = [node for node in reports[0].results["rendezvous"]["failed_nodes"] if node != request.machine_rank]
     if others:
         nodes = ", ".join(map(str, others))
         which = f"node {nodes}" if len(others) == 1 else f"each of the nodes {nodes}"
@@ -171,19 +171,20 @@ def all_reduce(request: Request, reports: list[Report]) -> Check:
 
 @reading
 def bandwidth(request: Request, reports: list[Report]) -> Check:
-    found, link = reports[0].found["bandwidth"], _link(request)
-    reached = bus_bandwidth(found["bytes"], found["seconds"], request.processes)
-    words = f"{reached / 1e9:,.2f} GB/s of all-reduce bus bandwidth over {link}"
+    result, link = reports[0].results["bandwidth"], _link(request)
+    reached = bus_bandwidth(result["bytes"], result["seconds"], request.processes)
+    text = f"{reached / 1e9:,.2f} GB/s of all-reduce bus bandwidth over {link}"
     if link.is_far_above(reached):
-        return Check(
-            "warning", "bandwidth", f"{words}: far below its speed", "NCCL_DEBUG=INFO shows which links NCCL uses"
-        )
-    return Check("ok", "bandwidth", words)
+        fix = "NCCL_DEBUG=INFO shows which links NCCL uses"
+        return Check("warning", "bandwidth", f"{text}: far below its speed", fix)
+    return Check("ok", "bandwidth", text)
 
 
 @reading
 def latency(request: Request, reports: list[Report]) -> Check:
-    return Check("ok", "latency", f"{reports[0].found['latency']['seconds'] * 1e6:,.0f} us for the smallest all-reduce")
+    return Check(
+        "ok", "latency", f"{reports[0].results['latency']['seconds'] * 1e6:,.0f} us for the smallest all-reduce"
+    )
 
 
 @reading
@@ -193,19 +194,19 @@ def ddp_step(request: Request, reports: list[Report]) -> Check:
 
 @reading
 def matmul(request: Request, reports: list[Report]) -> Check:
-    found = reports[0].found["matmul"]
-    seconds = found["seconds"]
+    result = reports[0].results["matmul"]
+    seconds = result["seconds"]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / sorted(seconds)[(len(seconds) - 1) // 2]
-    speed = f"{found['flops'] / seconds[slowest] / 1e9:,.0f} GFLOP/s in {found['dtype']}"
-    words = f"{speed} on the slowest of {len(seconds)}, {times:.2f} times the median's time"
+    speed = f"{result['flops'] / seconds[slowest] / 1e9:,.0f} GFLOP/s in {result['dtype']}"
+    text = f"{speed} on the slowest of {len(seconds)}, {times:.2f} times the median's time"
     if times > _SLOW[request.backend]:
         node, local_rank = divmod(slowest, request.processes_per_node)
         where = f"rank {slowest}, {'GPU' if request.hardware.cuda else 'process'} {local_rank} of node {node}"
         look = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`" if request.hardware.cuda else "`top`"
         fix = f"every step waits for it: see {look}, and what else runs there"
-        return Check("warning", title("matmul"), f"{where}: {words}", fix)
-    return Check("ok", title("matmul"), words)
+        return Check("warning", title("matmul"), f"{where}: {text}", fix)
+    return Check("ok", title("matmul"), text)
 
 
 def _pairs() -> dict[tuple[int, int], str]:

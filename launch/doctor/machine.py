@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from launch.doctor.network import invalid_gpu
+from launch.host import memory
 from launch.host.memory import in_words
 from recipes.legal.source import version
 from recipes.run import resolve
@@ -83,15 +84,14 @@ def examine(request: Request) -> Iterator[Check]:
     One that cannot read what it needs is an error of its own, and the others go on.
     """
     for one in CHECKS:
-        title = one.__name__.replace("_", " ")
         try:
-            found = one(request)
+            result = one(request)
         except OSError as error:
-            found = Check("error", title, f"cannot be read: {error}", "find out why this user may not read it")
-        except ImportError as error:
-            found = Check("error", title, f"cannot be read: {error}", f"pip install {error.name}")
-        if found:
-            yield found
+            result = Check(
+                "error", one.__name__.replace("_", " "), f"cannot be read: {error}", "run it as a user who may read it"
+            )
+        if result:
+            yield result
 
 
 # --- Software -------------------------------------------------------------------------------------
@@ -99,11 +99,12 @@ def examine(request: Request) -> Iterator[Check]:
 
 @check
 def python(request: Request) -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
+    installed = ".".join(map(str, sys.version_info[:3]))
     wanted = _supported()[0]
-    if outside(found, wanted):
-        return Check("error", "Python", f"{found}, supported is {wanted}", f"an environment with Python {wanted}")
-    return Check("ok", "Python", found)
+    if outside(installed, wanted):
+        fix = f"use an environment with Python {wanted}"
+        return Check("error", "Python", f"{installed}, supported is {wanted}", fix)
+    return Check("ok", "Python", installed)
 
 
 @check
@@ -115,15 +116,19 @@ def versions(request: Request) -> Check:
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     if not wanted:
         return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
-    found = {one.name: version(one.name) for one in wanted}
-    wrong = {one: outside(found[one.name], str(one.specifier)) for one in wanted}
-    words = [f"{one.name} {found[one.name] or 'missing'} (supported: {one.specifier})" for one in wanted if wrong[one]]
-    if words:
+    installed = {one.name: version(one.name) for one in wanted}
+    wrong = {one: outside(installed[one.name], str(one.specifier)) for one in wanted}
+    if any(wrong.values()):
+        outsiders = [one for one in wanted if wrong[one]]
+        what = ", ".join(
+            f"{one.name} {installed[one.name] or 'missing'} (supported: {one.specifier})" for one in outsiders
+        )
         status = "warning" if all(how in ("", "newer") for how in wrong.values()) else "error"
-        install = " ".join(f"'{one.name}{one.specifier}'" for one in wanted if wrong[one])
-        return Check(status, "versions", ", ".join(words), f"pip install {install}")
-    words = [f"{name} {found[name]}" for name in ("torch", "transformers", "accelerate")]
-    return Check("ok", "versions", ", ".join(words))
+        install = " ".join(f"'{one.name}{one.specifier}'" for one in outsiders)
+        return Check(status, "versions", what, f"pip install {install}")
+    return Check(
+        "ok", "versions", ", ".join(f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
+    )
 
 
 @cache
@@ -143,18 +148,18 @@ def _supported() -> tuple[str, list[str]]:
     return project.get("requires-python", ""), project.get("dependencies", [])
 
 
-def outside(found: str | None, wanted: str) -> str:
+def outside(installed: str | None, wanted: str) -> str:
     """How a version is outside a range: "missing", "newer", "older", or "" if it is inside."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    if found is None:
+    if installed is None:
         return "missing"
-    release = Version(Version(found).base_version)  # vendors ship 2.12.0a0+x, which sorts before 2.12
-    against = [one for one in SpecifierSet(wanted) if not one.contains(release, prereleases=True)]
-    if not against:
+    release = Version(Version(installed).base_version)  # vendors ship 2.12.0a0+x, which sorts before 2.12
+    violated = [one for one in SpecifierSet(wanted) if not one.contains(release, prereleases=True)]
+    if not violated:
         return ""
-    return "newer" if all(one.operator.startswith("<") for one in against) else "older"
+    return "newer" if all(one.operator.startswith("<") for one in violated) else "older"
 
 
 # --- GPUs -----------------------------------------------------------------------------------------
@@ -162,30 +167,30 @@ def outside(found: str | None, wanted: str) -> str:
 
 @check
 def gpus(request: Request) -> Check:
-    found, asked = request.hardware.gpus, request.processes_per_node
+    seen, needed = request.hardware.gpus, request.processes_per_node
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = smi_rows("--query-gpu=uuid")
     hidden = visible in ("", "-1")  # on purpose
     if visible and listed.rows and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed.rows])
         if invalid is not None:
-            what = f"CUDA sees {len(found)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or there twice"
+            what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or there twice"
             return Check("error", "GPUs", what, f"use ordinals from 0 to {len(listed.rows) - 1}, each once")
-    if not found and listed.rows and not hidden:
+    if not seen and listed.rows and not hidden:
         what = f"nvidia-smi lists {len(listed.rows)}, CUDA finds none"
         fix = "in a container: --gpus all; else `modprobe nvidia_uvm`, and on NVSwitch machines nvidia-fabricmanager"
         return Check("error", "GPUs", what, fix)
-    if not found:
+    if not seen:
         why = " (CUDA_VISIBLE_DEVICES hides all)" if listed.rows else ""
         if visible and not listed.rows and not hidden:
             what = f"CUDA_VISIBLE_DEVICES={visible}, but there is no NVIDIA driver: this would train on the CPU"
             return Check("warning", "GPUs", what, "install the driver, or unset the variable")
         return Check("ok", "GPUs", f"none{why}: training and these checks use the CPU and gloo")
-    names = " and ".join(sorted({gpu.name for gpu in found}))
-    words = f"{len(found)} x {names} visible, {asked} requested"
-    if asked > len(found):
-        return Check("error", "GPUs", words, f"--num_processes {len(found) * request.nodes}, or more GPUs")
-    if len({gpu.name for gpu in found}) > 1:
+    names = " and ".join(sorted({gpu.name for gpu in seen}))
+    words = f"{len(seen)} x {names} visible, {needed} requested"
+    if needed > len(seen):
+        return Check("error", "GPUs", words, f"--num_processes {len(seen) * request.nodes}, or more GPUs")
+    if len({gpu.name for gpu in seen}) > 1:
         return Check("warning", "GPUs", words, "use GPUs of one kind: a step takes as long as on the slowest")
     return Check("ok", "GPUs", words)
 
@@ -220,8 +225,8 @@ def gpu_processes(request: Request) -> Check | None:
     rows = smi_rows("--query-compute-apps=pid,process_name").rows
     if not rows:
         return Check("ok", "GPU processes", "no others")
-    found = ", ".join(f"{row[-1]} (pid {row[0]})" for row in rows)
-    return Check("warning", "GPU processes", found, "end them if they are yours: they take memory and time on the GPU")
+    others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in rows)
+    return Check("warning", "GPU processes", others, "end them if they are yours: they take memory and time on the GPU")
 
 
 @check
@@ -283,9 +288,10 @@ def pcie() -> tuple[int, int] | None:
 
 @check
 def host_memory(request: Request) -> Check:
-    import psutil  # type: ignore[import-untyped]
-
-    free, count = min([psutil.virtual_memory().available, *_left_in_cgroups()]), request.processes_per_node
+    known = [size for size in (memory.free_ram(), *_left_in_cgroups()) if size is not None]
+    if not known:
+        return Check("warning", "RAM", "free memory is unknown", "see for yourself whether it is enough")
+    free, count = min(known), request.processes_per_node
     words = f"{in_words(free)} free for {count} process{'es' * (count > 1)}"
     if free < count * _GIB:  # the imports alone take half of it
         return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 # --- Bandwidth ------------------------------------------------------------------------------------
 
 # Bytes per second in one direction. NVLink: 25 GB/s per link from V100 to H200, 50 from Blackwell
@@ -110,8 +112,6 @@ def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
 
 def interfaces() -> dict[str, str]:
     """Names and IPv4 addresses of the network interfaces that are up."""
-    import psutil  # type: ignore[import-untyped]
-
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {
         name: next(one.address for one in addresses if one.family == socket.AF_INET)
@@ -122,8 +122,6 @@ def interfaces() -> dict[str, str]:
 
 def interface_speed(name: str) -> float | None:
     """Bytes per second of a network interface, None if unknown."""
-    import psutil
-
     state = psutil.net_if_stats().get(name)
     return state.speed * 1e6 / 8 if state and state.speed else None  # psutil: in Mbit/s, 0 if unknown
 

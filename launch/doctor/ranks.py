@@ -33,18 +33,18 @@ def title(stage: str) -> str:
 
 @dataclass
 class Report:
-    """What one rank has noted: its stage, the results of those before (`found`), and how it ended.
+    """What one rank has noted: its stage, the results of the stages before, and how it ended.
 
     `code` is its exit code, None if it had to be killed; `state` is then its process state as ps
-    shows it. `missing` are the ranks that it waited for, `words` its error, `failed_at` the time of
-    that error in seconds since 1970.
+    shows it. `missing` are the ranks that it waits for. `error` is noted at `failed_at`, in seconds
+    since 1970, or else the last line of its log.
     """
 
     rank: int
     stage: str = "start"
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
-    words: str = ""
+    error: str = ""
     failed_at: float = 0.0
     code: int | None = None
     state: str = ""
@@ -117,9 +117,9 @@ def _read(notes: str, rank: int = 0) -> Report:
         report.stage = note.get("begins", report.stage)
         report.missing = note.get("missing", report.missing)
         if "ends" in note:
-            report.found[note["ends"]] = note["found"]
+            report.results[note["ends"]] = note["result"]
         if "failed" in note:
-            report.words, report.failed_at = note["words"], note["time"]
+            report.error, report.failed_at = note["error"], note["time"]
     return report
 
 
@@ -128,7 +128,7 @@ def _report(rank: int, process: subprocess.Popen, folder: Path) -> Report:
     report.code = process.poll()
     if report.code is None:
         report.state = _state(process.pid)
-    report.words = report.words or "".join(processes.last_lines(folder / "log", 1))
+    report.error = report.error or "".join(processes.last_lines(folder / "log", 1))
     return report
 
 
@@ -176,12 +176,12 @@ def _killed(report: Report) -> StageFailure:
         return StageFailure(report.stage, what, "see `dmesg`: the kernel kills processes when memory runs out")
     if code == -signal.SIGBUS:
         return StageFailure(report.stage, what, f"usually /dev/shm is full. {ENLARGE}")
-    return StageFailure(report.stage, f"{what}: {report.words}", LOOK, report.stage in _OF_LINKS)
+    return StageFailure(report.stage, f"{what}: {report.error}", LOOK, report.stage in _OF_LINKS)
 
 
 def _failed(request: Request, report: Report) -> StageFailure:
-    what = f"rank {report.rank}: {report.words}"
-    lost = any(words in report.words for words in ("closed by peer", "reset by peer"))
+    what = f"rank {report.rank}: {report.error}"
+    lost = any(text in report.error for text in ("closed by peer", "reset by peer"))
     if lost and request.nodes > 1:
         return StageFailure(
             report.stage, what, "run `recipes doctor` on the other nodes: one of them says which rank was lost"

@@ -35,8 +35,8 @@ class Rank:
         self.store: Any = None
         self.device: Any = "cpu"
 
-    def note(self, **words: Any) -> None:
-        print(json.dumps({"time": time.time(), **words}), file=self.notes, flush=True)
+    def note(self, **note: Any) -> None:
+        print(json.dumps({"time": time.time(), **note}), file=self.notes, flush=True)
 
     def wait(self) -> None:
         """Wait until the GPU has finished its work."""
@@ -53,12 +53,12 @@ def main(folder: str) -> None:
     for name in rank.request["stages"]:
         rank.note(begins=name)
         try:
-            found = STAGES[name](rank)
+            result = STAGES[name](rank)
         except Exception as error:
-            rank.note(failed=name, words=_in_a_line(error))
+            rank.note(failed=name, error=_in_a_line(error))
             code = 1
             break
-        rank.note(ends=name, found=found)
+        rank.note(ends=name, result=result)
     os._exit(code)  # a normal exit lets gloo and NCCL wait for ranks that may be gone
 
 
@@ -271,10 +271,10 @@ def matmul(rank: Rank) -> dict[str, Any]:
         rank.wait()
         best = min(best, (time.perf_counter() - began) / rounds)
     own = torch.tensor([best], dtype=torch.float64, device=rank.device)
-    found = [own] if rank.size == 1 else [torch.zeros_like(own) for _ in range(rank.size)]
+    of_all = [own] if rank.size == 1 else [torch.zeros_like(own) for _ in range(rank.size)]
     if rank.size > 1:
-        dist.all_gather(found, own)
-    return {"flops": 2 * size**3, "seconds": [one.item() for one in found], "dtype": str(kind).removeprefix("torch.")}
+        dist.all_gather(of_all, own)
+    return {"flops": 2 * size**3, "seconds": [one.item() for one in of_all], "dtype": str(kind).removeprefix("torch.")}
 
 
 @stage

@@ -58,12 +58,12 @@ def _both(variant: Variant, row: Row, measured: Measured) -> str:
             f"the scaled gradient was cut to a norm of 1, and unscale_ then left {size_of(row.gradient)} of it; "
             f"{_instead(row, first)}"
         )
-    found = f"{_gradient(row)}; {_cost(variant, row, measured)}"
+    effect = f"{_gradient(row)}; {_cost(variant, row, measured)}"
     if variant.scale:
-        return f"scale each loss, then once an optimizer step unscale_, clip, step, update; {found}"
+        return f"scale each loss, then once an optimizer step unscale_, clip, step, update; {effect}"
     if variant.dtype == "bf16":
-        return f"autocast inside no_sync, nothing to scale; {found}"
-    return f"each loss divided by {variant.micro_batches}, one synchronisation; {found}"
+        return f"autocast inside no_sync, nothing to scale; {effect}"
+    return f"each loss divided by {variant.micro_batches}, one synchronisation; {effect}"
 
 
 _REASONS: dict[str, Callable[[Variant, Row, Measured], str]] = {

@@ -42,20 +42,20 @@ def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> Run
     if a probe fails for another reason than memory.
     """
     board = open_board(world)
-    found = board.decide("kept", lambda: {} if again else _kept(run))
-    if not found:
-        found = _search(run, argv, world, board)
-        board.decide("written", lambda: record.write(run["output_dir"], found, FIT))
-        found["file"] = str(Path(run["output_dir"]) / FIT)
-    batch = fitted.as_batch(found)  # as rank 0 found it: another node may have other devices
+    content = board.decide("kept", lambda: {} if again else _kept(run))
+    if not content:
+        content = _search(run, argv, world, board)
+        board.decide("written", lambda: record.write(run["output_dir"], content, FIT))
+        content["file"] = str(Path(run["output_dir"]) / FIT)
+    batch = fitted.as_batch(content)  # as rank 0 found it: another node may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return run.at_batch(batch, FIT)
 
 
 def _kept(run: RunSpec) -> dict[str, Any]:
     """The content of fit.json if it holds for this run, else an empty dict."""
-    found = fitted.read(run["output_dir"])
-    return found if fitted.batch(run, found) else {}
+    content = fitted.read(run["output_dir"])
+    return content if fitted.batch(run, content) else {}
 
 
 def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[str, Any]:
@@ -107,11 +107,20 @@ def _start(run: RunSpec) -> tuple[int, int]:
     Rank 0 asks before anything is on a GPU.
     """
     _require_writable(run)
-    own = min((gpu.memory_bytes for gpu in run.hardware.gpus), default=0) or memory.free_ram() // run.local_world_size
-    limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else own
+    limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else _own_memory(run)
     if run.batch.micro * run.batch.accumulation == 1:
         return limit, 1
     return limit, _guess(run, limit)
+
+
+def _own_memory(run: RunSpec) -> int:
+    """Bytes for each process: all of a GPU, or its share of the RAM that is free."""
+    if run.hardware.gpus:
+        return min(gpu.memory_bytes for gpu in run.hardware.gpus)
+    free = memory.free_ram()
+    if free is None:
+        raise mistake("fit", "the free memory of this machine is unknown", "--memory_limit with the GB of one process")
+    return free // run.local_world_size
 
 
 def _guess(run: RunSpec, limit: int) -> int:

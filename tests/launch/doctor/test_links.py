@@ -67,8 +67,8 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
     assert bus_bandwidth(8_000_000, 0.5, 4) == 24_000_000
 
 
-def reports(stage: str, found: object) -> list[Report]:
-    return [Report(rank, found={stage: found}, code=0) for rank in range(2)]
+def reports(stage: str, result: object) -> list[Report]:
+    return [Report(rank, results={stage: result}, code=0) for rank in range(2)]
 
 
 def test_a_bandwidth_far_below_the_link_is_a_warning(nvidia_smi):

@@ -1,6 +1,8 @@
-"""`recipes doctor`: whether this machine, and the links between its ranks, are fit to train. Numbered, with the fixes.
+"""`recipes doctor`: whether this machine and the links between its ranks can train.
 
-`python launch doctor` is the same where this package is not installed: in a job, before the launcher.
+Numbered checks, with their fixes.
+
+`python launch doctor` does the same without installing this package: in a job, before the launcher.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from recipes.errors import mistake
 from recipes.run import hardware
 
 if TYPE_CHECKING:
-    from launch.doctor.machine import Check, Patient
+    from launch.doctor.machine import Check, Request
 
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
@@ -32,28 +34,37 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
         usage="recipes doctor [--num_processes N] [--timeout SECONDS] [--json] "
         "[--nodes N --machine_rank R --main_process_ip ADDRESS --main_process_port PORT]",
-        description="Over several nodes every one of them runs it, at the same time.",
+        description="For several nodes, run it on each of them at the same time.",
     )
-    for name, kind, words in (
-        ("num_processes", count, "processes in all, one a GPU [all GPUs; 2 on a CPU]"),
+    for name, kind, text in (
+        ("num_processes", count, "processes in all, one per GPU [all GPUs; 2 on a CPU]"),
         ("nodes", count, "[those of srun, or 1]"),
         ("machine_rank", whole, "which of the nodes this is, from 0 [SLURM_NODEID or NODE_RANK]"),
         ("main_process_ip", str, "address of node 0 [MASTER_ADDR]"),
-        ("main_process_port", count, "a port that is free there, with the 10 after it [MASTER_PORT]"),
+        ("main_process_port", count, "the first of 11 ports that are free there [MASTER_PORT]"),
     ):
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), type=kind, help=words)
-    parser.add_argument("--timeout", type=count, default=20, metavar="SECONDS", help="for a collective [20]")
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), type=kind, help=text)
+    parser.add_argument("--timeout", type=count, default=20, metavar="SECONDS", help="for one collective [20]")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=examine)
 
 
 def examine(options: argparse.Namespace, rest: list[str]) -> int:
-    """The exit code is 1 where anything is wrong, else 0: warnings stop nobody."""
-    patient = patient_of(options, hardware.read(), os.environ)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it, none of its ranks stays
+    """Returns 0, 1 if a check failed (warnings do not count), 130 if it was interrupted."""
+    request = request_for(
+        hardware.read(),
+        os.environ,
+        num_processes=options.num_processes,
+        nodes=options.nodes,
+        machine_rank=options.machine_rank,
+        main_process_ip=options.main_process_ip,
+        main_process_port=options.main_process_port,
+        timeout=options.timeout,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, no rank may stay behind
     checks, signs = [], signs_for(sys.stdout)
     try:
-        for check in _checks(patient):
+        for check in _checks(request):
             checks.append(check)
             if not options.json:
                 print(line(len(checks), check, signs), flush=True)
@@ -68,60 +79,77 @@ def examine(options: argparse.Namespace, rest: list[str]) -> int:
     return 0 if healthy else 1
 
 
-def patient_of(options: argparse.Namespace, found: hardware.Hardware, environment: Mapping[str, str]) -> Patient:
-    """This machine in the world that is asked for. Raises `UserError` for one that cannot be."""
-    from launch.doctor.machine import Patient
+def request_for(
+    machine: hardware.Hardware,
+    environment: Mapping[str, str],
+    *,
+    num_processes: int | None = None,
+    nodes: int | None = None,
+    machine_rank: int | None = None,
+    main_process_ip: str | None = None,
+    main_process_port: int | None = None,
+    timeout: int = 20,
+) -> Request:
+    """This machine in the requested world, None for what the environment or the GPUs decide.
 
-    # SLURM_NNODES is set in a shell of salloc's too, where nobody else would come.
-    nodes = options.nodes or _said(environment, "SLURM_STEP_NUM_NODES", default=1)
-    rank = options.machine_rank
-    if rank is None:
-        rank = _said(environment, "SLURM_NODEID", "NODE_RANK", default=0) if nodes > 1 else 0
-    address = options.main_process_ip or environment.get("MASTER_ADDR", "")
-    port = options.main_process_port or _said(environment, "MASTER_PORT", default=29400)
+    Raises `UserError` for a world that is not possible.
+    """
+    from launch.doctor.machine import Request
+
+    # Not SLURM_NNODES, which is also set in a shell of salloc, where no other node runs this
+    # command.
+    nodes = nodes or _number_in(environment, "SLURM_STEP_NUM_NODES", default=1)
+    if machine_rank is None:
+        machine_rank = _number_in(environment, "SLURM_NODEID", "NODE_RANK", default=0) if nodes > 1 else 0
+    address = main_process_ip or environment.get("MASTER_ADDR", "")
+    port = main_process_port or _number_in(environment, "MASTER_PORT", default=29400)
     if nodes > 1 and not address:
-        raise mistake("main_process_ip", f"is not given, and {nodes} nodes must find each other", "that of node 0")
-    if rank >= nodes:
-        raise mistake("machine_rank", f"{rank} is not among {nodes} nodes, which count from 0", f"0 to {nodes - 1}")
-    processes = options.num_processes or nodes * (len(found.gpus) or (2 if nodes == 1 else 1))
+        raise mistake("main_process_ip", f"is missing, and {nodes} nodes must find each other", "that of node 0")
+    if machine_rank >= nodes:
+        what = f"{machine_rank} is not the rank of one of {nodes} nodes"
+        raise mistake("machine_rank", what, f"a number from 0 to {nodes - 1}")
+    processes = num_processes or nodes * (len(machine.gpus) or (2 if nodes == 1 else 1))
     if processes % nodes:
-        what = f"{processes} processes cannot be shared by {nodes} nodes"
-        raise mistake("num_processes", what, f"{nodes} times the processes of one")
-    return Patient(found, nodes, rank, processes // nodes, address, port, options.timeout)
+        what = f"{processes} processes cannot be divided among {nodes} nodes"
+        raise mistake("num_processes", what, f"{nodes} times the processes of one node")
+    return Request(machine, nodes, machine_rank, processes // nodes, address, port, timeout)
 
 
-def _said(environment: Mapping[str, str], *names: str, default: int) -> int:
+def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int:
     """The number in the first of these variables that is set."""
     name = next((name for name in names if environment.get(name)), None)
     if name is None:
         return default
     if not environment[name].isdigit():
-        raise mistake(name, f"{environment[name]!r} is not a whole number", "the flag in its stead", "environment")
+        raise mistake(name, f"{environment[name]!r} is not a whole number", "give the flag instead", "environment")
     return int(environment[name])
 
 
-def _checks(patient: Patient) -> Iterator[Check]:
-    from launch.doctor import links, machine  # every other command starts without them
+def _checks(request: Request) -> Iterator[Check]:
+    from launch.doctor import links, machine  # no other command needs them
     from launch.doctor.machine import Check
 
-    sick = False
-    for check in machine.examine(patient):
-        sick = sick or check.status == "error"
+    failed = False
+    for check in machine.examine(request):
+        failed = failed or check.status == "error"
         yield check
     try:
-        yield from links.examine(patient, sick)
+        yield from links.examine(request, failed)
     except OSError as error:
-        yield Check("error", "ranks", f"cannot be started: {error}", "room in the folder that TMPDIR names, and memory")
+        yield Check("error", "ranks", f"cannot be started: {error}", "free space in the folder of TMPDIR, and memory")
 
 
 def line(number: int, check: Check, signs: Mapping[str, str]) -> str:
-    """A check as it is printed; its fix stands below it, ready to be copied."""
-    fix = "".join(f"\n     {words}" for words in check.fix.splitlines())
+    """A check as it is printed, with its fix in lines of its own below, ready to be copied."""
+    fix = "".join(f"\n     {text}" for text in check.fix.splitlines())
     return f"{number:2} {signs[check.status]} {check.title}: {check.found}{fix}"
 
 
 def signs_for(stream: Any) -> Mapping[str, str]:
-    """Ticks and crosses, or letters where the terminal has none; there no other word may fail to print either."""
+    """Ticks and crosses, or letters if the terminal cannot print them.
+
+    Such a terminal gets ? for what it lacks.
+    """
     try:
         "".join(_SIGNS.values()).encode(stream.encoding or "ascii")
     except (LookupError, UnicodeEncodeError):
@@ -132,8 +160,8 @@ def signs_for(stream: Any) -> Mapping[str, str]:
 
 
 def _verdict(checks: list[Check]) -> str:
-    wrong, doubtful = (sum(check.status == status for check in checks) for status in ("error", "warning"))
-    warnings = f", {doubtful} warning{'s' * (doubtful > 1)}" if doubtful else ""
-    if wrong:
-        return f"sick: {wrong} of {len(checks)} checks failed{warnings}"
+    errors, doubts = (sum(check.status == status for check in checks) for status in ("error", "warning"))
+    warnings = f", {doubts} warning{'s' * (doubts > 1)}" if doubts else ""
+    if errors:
+        return f"failed: {errors} of {len(checks)} checks{warnings}"
     return f"healthy: {len(checks)} checks{warnings}"

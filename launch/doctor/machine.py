@@ -1,4 +1,7 @@
-"""What `recipes doctor` looks at on the machine itself: small checks in reading order, none of which imports torch."""
+"""The checks of `recipes doctor` that look at this machine alone, in the order they are printed.
+
+None imports torch.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,15 @@ from recipes.run.hardware import Hardware
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
-_PATIENCE = 20  # seconds for nvidia-smi: a driver that hangs does so without end
+_SMI_SECONDS = 20  # nvidia-smi never returns when the driver hangs
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's: `status` is ok, warning or error, `found` what there is, `fix` what to do about it."""
+    """One line of the report.
+
+    `status` is ok, warning or error, `found` the finding, `fix` what to do about it.
+    """
 
     status: str
     title: str
@@ -36,8 +42,12 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Patient:
-    """The machine, and what is asked of it. `address` and `port` are where several nodes meet."""
+class Request:
+    """The machine and the world that it should train in.
+
+    Rank 0 of several nodes listens at `address` and `port`. `timeout` is in seconds, for one
+    collective.
+    """
 
     hardware: Hardware
     nodes: int
@@ -56,65 +66,79 @@ class Patient:
         return "nccl" if self.hardware.cuda else "gloo"
 
 
-CHECKS: list[Callable[[Patient], Check | None]] = []
+CHECKS: list[Callable[[Request], Check | None]] = []
 
 
-def check(function: Callable[[Patient], Check | None]) -> Callable[[Patient], Check | None]:
-    """Makes it one of the checks, after those above; None where it says nothing of this machine."""
+def check(function: Callable[[Request], Check | None]) -> Callable[[Request], Check | None]:
+    """Register a check, to run after those above.
+
+    It returns None if it does not apply to this machine.
+    """
     CHECKS.append(function)
     return function
 
 
-def examine(patient: Patient) -> Iterator[Check]:
+def examine(request: Request) -> Iterator[Check]:
+    """Run the checks.
+
+    One that cannot read what it needs is an error of its own, and the others go on.
+    """
     for one in CHECKS:
         try:
-            found = one(patient)
-        except OSError as error:  # what a machine withholds is a finding too
-            found = Check("error", one.__name__.replace("_", " "), f"cannot be read: {error}", "see why, as this user")
-        if found:
-            yield found
+            result = one(request)
+        except OSError as error:
+            result = Check(
+                "error", one.__name__.replace("_", " "), f"cannot be read: {error}", "run it as a user who may read it"
+            )
+        if result:
+            yield result
 
 
-# --- Software --------------------------------------------------------------------------------------------------------
+# --- Software -------------------------------------------------------------------------------------
 
 
 @check
-def python(patient: Patient) -> Check:
-    found = ".".join(map(str, sys.version_info[:3]))
+def python(request: Request) -> Check:
+    installed = ".".join(map(str, sys.version_info[:3]))
     wanted = _supported()[0]
-    if outside(found, wanted):
-        return Check("error", "Python", f"{found}, supported is {wanted}", f"an environment with Python {wanted}")
-    return Check("ok", "Python", found)
+    if outside(installed, wanted):
+        fix = f"use an environment with Python {wanted}"
+        return Check("error", "Python", f"{installed}, supported is {wanted}", fix)
+    return Check("ok", "Python", installed)
 
 
 @check
-def versions(patient: Patient) -> Check:
-    """Of the libraries, against the ranges that this package was released with."""
+def versions(request: Request) -> Check:
+    """The libraries' versions, compared with the ranges that this package supports."""
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in _supported()[1]]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     if not wanted:
-        return Check("warning", "versions", "what is supported is not known here", "pip install this package")
-    found = {one.name: version(one.name) for one in wanted}
-    wrong = {one: outside(found[one.name], str(one.specifier)) for one in wanted}
-    words = [f"{one.name} {found[one.name] or 'missing'} (supported: {one.specifier})" for one in wanted if wrong[one]]
-    if words:
+        return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
+    installed = {one.name: version(one.name) for one in wanted}
+    wrong = {one: outside(installed[one.name], str(one.specifier)) for one in wanted}
+    if any(wrong.values()):
+        outsiders = [one for one in wanted if wrong[one]]
+        what = ", ".join(
+            f"{one.name} {installed[one.name] or 'missing'} (supported: {one.specifier})" for one in outsiders
+        )
         status = "warning" if all(how in ("", "newer") for how in wrong.values()) else "error"
-        install = " ".join(f"'{one.name}{one.specifier}'" for one in wanted if wrong[one])
-        return Check(status, "versions", ", ".join(words), f"pip install {install}")
-    words = [f"{name} {found[name]}" for name in ("torch", "transformers", "accelerate")]
-    return Check("ok", "versions", ", ".join(words))
+        install = " ".join(f"'{one.name}{one.specifier}'" for one in outsiders)
+        return Check(status, "versions", what, f"pip install {install}")
+    return Check(
+        "ok", "versions", ", ".join(f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
+    )
 
 
 @cache
 def _supported() -> tuple[str, list[str]]:
-    """The range of Python and the requirements: of the installed package, or of the checkout that runs without."""
+    """Supported Python and requirements: of the installed package, else of the checkout."""
     from importlib import metadata
 
     try:
-        said = metadata.metadata("accelerate-recipes")
-        return said["Requires-Python"], metadata.requires("accelerate-recipes") or []
+        declared = metadata.metadata("accelerate-recipes")
+        return declared["Requires-Python"], metadata.requires("accelerate-recipes") or []
     except metadata.PackageNotFoundError:
         pass
     import tomllib
@@ -124,68 +148,68 @@ def _supported() -> tuple[str, list[str]]:
     return project.get("requires-python", ""), project.get("dependencies", [])
 
 
-def outside(found: str | None, wanted: str) -> str:
-    """How a version is outside a range: missing, newer, older; empty where it is not."""
+def outside(installed: str | None, wanted: str) -> str:
+    """How a version is outside a range: "missing", "newer", "older", or "" if it is inside."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    if found is None:
+    if installed is None:
         return "missing"
-    release = Version(Version(found).base_version)  # vendors ship 2.12.0a0+theirs, which sorts before 2.12
-    against = [one for one in SpecifierSet(wanted) if not one.contains(release, prereleases=True)]
-    if not against:
+    release = Version(Version(installed).base_version)  # vendors ship 2.12.0a0+x, which sorts before 2.12
+    violated = [one for one in SpecifierSet(wanted) if not one.contains(release, prereleases=True)]
+    if not violated:
         return ""
-    return "newer" if all(one.operator.startswith("<") for one in against) else "older"
+    return "newer" if all(one.operator.startswith("<") for one in violated) else "older"
 
 
-# --- GPUs ------------------------------------------------------------------------------------------------------------
+# --- GPUs -----------------------------------------------------------------------------------------
 
 
 @check
-def gpus(patient: Patient) -> Check:
-    found, asked = patient.hardware.gpus, patient.processes_per_node
+def gpus(request: Request) -> Check:
+    seen, needed = request.hardware.gpus, request.processes_per_node
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     listed = smi_rows("--query-gpu=uuid")
     hidden = visible in ("", "-1")  # on purpose
     if visible and listed.rows and not hidden:
         invalid = invalid_gpu(visible, [row[0] for row in listed.rows])
         if invalid is not None:
-            what = f"CUDA sees {len(found)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is none, or there twice"
-            return Check("error", "GPUs", what, f"some of 0 to {len(listed.rows) - 1}, each once")
-    if not found and listed.rows and not hidden:
+            what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or there twice"
+            return Check("error", "GPUs", what, f"use ordinals from 0 to {len(listed.rows) - 1}, each once")
+    if not seen and listed.rows and not hidden:
         what = f"nvidia-smi lists {len(listed.rows)}, CUDA finds none"
         fix = "in a container: --gpus all; else `modprobe nvidia_uvm`, and on NVSwitch machines nvidia-fabricmanager"
         return Check("error", "GPUs", what, fix)
-    if not found:
+    if not seen:
         why = " (CUDA_VISIBLE_DEVICES hides all)" if listed.rows else ""
         if visible and not listed.rows and not hidden:
-            what = f"CUDA_VISIBLE_DEVICES={visible} asks for some, and there is no NVIDIA driver"
-            return Check("warning", "GPUs", what, "install it, or unset the variable: this would train on the CPU")
-        return Check("ok", "GPUs", f"none{why}: ranks train on the CPU and talk over gloo, and so do these checks")
-    names = " and ".join(sorted({gpu.name for gpu in found}))
-    words = f"{len(found)} x {names} visible, {asked} asked for"
-    if asked > len(found):
-        return Check("error", "GPUs", words, f"--num_processes {len(found) * patient.nodes}, or more GPUs")
-    if len({gpu.name for gpu in found}) > 1:
-        return Check("warning", "GPUs", words, "GPUs of one kind: a step takes as long as on the slowest")
+            what = f"CUDA_VISIBLE_DEVICES={visible}, but there is no NVIDIA driver: this would train on the CPU"
+            return Check("warning", "GPUs", what, "install the driver, or unset the variable")
+        return Check("ok", "GPUs", f"none{why}: training and these checks use the CPU and gloo")
+    names = " and ".join(sorted({gpu.name for gpu in seen}))
+    words = f"{len(seen)} x {names} visible, {needed} requested"
+    if needed > len(seen):
+        return Check("error", "GPUs", words, f"--num_processes {len(seen) * request.nodes}, or more GPUs")
+    if len({gpu.name for gpu in seen}) > 1:
+        return Check("warning", "GPUs", words, "use GPUs of one kind: a step takes as long as on the slowest")
     return Check("ok", "GPUs", words)
 
 
 @check
-def driver(patient: Patient) -> Check | None:
-    said = smi_rows("--query-gpu=driver_version")
-    if said.problem:
-        fix = "see `dmesg | grep -i nvrm`; a driver that was updated works after a reboot"
-        return Check("error", "driver", said.problem, fix)
-    if said.rows:
-        return Check("ok", "driver", said.rows[0][0])
-    if patient.hardware.cuda:
-        return Check("warning", "driver", "there is no nvidia-smi, which would tell more", "install it")
+def driver(request: Request) -> Check | None:
+    output = smi_rows("--query-gpu=driver_version")
+    if output.problem:
+        fix = "see `dmesg | grep -i nvrm`; reboot if the driver was updated"
+        return Check("error", "driver", output.problem, fix)
+    if output.rows:
+        return Check("ok", "driver", output.rows[0][0])
+    if request.hardware.cuda:
+        return Check("warning", "driver", "unknown, because nvidia-smi is missing", "install nvidia-smi")
     return None
 
 
 @check
-def gpu_memory(patient: Patient) -> Check | None:
+def gpu_memory(request: Request) -> Check | None:
     rows = smi_rows("--query-gpu=index,memory.free,memory.total").numbers()
     taken = [(index, total - free, total) for index, free, total in rows if free < 0.9 * total]
     if taken:
@@ -195,36 +219,36 @@ def gpu_memory(patient: Patient) -> Check | None:
 
 
 @check
-def gpu_processes(patient: Patient) -> Check | None:
+def gpu_processes(request: Request) -> Check | None:
     if not smi_rows("--query-gpu=uuid").rows:
         return None
     rows = smi_rows("--query-compute-apps=pid,process_name").rows
     if not rows:
-        return Check("ok", "GPU processes", "none but this")
-    found = ", ".join(f"{row[-1]} (pid {row[0]})" for row in rows)
-    return Check("warning", "GPU processes", found, "end them if they are yours: they take memory and time")
+        return Check("ok", "GPU processes", "no others")
+    others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in rows)
+    return Check("warning", "GPU processes", others, "end them if they are yours: they take memory and time on the GPU")
 
 
 @check
-def precision(patient: Patient) -> Check | None:
-    if not patient.hardware.cuda:
+def precision(request: Request) -> Check | None:
+    if not request.hardware.cuda:
         return None
-    major, minor = patient.hardware.capability
+    major, minor = request.hardware.capability
     words = f"compute capability {major}.{minor}"
     if (major, minor) < (8, 0):  # CUDA programming guide: bf16 on tensor cores from 8.0 on
-        return Check("warning", "bf16", f"{words} has no bf16", "none is needed: the recipes take fp16 here")
-    return Check("ok", "bf16", f"{words} has it")
+        return Check("warning", "bf16", f"{words} has no bf16", "nothing to do: the recipes choose fp16 here")
+    return Check("ok", "bf16", f"{words} has bf16")
 
 
 @dataclass(frozen=True)
-class _Said:
-    """Rows that nvidia-smi printed, or why it did not. Neither where there is none."""
+class _SmiOutput:
+    """Rows that nvidia-smi printed, or why it failed. Both are empty if there is no nvidia-smi."""
 
     rows: tuple[tuple[str, ...], ...] = ()
     problem: str = ""
 
     def numbers(self) -> list[list[float]]:
-        """Rows of nothing but numbers: a part of a GPU says [N/A] of its memory."""
+        """The rows that hold numbers only: for a part of a GPU (MIG), the memory reads [N/A]."""
         return [[float(cell) for cell in row] for row in self.rows if all(_is_number(cell) for cell in row)]
 
 
@@ -233,47 +257,51 @@ def _is_number(text: str) -> bool:
 
 
 @cache
-def smi_rows(query: str) -> _Said:
-    """It lists all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+def smi_rows(query: str) -> _SmiOutput:
+    """The rows for all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
     text, problem = nvidia_smi(query, "--format=csv,noheader,nounits")
-    return _Said(tuple(tuple(cell.strip() for cell in line.split(",")) for line in text.splitlines() if line), problem)
+    rows = (tuple(cell.strip() for cell in line.split(",")) for line in text.splitlines() if line)
+    return _SmiOutput(tuple(rows), problem)
 
 
-def nvidia_smi(*words: str) -> tuple[str, str]:
-    """What it prints, and what is wrong where it does not work; both are empty where there is none."""
+def nvidia_smi(*arguments: str) -> tuple[str, str]:
+    """Its output, and what is wrong if it fails. Both are empty if there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return "", ""
     try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=_PATIENCE)
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SMI_SECONDS)
     except subprocess.TimeoutExpired:
-        return "", f"nvidia-smi does not answer within {_PATIENCE} s: the driver or a GPU hangs"
+        return "", f"nvidia-smi did not return within {_SMI_SECONDS} s: the driver or a GPU hangs"
     if done.returncode:
-        return "", f"nvidia-smi says: {' '.join((done.stdout + done.stderr).split())}"
+        return "", f"nvidia-smi failed: {' '.join((done.stdout + done.stderr).split())}"
     return done.stdout, ""
 
 
 def pcie() -> tuple[int, int] | None:
-    """Generation and lanes of the slowest GPU's slot, as they are under load; None where nobody says."""
+    """Generation and lanes of the slowest GPU's slot under load; None if unknown."""
     rows = smi_rows("--query-gpu=pcie.link.gen.max,pcie.link.width.max").numbers()
     return min(((int(row[0]), int(row[1])) for row in rows), default=None)
 
 
-# --- The rest of the machine -----------------------------------------------------------------------------------------
+# --- The rest of the machine ----------------------------------------------------------------------
 
 
 @check
-def host_memory(patient: Patient) -> Check:
-    free, count = min([memory.free_ram(), *_left_in_cgroups()]), patient.processes_per_node
+def host_memory(request: Request) -> Check:
+    known = [size for size in (memory.free_ram(), *_left_in_cgroups()) if size is not None]
+    if not known:
+        return Check("warning", "RAM", "free memory is unknown", "see for yourself whether it is enough")
+    free, count = min(known), request.processes_per_node
     words = f"{in_words(free)} free for {count} process{'es' * (count > 1)}"
     if free < count * _GIB:  # the imports alone take half of it
-        return Check("error", "RAM", words, f"{count} GiB at the least: fewer processes, or ask the scheduler for more")
+        return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory")
     if free < 4 * count * _GIB:
-        return Check("warning", "RAM", words, "enough for small models only")
+        return Check("warning", "RAM", words, "enough for small models only: request more memory for others")
     return Check("ok", "RAM", words)
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Bytes that a container or a scheduler leaves this process, by cgroup v2: of its own group and all above."""
+    """Bytes that cgroup v2 still allows this process, in its own group and in each above it."""
     try:
         own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
     except OSError:
@@ -284,48 +312,48 @@ def _left_in_cgroups() -> Iterator[int]:
             most = (group / "memory.max").read_text().strip()
             if most != "max":
                 yield int(most) - int((group / "memory.current").read_text())
-        except OSError:  # the root of all has no limit
+        except OSError:  # the root group has no limit
             continue
 
 
 @check
-def disk(patient: Patient) -> Check:
-    """Where a run writes unless told otherwise, and where its libraries put what is passing."""
+def disk(request: Request) -> Check:
+    """Free space where a run writes by default, and where libraries put temporary files."""
     places = {str(Path.cwd()): Path.cwd(), tempfile.gettempdir(): Path(tempfile.gettempdir())}
     free = {name: shutil.disk_usage(place).free for name, place in places.items()}
     words = ", ".join(f"{in_words(size)} free in {name}" for name, size in free.items())
     closed = [name for name, place in places.items() if not os.access(place, os.W_OK)]
     if closed:
-        return Check("error", "disk", f"{closed[0]} cannot be written", "--output_dir or TMPDIR with one that can")
+        return Check("error", "disk", f"{closed[0]} cannot be written", "choose a writable --output_dir or TMPDIR")
     if min(free.values()) < _GIB:
-        return Check("error", "disk", words, "make room, or --output_dir on another disk")
+        return Check("error", "disk", words, "make room, or choose --output_dir on another disk")
     if min(free.values()) < 10 * _GIB:
-        return Check("warning", "disk", words, "a checkpoint takes 12 bytes a parameter: --save_total_limit, more room")
+        return Check("warning", "disk", words, "a checkpoint takes 12 bytes per parameter: --save_total_limit")
     return Check("ok", "disk", words)
 
 
 @check
-def shared_memory(patient: Patient) -> Check | None:
+def shared_memory(request: Request) -> Check | None:
     if sys.platform != "linux":
         return None
     system = os.statvfs(_SHARED_MEMORY)
     size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
     words = f"{in_words(free)} of {in_words(size)} free"
-    if free < _GIB:  # a container of Docker's has 64 MiB, a job of Azure ML's 2 GiB, unless they are told
-        return Check("warning", "/dev/shm", f"{words}: DataLoader workers and NCCL pass data in it", ENLARGE)
+    if free < _GIB:  # by default Docker gives a container 64 MiB, Azure ML a job 2 GiB
+        return Check("warning", "/dev/shm", f"{words}: DataLoader workers and NCCL pass data through it", ENLARGE)
     return Check("ok", "/dev/shm", words)
 
 
-ENLARGE = "docker --shm-size=16g; Azure ML shm_size: 16g; else mount -o remount,size=16g /dev/shm, or empty it"
+ENLARGE = "docker --shm-size=16g; Azure ML shm_size: 16g; else mount -o remount,size=16g /dev/shm, or free space there"
 
 
 @check
-def limits(patient: Patient) -> Check:
+def limits(request: Request) -> Check:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     words = f"{'any number of' if files == resource.RLIM_INFINITY else files} open files"
     if files != resource.RLIM_INFINITY and files < 1024:
-        return Check("warning", "limits", f"{words}: workers pass each tensor as one", "ulimit -n 65536")
+        return Check("warning", "limits", f"{words}: DataLoader workers open one per tensor", "ulimit -n 65536")
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         what = f"{in_words(locked)} of locked memory, which InfiniBand needs"
         return Check("warning", "limits", what, "ulimit -l unlimited, or docker --ulimit memlock=-1")
@@ -333,14 +361,14 @@ def limits(patient: Patient) -> Check:
 
 
 @check
-def cores(patient: Patient) -> Check:
-    """For the processes and the DataLoader workers that `standard` gives each."""
-    count, has = patient.processes_per_node, patient.hardware.cores
-    run = resolve(world_size=patient.processes, local_world_size=count, hardware=patient.hardware, environment={})
+def cores(request: Request) -> Check:
+    """Enough CPU cores for the processes and the DataLoader workers that `standard` gives each."""
+    count, has = request.processes_per_node, request.hardware.cores
+    run = resolve(world_size=request.processes, local_world_size=count, hardware=request.hardware, environment={})
     workers = run["dataloader_num_workers"]
     words = f"{has} for {count} process{'es' * (count > 1)} with {workers} DataLoader worker{'s' * (workers != 1)} each"
     if has < count:
-        return Check("warning", "CPU cores", words, "a core a process: --cpus-per-task, docker --cpus, fewer processes")
+        return Check("warning", "CPU cores", words, "--cpus-per-task, docker --cpus, or fewer processes")
     if has < count * workers:
-        return Check("warning", "CPU cores", words, "--dataloader_num_workers with fewer, or more cores")
+        return Check("warning", "CPU cores", words, "a smaller --dataloader_num_workers, or more cores")
     return Check("ok", "CPU cores", words)

@@ -1,27 +1,34 @@
-"""Between GPUs and nodes: how fast a link can be, what its tools print, and which switches get a broken one to work."""
+"""Links between GPUs and nodes: their speed, what tools say of them, switches for broken ones."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
-# --- Bandwidth -------------------------------------------------------------------------------------------------------
+import psutil  # type: ignore[import-untyped]
 
-# Bytes per second one way. NVLink: 25 GB/s a link from V100 to H200, 50 from Blackwell on; NVIDIA's architecture
-# whitepapers count both ways: V100 6 links, 300 GB/s; A100 12, 600; H100 18, 900; B200 18, 1,800.
+# --- Bandwidth ------------------------------------------------------------------------------------
+
+# Bytes per second in one direction. NVLink: 25 GB/s per link from V100 to H200, 50 from Blackwell
+# on. NVIDIA's architecture whitepapers count both directions: V100 6 links, 300 GB/s; A100 12, 600;
+# H100 18, 900; B200 18, 1,800.
 _NVLINK, _NVLINK_BLACKWELL = 25e9, 50e9
-# PCI Express Base Specification: GT/s a lane, and the share that is left by its encoding (8b/10b, then 128b/130b).
+# PCI Express Base Specification: GT/s per lane, times the share that its encoding leaves (8b/10b,
+# then 128b/130b).
 _PCIE_LANE = {1: 2.5e9 * 0.8 / 8, 2: 5e9 * 0.8 / 8} | {
     generation: giga * 1e9 * 128 / 130 / 8 for generation, giga in ((3, 8), (4, 16), (5, 32), (6, 64))
 }
-FAR_BELOW = 0.25  # of the link's speed; a sound ring reaches more than half of it
+FAR_BELOW = 0.25  # of the link's speed; a working ring reaches more than half of it
 
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks talk over. `bytes_per_second` is one way; None where nobody states it."""
+    """What ranks communicate over. `bytes_per_second` is in one direction, None if unknown."""
 
     name: str
     bytes_per_second: float | None = None
@@ -34,17 +41,18 @@ class Link:
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second of an all-reduce of `size` bytes, comparable with a link's speed for any number of ranks.
+    """Bytes per second of an all-reduce of `size` bytes, comparable to a link's speed.
 
-    size / seconds * 2 (ranks - 1) / ranks. Source: nccl-tests, doc/PERFORMANCE.md.
+    size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests, doc/PERFORMANCE.md.
     """
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
 def slowest_link(pairs: Iterable[str], capability: tuple[int, int], pcie: tuple[int, int] | None) -> Link:
-    """Between the GPUs of one node: its name and speed. `pcie` is generation and lanes of a GPU, `pairs` topology()'s.
+    """The slowest link between the GPUs of one node, which sets the speed of a ring.
 
-    A ring passes every link, so the slowest counts: the fewest NVLinks, or PCIe where a pair has none.
+    `pairs` are the values of `topology()`, `pcie` generation and lanes of a GPU's slot. The slowest
+    link is the pair with the fewest NVLinks, or PCIe if a pair has none.
     """
     words = list(pairs)
     if words and all(word.startswith("NV") for word in words):
@@ -56,7 +64,7 @@ def slowest_link(pairs: Iterable[str], capability: tuple[int, int], pcie: tuple[
     return Link(f"PCIe {generation}.0 x{lanes}", _PCIE_LANE[generation] * lanes)
 
 
-# --- What tools print ------------------------------------------------------------------------------------------------
+# --- What tools print -----------------------------------------------------------------------------
 
 
 def nccl_version(version: tuple[int, ...] | list[int] | int) -> str:
@@ -68,7 +76,7 @@ def nccl_version(version: tuple[int, ...] | list[int] | int) -> str:
 
 
 def topology(text: str) -> dict[tuple[int, int], str]:
-    """How each pair of GPUs is connected, from `nvidia-smi topo -m`: NV4, PIX, PXB, PHB, NODE or SYS."""
+    """How each pair of GPUs is connected (NV4, PIX, SYS, ...), from `nvidia-smi topo -m`."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
     heading = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
     gpus = [int(word[3:]) for word in heading if re.fullmatch(r"GPU\d+", word)]
@@ -82,14 +90,15 @@ def topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
-    """The first entry of CUDA_VISIBLE_DEVICES that names no GPU, or one twice; None where all is well.
+    """The first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
 
-    CUDA hides that entry and all after it, without a word; after a repeated one it hides all. Source: the CUDA
-    programming guide, "CUDA environment variables", and `_parse_visible_devices` in torch/cuda/__init__.py.
+    CUDA silently hides that entry and all after it; after a repeated entry it hides all. Source:
+    the CUDA programming guide, "CUDA environment variables", and `_parse_visible_devices` in
+    torch/cuda/__init__.py.
     """
     seen: set[str] = set()
     for entry in (word.strip() for word in visible.split(",")):
-        if entry.startswith("MIG-"):  # a part of a GPU, which nvidia-smi lists elsewhere
+        if entry.startswith("MIG-"):  # a part of a GPU: nvidia-smi does not list it with this query
             continue
         named = [uuid for at, uuid in enumerate(uuids) if entry == str(at) or (entry and uuid.startswith(entry))]
         if len(named) != 1 or named[0] in seen:
@@ -98,7 +107,35 @@ def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
     return None
 
 
-# --- Switches --------------------------------------------------------------------------------------------------------
+# --- Networks of this node ------------------------------------------------------------------------
+
+
+def interfaces() -> dict[str, str]:
+    """Names and IPv4 addresses of the network interfaces that are up."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return {
+        name: next(one.address for one in addresses if one.family == socket.AF_INET)
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up and any(one.family == socket.AF_INET for one in addresses)
+    }
+
+
+def interface_speed(name: str) -> float | None:
+    """Bytes per second of a network interface, None if unknown."""
+    state = psutil.net_if_stats().get(name)
+    return state.speed * 1e6 / 8 if state and state.speed else None  # psutil: in Mbit/s, 0 if unknown
+
+
+def infiniband_speed() -> float | None:
+    """Bytes per second of all InfiniBand and RoCE ports together, None if there are none."""
+    gigabits = 0.0
+    for file in Path("/sys/class/infiniband").glob("*/ports/*/rate"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            gigabits += float(file.read_text().split()[0])  # "200 Gb/sec (4X HDR)"
+    return gigabits * 1e9 / 8 if gigabits else None
+
+
+# --- Switches -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,17 +147,18 @@ class Switch:
     cost: str
 
 
-# Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the network interface".
+# Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the
+# network interface".
 _NCCL = (
-    Switch("NCCL_SHM_DISABLE", "1", "ranks of a node that cannot reach each other's GPU talk over its network"),
-    Switch("NCCL_P2P_DISABLE", "1", "no NVLink and no direct PCIe: every byte between GPUs passes the node's memory"),
-    Switch("NCCL_IB_DISABLE", "1", "no InfiniBand or RoCE: nodes talk over TCP, often at a tenth of the speed"),
+    Switch("NCCL_SHM_DISABLE", "1", "ranks of a node that cannot reach each other's GPU use the network"),
+    Switch("NCCL_P2P_DISABLE", "1", "no NVLink and no direct PCIe: GPUs exchange data through the node's memory"),
+    Switch("NCCL_IB_DISABLE", "1", "no InfiniBand or RoCE: nodes use TCP, often at a tenth of the speed"),
 )
 
 
 def switches(backend: str, interfaces: Sequence[str]) -> list[Switch]:
-    """What to try where ranks cannot talk over `backend`, nccl or gloo."""
-    cost = "nothing where it is the fastest network of the node; other networks are not used"
+    """The switches to try if ranks cannot communicate over `backend`, "nccl" or "gloo"."""
+    cost = "nothing if this is the fastest network of the node; other networks are not used"
     chosen = [Switch(f"{backend.upper()}_SOCKET_IFNAME", name, cost) for name in interfaces]
     return [*(_NCCL if backend == "nccl" else ()), *chosen]
 
@@ -128,7 +166,10 @@ def switches(backend: str, interfaces: Sequence[str]) -> list[Switch]:
 def smallest_set(
     candidates: Sequence[Switch], works: Callable[[tuple[Switch, ...]], bool], tries: int
 ) -> tuple[Switch, ...] | None:
-    """The first of the smallest sets of switches with which it works; None where none of the first `tries` does."""
+    """The smallest set of switches for which `works` is true.
+
+    None if none of the first `tries` sets is such a set.
+    """
     sets = (
         chosen
         for size in range(1, len(candidates) + 1)

@@ -1,131 +1,111 @@
-"""Holding the meeting of `recipes doctor`: a fresh process a rank, what each has noted, and why it did not end well."""
+"""The probe run of `recipes doctor`: the ranks of this node, their notes, and what failed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.doctor.machine import ENLARGE, Patient
+from launch.doctor.machine import ENLARGE, Request
 from launch.doctor.network import Switch
 from launch.doctor.stages import NOTES, REQUEST, STAGES
+from launch.host import processes
 
-MEETING = Path(__file__).resolve().with_name("stages.py")
-LOOK = "with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL the same command tells more"
-_GRACE = 2.0  # seconds for ranks to say what they have lost when another one is gone
+LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
+_STAGES = "launch.doctor.stages"
+_GRACE = 2.0  # seconds in which the other ranks may still note what they lost, when one has failed
 _OF_LINKS = ("connection", "all_reduce", "bandwidth", "latency", "ddp_step", "end")
-# What a cold disk, or a node that starts late, may take longer for than a collective: so many times.
-_LONGER = {"start": 6, "workers": 6, "rendezvous": 6, "ddp_step": 6}
+# Stages that a cold disk or a late node may delay have so many times the timeout of a collective.
+_TIMES_LONGER = {"start": 6, "workers": 6, "rendezvous": 6, "ddp_step": 6}
 _TITLES = {"start": "torch", "device": "GPU", "workers": "DataLoader", "ddp_step": "DDP step", "matmul": "matrices"}
 
 
 def title(stage: str) -> str:
+    """The name of a stage as it is printed."""
     return _TITLES.get(stage, stage.replace("_", "-"))
 
 
 @dataclass
 class Report:
-    """What one rank has noted: the stage it is in, what those before found, and how it ended.
+    """What one rank has noted: its stage, the results of the stages before, and how it ended.
 
-    `code` is its exit code, None where it did not end by itself, and `state` what it did then, as ps shows it.
+    `code` is its exit code, None if it had to be killed; `state` is then its process state as ps
+    shows it. `missing` are the ranks that it waits for. `error` is noted at `failed_at`, in seconds
+    since 1970, or else the last line of its log.
     """
 
     rank: int
     stage: str = "start"
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
-    words: str = ""
+    error: str = ""
     failed_at: float = 0.0
     code: int | None = None
     state: str = ""
 
 
-def hold(
-    patient: Patient, stages: tuple[str, ...], sick: bool = False, chosen: tuple[Switch, ...] = (), attempt: int = 0
+def probe_run(
+    request: Request, stages: tuple[str, ...], failed: bool = False, chosen: tuple[Switch, ...] = (), attempt: int = 0
 ) -> list[Report]:
-    """Start the ranks of this node, wait until they have ended or get no further, and leave none of them behind."""
-    first = patient.machine_rank * patient.processes_per_node
-    request = {
-        "backend": patient.backend,
+    """Start the ranks of this node, wait until they end or hang, and leave none of them behind.
+
+    `failed` tells the other nodes that a check of this one has failed. `chosen` switches are set
+    for the ranks.
+    """
+    first = request.machine_rank * request.processes_per_node
+    of_all = {
+        "backend": request.backend,
         "stages": stages,
-        "size": patient.processes,
-        "local_size": patient.processes_per_node,
-        "address": patient.address if patient.nodes > 1 else "127.0.0.1",
-        # Another one each time: a node may still be in the last meeting.
-        "port": patient.port + attempt if patient.nodes > 1 else _free_port(),
-        "cores": patient.hardware.cores,
-        "node": patient.machine_rank,
-        "sick_node": patient.machine_rank if sick else None,
-        "parent": os.getpid(),
+        "size": request.processes,
+        "local_size": request.processes_per_node,
+        "address": request.address if request.nodes > 1 else "127.0.0.1",
+        # A port of its own for each attempt: another node may still be in the attempt before.
+        "port": request.port + attempt if request.nodes > 1 else processes.free_port(),
+        "cores": request.hardware.cores,
+        "node": request.machine_rank,
+        "failed_node": request.machine_rank if failed else None,
     }
     environment = {**os.environ, **{switch.name: switch.value for switch in chosen}}
-    with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as scratch, _ended() as processes:
-        folders = [Path(scratch) / str(local_rank) for local_rank in range(patient.processes_per_node)]
-        for local_rank, folder in enumerate(folders):
-            own = {**request, "rank": first + local_rank, "local_rank": local_rank}
-            processes.append(_started(folder, own, environment))
-        _wait(processes, folders, patient.timeout)
-        return [_report(first + at, *of_rank) for at, of_rank in enumerate(zip(processes, folders, strict=True))]
+    with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as scratch:
+        folders = [Path(scratch) / str(local_rank) for local_rank in range(request.processes_per_node)]
+        with processes.group() as ranks:
+            for local_rank, folder in enumerate(folders):
+                folder.mkdir()
+                own = {**of_all, "rank": first + local_rank, "local_rank": local_rank}
+                (folder / REQUEST).write_text(json.dumps(own))
+                log = folder / "log"
+                ranks.append(processes.start_module(_STAGES, folder, log=log, environment=environment))
+            _wait(ranks, folders, request.timeout)
+            return [_report(first + at, *of_rank) for at, of_rank in enumerate(zip(ranks, folders, strict=True))]
 
 
-@contextlib.contextmanager
-def _ended() -> Iterator[list[subprocess.Popen]]:
-    """Processes of which none is left at the end, nor any that they have started."""
-    processes: list[subprocess.Popen] = []
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # not even that ends one inside a driver that hangs
-                process.wait(5)
+def _wait(ranks: list[subprocess.Popen[bytes]], folders: list[Path], timeout: int) -> None:
+    """Return when all ranks have ended or none gets any further.
 
-
-def _started(folder: Path, request: dict[str, Any], environment: dict[str, str]) -> subprocess.Popen:
-    folder.mkdir()
-    (folder / REQUEST).write_text(json.dumps(request))
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(MEETING), str(folder)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def _wait(processes: list[subprocess.Popen], folders: list[Path], timeout: int) -> None:
-    """Until all have ended, one has died and the others had time to notice, or no one gets any further."""
+    If one fails, the others have a moment to note what they lost.
+    """
     noted, since, order = "", time.monotonic(), list(STAGES)
     last_chance = float("inf")
-    while any(process.poll() is None for process in processes):
-        time.sleep(0.05)
+    for codes in processes.watch(ranks):
         now, notes = time.monotonic(), [_notes(folder) for folder in folders]
         if noted != "".join(notes):
             noted, since = "".join(notes), now
-        running = [_read(text).stage for text, process in zip(notes, processes, strict=True) if process.poll() is None]
-        slowest = min(running, key=order.index, default="end")
-        if any(process.poll() for process in processes):
+        stages = [_read(text).stage for text, code in zip(notes, codes, strict=True) if code is None]
+        slowest = min(stages, key=order.index)
+        if any(codes):
             last_chance = min(last_chance, now + _GRACE)
-        if now > min(last_chance, since + timeout * _LONGER.get(slowest, 1)):
+        if now > min(last_chance, since + timeout * _TIMES_LONGER.get(slowest, 1)):
             return
 
 
 def _notes(folder: Path) -> str:
-    """The whole lines of a rank's notes."""
+    """The complete lines of a rank's notes."""
     file = folder / NOTES
     text = file.read_text() if file.exists() else ""
     return text[: text.rfind("\n") + 1]
@@ -137,9 +117,9 @@ def _read(notes: str, rank: int = 0) -> Report:
         report.stage = note.get("begins", report.stage)
         report.missing = note.get("missing", report.missing)
         if "ends" in note:
-            report.found[note["ends"]] = note["found"]
+            report.results[note["ends"]] = note["result"]
         if "failed" in note:
-            report.words, report.failed_at = note["words"], note["time"]
+            report.error, report.failed_at = note["error"], note["time"]
     return report
 
 
@@ -148,31 +128,27 @@ def _report(rank: int, process: subprocess.Popen, folder: Path) -> Report:
     report.code = process.poll()
     if report.code is None:
         report.state = _state(process.pid)
-    log = (folder / "log").read_text(errors="replace").strip()
-    report.words = report.words or log.rpartition("\n")[2]
+    report.error = report.error or "".join(processes.last_lines(folder / "log", 1))
     return report
 
 
 def _state(pid: int) -> str:
-    """A letter, as in ps: T stopped, D inside the kernel, ...; empty where nobody says."""
+    """A letter as ps shows it: T stopped, D inside the kernel, ...; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-# --- What went wrong -------------------------------------------------------------------------------------------------
+# --- What went wrong ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Why a meeting did not end: the stage, what happened in it, and what to do; `of_link` where it may be the link."""
+class StageFailure:
+    """Why a probe run failed: the stage, what happened in it, and what to do.
+
+    `of_link` if it may be the link.
+    """
 
     stage: str
     what: str
@@ -180,7 +156,8 @@ class Trouble:
     of_link: bool = False
 
 
-def trouble_of(patient: Patient, reports: list[Report]) -> Trouble | None:
+def failure_in(request: Request, reports: list[Report]) -> StageFailure | None:
+    """What went wrong first in a probe run, None if every rank ended well."""
     if all(report.code == 0 for report in reports):
         return None
     killed = next((report for report in reports if report.code is not None and report.code < 0), None)
@@ -188,67 +165,71 @@ def trouble_of(patient: Patient, reports: list[Report]) -> Trouble | None:
         return _killed(killed)
     failed = [report for report in reports if report.code]
     if failed:
-        return _failed(patient, min(failed, key=lambda report: report.failed_at))
-    return _hung(patient, [report for report in reports if report.code is None])
+        return _failed(request, min(failed, key=lambda report: report.failed_at))
+    return _hung(request, [report for report in reports if report.code is None])
 
 
-def _killed(report: Report) -> Trouble:
-    number = signal.Signals(-(report.code or 0))
-    what = f"rank {report.rank} was killed by {number.name}"
-    if number == signal.SIGKILL:
-        return Trouble(report.stage, what, "see `dmesg`: the system kills so when its memory runs out")
-    if number == signal.SIGBUS:
-        return Trouble(report.stage, what, f"a full /dev/shm ends so. {ENLARGE}")
-    return Trouble(report.stage, f"{what}: {report.words}", LOOK, report.stage in _OF_LINKS)
+def _killed(report: Report) -> StageFailure:
+    code = report.code or 0
+    what = f"rank {report.rank} was {processes.how_it_ended(code)}"
+    if code == -signal.SIGKILL:
+        return StageFailure(report.stage, what, "see `dmesg`: the kernel kills processes when memory runs out")
+    if code == -signal.SIGBUS:
+        return StageFailure(report.stage, what, f"usually /dev/shm is full. {ENLARGE}")
+    return StageFailure(report.stage, f"{what}: {report.error}", LOOK, report.stage in _OF_LINKS)
 
 
-def _failed(patient: Patient, report: Report) -> Trouble:
-    what = f"rank {report.rank}: {report.words}"
-    lost = any(words in report.words for words in ("closed by peer", "reset by peer"))
-    if lost and patient.nodes > 1:
-        return Trouble(report.stage, what, "another node's doctor says which rank was lost")
+def _failed(request: Request, report: Report) -> StageFailure:
+    what = f"rank {report.rank}: {report.error}"
+    lost = any(text in report.error for text in ("closed by peer", "reset by peer"))
+    if lost and request.nodes > 1:
+        return StageFailure(
+            report.stage, what, "run `recipes doctor` on the other nodes: one of them says which rank was lost"
+        )
     fixes = {
-        "start": "an environment in which `import torch` works",
-        "device": "a torch that is built for CUDA and for this driver: see https://pytorch.org/get-started/locally",
-        "rendezvous": "--main_process_ip with an address of node 0, --main_process_port with one that is free there",
+        "start": "use an environment in which `import torch` works",
+        "device": "install a torch that is built for CUDA and this driver: see https://pytorch.org/get-started/locally",
+        "rendezvous": "use an address of node 0 for --main_process_ip and a free port there for --main_process_port",
     }
-    return Trouble(report.stage, what, fixes.get(report.stage, LOOK), report.stage in _OF_LINKS)
+    return StageFailure(report.stage, what, fixes.get(report.stage, LOOK), report.stage in _OF_LINKS)
 
 
-def _hung(patient: Patient, reports: list[Report]) -> Trouble:
-    """Who got no further: a rank that the system holds, else the one that is behind, else all of them."""
+def _hung(request: Request, reports: list[Report]) -> StageFailure:
+    """Which rank hangs: one that the system holds, else one that is behind the others, else all."""
     order = list(STAGES)
     slowest = min(reports, key=lambda report: order.index(report.stage))
     held = next((report for report in reports if report.state in _HELD), None)
     behind = any(report.stage != slowest.stage for report in reports)
-    seconds = patient.timeout * _LONGER.get(slowest.stage, 1)
+    seconds = request.timeout * _TIMES_LONGER.get(slowest.stage, 1)
     if held is None and not behind:
-        return _all_hung(patient, slowest, seconds)
+        return _all_hung(request, slowest, seconds)
     one = held or slowest
     waiting = ", ".join(f"rank {report.rank}" for report in reports if report is not one)
     waits = f"; {waiting} waited for it" if waiting else ""
-    what = f"rank {one.rank} did not finish it within {seconds} s{_HELD.get(one.state, '')}{waits}"
+    what = f"rank {one.rank} did not finish within {seconds} s{_HELD.get(one.state, '')}{waits}"
     if held:
-        return Trouble(one.stage, what, "see `dmesg` for a driver or a disk that holds it, or who has stopped it")
-    return Trouble(one.stage, what, LOOK, one.stage in _OF_LINKS)
+        return StageFailure(
+            one.stage, what, "see `dmesg` for a driver or a disk that blocks it, or find out what stopped it"
+        )
+    return StageFailure(one.stage, what, LOOK, one.stage in _OF_LINKS)
 
 
-_HELD = {"T": ": a signal has stopped it", "D": ": it waits inside the kernel"}
+_HELD = {"T": ": a signal has stopped it", "D": ": it waits inside the kernel"}  # process states that ps shows
 
 
-def _all_hung(patient: Patient, report: Report, seconds: int) -> Trouble:
-    if report.stage == "rendezvous" and patient.nodes > 1:
-        return _nobody_came(patient, report, seconds)
-    what = f"no rank of this node got any further within {seconds} s"
-    return Trouble(report.stage, what, LOOK, report.stage in _OF_LINKS)
+def _all_hung(request: Request, report: Report, seconds: int) -> StageFailure:
+    if report.stage == "rendezvous" and request.nodes > 1:
+        return _nobody_answered(request, report, seconds)
+    what = f"every rank of this node hangs: none finished within {seconds} s"
+    return StageFailure(report.stage, what, LOOK, report.stage in _OF_LINKS)
 
 
-def _nobody_came(patient: Patient, report: Report, seconds: int) -> Trouble:
-    where = f"{patient.address}:{patient.port}"
-    fix = f"see that every node runs the doctor, and that {where} on node 0 can be reached from all of them"
+def _nobody_answered(request: Request, report: Report, seconds: int) -> StageFailure:
+    where = f"{request.address}:{request.port}"
+    fix = f"run the doctor on every node at the same time, and check that all of them can reach {where} on node 0"
     if not report.missing:
-        return Trouble("rendezvous", f"nobody answers at {where} within {seconds} s", fix)
-    nodes = sorted({rank // patient.processes_per_node for rank in report.missing})
+        return StageFailure("rendezvous", f"nothing answered at {where} within {seconds} s", fix)
+    nodes = sorted({rank // request.processes_per_node for rank in report.missing})
     ranks = f"rank{'s' * (len(report.missing) > 1)} {', '.join(map(str, report.missing))}"
-    what = f"{ranks} on node {', '.join(map(str, nodes))} did not come within {seconds} s"
-    return Trouble("rendezvous", what, fix)
+    what = f"{ranks} on node {', '.join(map(str, nodes))} did not join within {seconds} s"
+    return StageFailure("rendezvous", what, fix)

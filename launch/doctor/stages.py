@@ -1,7 +1,7 @@
-"""One rank of the meeting that `recipes doctor` holds: real collectives, in stages, each noted as it begins and ends.
+"""One rank of the probe run of `recipes doctor`: real collectives, in stages, noted one by one.
 
-`launch/convene.py` starts one for each process that would train, and reads the notes. A rank that fails, hangs or dies
-takes nothing along but its meeting.
+`launch/doctor/ranks.py` starts one such process for each process that would train, and reads its
+notes. A rank that fails, hangs or dies affects nothing outside the probe run.
 """
 
 from __future__ import annotations
@@ -9,27 +9,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a script, as train.py is
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from launch.host.signals import end_with_parent
-
 REQUEST, NOTES = "request.json", "notes.jsonl"
-_NEVER = timedelta(days=1)  # who has waited for too long is for the doctor to say, who sees all ranks of the node
+_NEVER = timedelta(days=1)  # ranks.py decides when a wait is too long, because it sees all ranks of the node
 _MIB = 1 << 20
 
 STAGES: dict[str, Callable[[Rank], Any]] = {}
 
 
 class Rank:
-    """Who this process is in the meeting (`request`, from convene.py), and what it has come to hold on the way."""
+    """This process in the probe run: the `request` of ranks.py, and what its stages built."""
 
     def __init__(self, folder: Path) -> None:
         self.request = json.loads((folder / REQUEST).read_text())
@@ -37,59 +31,57 @@ class Rank:
         self.local_rank, self.local_size = self.request["local_rank"], self.request["local_size"]
         self.cuda = self.request["backend"] == "nccl"
         self.notes = (folder / NOTES).open("a")
-        self.sick_node: int | None = self.request["sick_node"]  # this one, where something is wrong with it
+        self.failed_node: int | None = self.request["failed_node"]  # this node, if one of its checks failed
         self.store: Any = None
         self.device: Any = "cpu"
 
-    def note(self, **words: Any) -> None:
-        print(json.dumps({"time": time.time(), **words}), file=self.notes, flush=True)
+    def note(self, **note: Any) -> None:
+        print(json.dumps({"time": time.time(), **note}), file=self.notes, flush=True)
 
     def wait(self) -> None:
-        """Until the GPU has done what it was told to."""
+        """Wait until the GPU has finished its work."""
         if self.cuda:
             import torch
 
             torch.cuda.synchronize()
 
 
-def main(folder: Path) -> None:
-    end_with_parent()
-    rank = Rank(folder)
-    if os.getppid() != rank.request["parent"]:  # it died before this process could ask to be told
-        os._exit(1)
+def main(folder: str) -> None:
+    """Run the stages that the request in this folder asks for, up to the first that fails."""
+    rank = Rank(Path(folder))
     code = 0
     for name in rank.request["stages"]:
         rank.note(begins=name)
         try:
-            found = STAGES[name](rank)
+            result = STAGES[name](rank)
         except Exception as error:
-            rank.note(failed=name, words=_in_a_line(error))
+            rank.note(failed=name, error=_in_a_line(error))
             code = 1
             break
-        rank.note(ends=name, found=found)
-    os._exit(code)  # gloo and NCCL clean up at exit together with ranks that may be gone
+        rank.note(ends=name, result=result)
+    os._exit(code)  # a normal exit lets gloo and NCCL wait for ranks that may be gone
 
 
 def _in_a_line(error: Exception) -> str:
-    """What went wrong, without the traces that torch adds."""
-    text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error))  # places in torch's own source
+    """The error in one line, without the traces that torch adds."""
+    text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error))  # file and line in torch's own source
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    if lines[0].startswith("Caught"):  # in a worker, whose own words end its trace
+    if lines[0].startswith("Caught"):  # in a DataLoader worker, whose message ends its trace
         return lines[-1]
-    if "Last error:" in lines[:-1]:  # NCCL's own words stand in the line after
+    if "Last error:" in lines[:-1]:  # NCCL's message is on the line after
         return f"{type(error).__name__}: {lines[0]} {lines[lines.index('Last error:') + 1]}"
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def stage(function: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
-    """Makes it a stage of every meeting, after those above. What it returns is noted as JSON."""
+    """Register a stage, to run after those above. What it returns is noted as JSON."""
     STAGES[function.__name__] = function
     return function
 
 
 @stage
 def start(rank: Rank) -> dict[str, Any]:
-    """torch, as it is installed here."""
+    """Import torch and note its versions."""
     import torch
 
     torch.set_num_threads(max(1, rank.request["cores"] // rank.local_size))
@@ -99,7 +91,7 @@ def start(rank: Rank) -> dict[str, Any]:
 
 @stage
 def device(rank: Rank) -> dict[str, Any] | None:
-    """The GPU of this rank, and which others it can write to directly."""
+    """Use the GPU of this rank, and note which others of the node it cannot write to directly."""
     if not rank.cuda:
         return None
     import torch
@@ -112,7 +104,7 @@ def device(rank: Rank) -> dict[str, Any] | None:
 
 
 class _Samples:
-    """A data set of two tensors, each made in the worker that is asked for it."""
+    """A data set of two tensors, each made in the worker that loads it."""
 
     def __len__(self) -> int:
         return 2
@@ -120,12 +112,16 @@ class _Samples:
     def __getitem__(self, index: int) -> Any:
         import torch
 
-        return torch.full((8 * _MIB // 4,), float(index)).share_memory_()  # else it fails where only a hang tells of it
+        # Without share_memory_ a full /dev/shm shows only as a hang.
+        return torch.full((8 * _MIB // 4,), float(index)).share_memory_()
 
 
 @stage
 def workers(rank: Rank) -> dict[str, Any] | None:
-    """One DataLoader worker passes tensors through /dev/shm. What fails here says nothing about the others' links."""
+    """One DataLoader worker passes tensors through /dev/shm.
+
+    The probe run goes on if that fails: links may work.
+    """
     if rank.local_rank:
         return None
     from torch.utils.data import DataLoader
@@ -133,22 +129,22 @@ def workers(rank: Rank) -> dict[str, Any] | None:
     try:
         loader = DataLoader(_Samples(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
         sums = [batch.double().mean().item() for batch in loader]
-        wrong = "" if sums == [0, 1] else f"tensors arrived with other contents: means {sums}"
+        wrong = "" if sums == [0, 1] else f"tensors arrived with wrong contents: means {sums}"
     except (RuntimeError, OSError) as error:
         wrong = _in_a_line(error)
     if wrong:
-        rank.sick_node = rank.request["node"]
+        rank.failed_node = rank.request["node"]
     return {"wrong": wrong}
 
 
 @stage
 def rendezvous(rank: Rank) -> dict[str, Any]:
-    """Every rank finds the store of rank 0, and says whether its node was well until here."""
+    """Every rank finds the store of rank 0, and all hear which nodes have a failed check."""
     from torch.distributed import TCPStore
 
     address, port = rank.request["address"], rank.request["port"]
     rank.store = TCPStore(address, port, is_master=rank.rank == 0, wait_for_workers=False, timeout=_NEVER)
-    rank.store.set(f"came/{rank.rank}", json.dumps(rank.sick_node))
+    rank.store.set(f"came/{rank.rank}", json.dumps(rank.failed_node))
     missing = list(range(rank.size))
     while missing:
         still = [other for other in missing if not rank.store.check([f"came/{other}"])]
@@ -156,13 +152,13 @@ def rendezvous(rank: Rank) -> dict[str, Any]:
             rank.note(missing=still)
         missing = still
         time.sleep(0.02)
-    said = [json.loads(rank.store.get(f"came/{other}")) for other in range(rank.size)]
-    return {"sick_nodes": sorted({node for node in said if node is not None})}
+    nodes = [json.loads(rank.store.get(f"came/{other}")) for other in range(rank.size)]
+    return {"failed_nodes": sorted({node for node in nodes if node is not None})}
 
 
 @stage
 def connection(rank: Rank) -> None:
-    """Every rank with every other: gloo connects at once, NCCL with the first thing that is sent."""
+    """Connect every rank to every other: gloo does so at once, NCCL with the first collective."""
     import torch
     import torch.distributed as dist
 
@@ -176,7 +172,10 @@ def connection(rank: Rank) -> None:
 
 @stage
 def all_reduce(rank: Rank) -> None:
-    """A sum that is known. Small whole numbers, which float32 adds without rounding in up to 700 ranks."""
+    """Compare a sum with its known value.
+
+    Small whole numbers: float32 adds them exactly for up to 700 ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -190,7 +189,7 @@ def all_reduce(rank: Rank) -> None:
 
 @stage
 def bandwidth(rank: Rank) -> dict[str, Any]:
-    """The best of a few large all-reduces; a round takes as long as it does on the rank that waits longest."""
+    """The fastest of a few large all-reduces, each timed on its slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -211,7 +210,7 @@ def bandwidth(rank: Rank) -> dict[str, Any]:
 
 @stage
 def latency(rank: Rank) -> dict[str, Any]:
-    """Small all-reduces, one after the other."""
+    """Seconds of the smallest all-reduce, the mean of many in a row."""
     import torch
     import torch.distributed as dist
 
@@ -227,7 +226,10 @@ def latency(rank: Rank) -> dict[str, Any]:
 
 @stage
 def ddp_step(rank: Rank) -> None:
-    """A step of a tiny model on other data on each rank. Its weights must be the same everywhere afterwards."""
+    """One step of a tiny model, on different data for each rank.
+
+    Its weights must be equal everywhere afterwards.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -240,17 +242,17 @@ def ddp_step(rank: Rank) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     if torch.equal(weights, before) or not weights.isfinite().all():
-        raise ArithmeticError("the step changed no weight, or to no number")
+        raise ArithmeticError("the step changed no weight, or made one NaN or infinite")
     lowest, highest = weights.clone(), weights.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     if not torch.equal(lowest, highest):
-        raise ArithmeticError("the ranks hold other weights after one step")
+        raise ArithmeticError("the ranks hold different weights after one step")
 
 
 @stage
 def matmul(rank: Rank) -> dict[str, Any]:
-    """Seconds that a product of large matrices takes on each rank, all at the same time."""
+    """Seconds of a product of large matrices on each rank, all running at the same time."""
     import torch
     import torch.distributed as dist
 
@@ -269,15 +271,15 @@ def matmul(rank: Rank) -> dict[str, Any]:
         rank.wait()
         best = min(best, (time.perf_counter() - began) / rounds)
     own = torch.tensor([best], dtype=torch.float64, device=rank.device)
-    found = [own] if rank.size == 1 else [torch.zeros_like(own) for _ in range(rank.size)]
+    of_all = [own] if rank.size == 1 else [torch.zeros_like(own) for _ in range(rank.size)]
     if rank.size > 1:
-        dist.all_gather(found, own)
-    return {"flops": 2 * size**3, "seconds": [one.item() for one in found], "dtype": str(kind).removeprefix("torch.")}
+        dist.all_gather(of_all, own)
+    return {"flops": 2 * size**3, "seconds": [one.item() for one in of_all], "dtype": str(kind).removeprefix("torch.")}
 
 
 @stage
 def end(rank: Rank) -> None:
-    """Who gets here knows that all others have, and rank 0, whose store they use, leaves last."""
+    """Wait for all ranks. Rank 0 leaves last, because it runs the store of the others."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -285,7 +287,3 @@ def end(rank: Rank) -> None:
     rank.store.set(f"gone/{rank.rank}", "")
     while rank.rank == 0 and not rank.store.check([f"gone/{other}" for other in range(rank.size)]):
         time.sleep(0.02)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,28 +1,20 @@
-"""What each of the two ranks of `recipes explain` runs: the same optimizer steps, taken in several ways, measured.
-
-python launch/experiments.py FOLDER TOPIC DEVICE RANK
-"""
+"""What each of the two ranks of `recipes explain` runs: the same steps, taken in several ways."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-if __package__ in (None, ""):  # run as a script, as train.py is
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from launch.explain.command import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
-from launch.host.signals import end_with_parent
+from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
 from launch.output import record
 from recipes.planner.live_bytes import LiveBytes
 
@@ -33,11 +25,11 @@ _VOCABULARY = 256  # bytes
 Examples = tuple[torch.Tensor, torch.Tensor]
 
 
-# --- The lesson: one optimizer step, right in every variant but those that are to go wrong ---------------------------
+# --- The lesson: one optimizer step, right in every variant but those that are to go wrong --------
 
 
 def gradient(trainee: Trainee, micro_batches: list[Examples]) -> None:
-    """Add up the gradient of one optimizer step, as the optimizer is to get it."""
+    """Add up the gradient of one optimizer step, as the optimizer needs it."""
     variant, scaler = trainee.variant, trainee.scaler
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         waits = variant.no_sync and number < len(micro_batches)
@@ -55,7 +47,10 @@ def gradient(trainee: Trainee, micro_batches: list[Examples]) -> None:
 
 
 def update(trainee: Trainee) -> bool:
-    """One optimizer step. False where the scaler skipped it: the scaled gradient was infinite."""
+    """Take the optimizer step.
+
+    False if the scaler skipped it, because the scaled gradient was infinite.
+    """
     scale = trainee.scaler.get_scale()
     trainee.scaler.step(trainee.optimizer)
     trainee.scaler.update()
@@ -63,12 +58,12 @@ def update(trainee: Trainee) -> bool:
     return trainee.scaler.get_scale() >= scale
 
 
-# --- What is trained -------------------------------------------------------------------------------------------------
+# --- What is trained ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The device, a model that it trains in seconds, and a learning rate that this model learns with."""
+    """A device, a model that it trains in seconds, and a learning rate for this model."""
 
     device: torch.device
     width: int
@@ -107,13 +102,13 @@ class Decoder(nn.Module):
 
 @dataclass
 class Sent:
-    """What DDP handed to its all-reduce."""
+    """What DDP gave to its all-reduce."""
 
     synchronisations: int = 0
     bytes: int = 0
 
 
-def counting_hook(sent: Sent, bucket):  # DDP compares annotations with classes, and here they would be text
+def counting_hook(sent: Sent, bucket):  # no annotations: DDP compares them with classes, and here they are text
     """DDP's own all-reduce of a bucket of gradients, counted."""
     sent.synchronisations += bucket.is_last()
     sent.bytes += bucket.buffer().nbytes
@@ -121,7 +116,10 @@ def counting_hook(sent: Sent, bucket):  # DDP compares annotations with classes,
 
 
 class Trainee:
-    """One variant with its own model, the same at its start in all of them. The loss is divided by `smaller`."""
+    """One variant with a model of its own, initialised equally for all.
+
+    The loss is divided by `smaller`.
+    """
 
     def __init__(self, variant: Variant, setup: Setup, smaller: int) -> None:
         torch.manual_seed(0)
@@ -142,7 +140,7 @@ class Trainee:
 
 
 def examples(step: int, rank: int, setup: Setup) -> Examples:
-    """A rank's sequences of a step, from the source of Python's argparse."""
+    """A rank's sequences for a step, from the source of Python's argparse."""
     size = SEQUENCES * (setup.tokens + 1)
     begin = (step * RANKS + rank) * size
     text = bytearray(Path(argparse.__file__).read_bytes()[begin : begin + size])
@@ -150,7 +148,7 @@ def examples(step: int, rank: int, setup: Setup) -> Examples:
     return rows[:, :-1], rows[:, 1:]
 
 
-# --- Measuring -------------------------------------------------------------------------------------------------------
+# --- Measuring ------------------------------------------------------------------------------------
 
 
 def measure(topic: str, setup: Setup, rank: int) -> Measured:
@@ -204,7 +202,7 @@ def _against(own: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
 
 
 def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: Examples) -> int:
-    """The most bytes that a model of its own takes in its first step; SGD keeps nothing for later ones."""
+    """The most bytes that a fresh model takes in its first step; SGD keeps nothing for later."""
     on_cuda = setup.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -225,7 +223,7 @@ def _memory_of(setup: Setup) -> str:
 
 
 def _now(setup: Setup) -> float:
-    """Seconds, when both ranks and their GPUs have come here."""
+    """The time in seconds once both ranks and their GPUs have come here."""
     if setup.device.type == "cuda":
         torch.cuda.synchronize()
     distributed.barrier()
@@ -234,24 +232,20 @@ def _now(setup: Setup) -> float:
 
 @torch.no_grad()
 def _loss(trainee: Trainee, batch: Examples) -> float | None:
-    """The loss in fp32; None where it is no finite number."""
+    """The loss in fp32, None if it is not finite."""
     loss = trainee.model.module(*batch)
     return float(loss) if loss.isfinite() else None
 
 
-def main(folder: Path, topic: str, device: str, rank: int) -> int:
-    end_with_parent()
+def main(path: str, topic: str, device: str, number: str) -> None:
+    """Measure a topic as rank `number`. Rank 0 writes the numbers into the folder at `path`."""
+    folder, rank = Path(path), int(number)
     setup = setup_for(device, rank)
     if device == "cuda":
         torch.cuda.set_device(setup.device)
-    backend, meeting = "nccl" if device == "cuda" else "gloo", (folder / "meeting").as_uri()
-    distributed.init_process_group(backend, init_method=meeting, rank=rank, world_size=RANKS)
+    backend, file = "nccl" if device == "cuda" else "gloo", (folder / "rendezvous").as_uri()
+    distributed.init_process_group(backend, init_method=file, rank=rank, world_size=RANKS)
     measured = measure(topic, setup, rank)
     if rank == 0:
         record.write(folder, asdict(measured), MEASURED)
     distributed.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])))

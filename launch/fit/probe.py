@@ -1,21 +1,16 @@
-"""One probe of `--fit`, in a process of its own: two optimizer steps of the real run on its longest example.
+"""One probe of `--fit`, a process of its own: two steps of the real run on its longest example.
 
-The second step is the first with optimizer state in memory. `launch/fit.py` starts one on every rank, and reads the
-verdict that each leaves in its folder.
+The second step shows the memory with optimizer state. `launch/fit/search.py` starts a probe on
+every rank and reads the verdict that it leaves in its folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # run as a script, as train.py is
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from launch.host.signals import end_with_parent
 from launch.host.world import World, joined, launched, on_launched_engine, prepare_environment
 from launch.output import record
 from recipes.errors import UserError
@@ -23,25 +18,27 @@ from recipes.quiet import quiet_libraries, quiet_progress_bars
 from recipes.run import RunSpec, resolve
 from recipes.run.batch import Batch
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
 REQUEST, VERDICT = "request.json", "verdict.json"
 STEPS = 2
 
-# Nothing is kept of a probe, and nobody is told of it.
-_ALONE = {
+# A probe saves and reports nothing.
+_SETTINGS = {
     "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no", "report_to": "none",
     "load_best_model_at_end": False, "early_stopping_patience": None, "resume_from_checkpoint": None,
     "push_to_hub": False, "fresh": False, "fit": False, "disable_tqdm": True,
 }  # fmt: skip
 
 
-def main(folder: Path) -> int:
-    end_with_parent()
+def main(path: str) -> int:
+    """Run the probe that the request in this folder describes. Returns 0 if it fits."""
+    folder = Path(path)
     request = json.loads((folder / REQUEST).read_text())
-    if os.getppid() != request["parent"]:  # it died before this process could ask to be told
-        return 1
     world = launched()
+    run = _requested(request, world, folder)
     try:
-        run = _requested(request, world, folder)
         quiet_libraries(run["verbose"])
         prepare_environment(run)
         verdict = probe(run, world, request["limit_bytes"], folder)
@@ -52,16 +49,19 @@ def main(folder: Path) -> int:
 
 
 def _requested(request: dict[str, Any], world: World, folder: Path) -> RunSpec:
-    settings = {**_ALONE, "output_dir": str(folder)}
+    settings = {**_SETTINGS, "output_dir": str(folder)}
     run = resolve(request["argv"], settings=settings, world_size=world.size, local_world_size=world.local_size)
     batch = Batch(request["micro_batch"], request["accumulation"], world.size, "a probe of --fit")
     return on_launched_engine(run).at_batch(batch, "--fit")
 
 
 def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[str, Any]:
-    """That the run fits into the limit on this rank, and the most it has taken. Any failure but that is raised.
+    """The verdict that the run fits into the limit on this rank, with its peak.
 
-    Where memory runs out the process ends here: leaving the world would wait for ranks that wait for this one.
+    Raises all that is not about memory.
+
+    When memory runs out, the process writes its verdict and exits here: leaving the process group
+    would wait for ranks that wait for this one.
     """
     from launch.host import memory
     from launch.training.build import build_arguments
@@ -80,7 +80,7 @@ def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[st
     return {"kind": "fits", "peak_bytes": memory.peak(cuda), "words": ""}
 
 
-def _train(run: RunSpec, args: Any, limit_bytes: int) -> None:
+def _train(run: RunSpec, args: TrainingArguments, limit_bytes: int) -> None:
     from launch.host import memory
     from launch.terminal import console
     from launch.training.build import build_trainer
@@ -97,12 +97,8 @@ def _train(run: RunSpec, args: Any, limit_bytes: int) -> None:
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, STEPS * run.batch.total)
     trainer = build_trainer(run, args, model, tokenizer, data, console(is_main=False))
-    trainer.remove_callback(StopOnNotANumber)  # the same example over and over: what it learns does not matter
+    trainer.remove_callback(StopOnNotANumber)  # the same example over and over: its loss means nothing
     trainer.train()
     if trainer.state.global_step != STEPS:
-        raise RuntimeError(f"a probe ended after {trainer.state.global_step} steps of {STEPS}")
+        raise RuntimeError(f"the probe ended after {trainer.state.global_step} of {STEPS} steps")
     trainer.accelerator.free_memory()
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

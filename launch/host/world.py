@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from launch.host.processes import free_port
 from recipes.errors import UserError, mistake
 from recipes.run import RunSpec, with_fit
 from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, launch_environment, shipped
@@ -99,18 +99,12 @@ def prepare_environment(run: RunSpec) -> None:
         if "ACCELERATE_USE_DEEPSPEED" not in os.environ and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
+        for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():
             os.environ.setdefault(name, value)
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler announces itself
     if not run.hardware.cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would guess, aloud
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

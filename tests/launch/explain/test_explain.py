@@ -1,4 +1,4 @@
-"""`recipes explain`: what two real ranks counted, and that its reasons follow from the numbers."""
+"""`recipes explain`: what two real ranks counted, and reasons that follow from the numbers."""
 
 import contextlib
 import io
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.explain.command import TOPICS, Measured, Row, cpu_computes_in, reason
+from launch.explain.reasons import cpu_computes_in, reason_for
+from launch.explain.topics import TOPICS, Measured, Row
 
 COMMAND = [sys.executable, "-m", "launch", "explain", "both"]
 
@@ -41,11 +42,11 @@ def both():
     return measured("both")["rows"]
 
 
-# --- Accumulation ----------------------------------------------------------------------------------------------------
+# --- Accumulation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_ddp_synchronises_at_each_micro_batch_unless_it_is_told_not_to(accumulation):
+def test_ddp_synchronises_at_each_micro_batch_except_in_no_sync(accumulation):
     assert [row["synchronisations"] for row in accumulation] == [1, 8, 1, 1]
 
 
@@ -69,7 +70,7 @@ def test_smaller_micro_batches_take_less_memory(accumulation):
     assert all(row["peak_bytes"] < 0.9 * accumulation[0]["peak_bytes"] for row in accumulation[1:])
 
 
-# --- Mixed precision -------------------------------------------------------------------------------------------------
+# --- Mixed precision ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_autocast_sends_as_much_as_fp32(amp):
     assert len({row["sent_bytes"] for row in amp}) == 1
 
 
-# --- Both ------------------------------------------------------------------------------------------------------------
+# --- Both -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -104,21 +105,22 @@ def test_accumulation_in_16_bits_synchronises_once(both):
 
 
 @pytest.mark.slow
-def test_clipping_what_is_still_scaled_leaves_next_to_nothing(both):
+def test_clipping_a_gradient_that_is_still_scaled_leaves_almost_nothing(both):
     assert both[4]["gradient"] < 1e-4 * both[3]["gradient"] and both[4]["loss"] > both[3]["loss"]
 
 
-# --- How it ends -----------------------------------------------------------------------------------------------------
+# --- How it ends ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def started():
-    """The command with both ranks of its own, and these."""
+    """The command, running, and the process ids of its two ranks."""
     process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(ranks := [int(word) for word in children.read_text().split()]) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
+        assert process.poll() is None, "the command ended before both ranks had started"
+        assert time.monotonic() < deadline, "waited 300 s for two ranks"
         time.sleep(0.05)
     yield process, ranks
     process.kill()
@@ -137,17 +139,17 @@ def has_ended(pid) -> bool:
 def test_ctrl_c_ends_both_ranks(started):
     process, ranks = started
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(300) == 130
     assert all(has_ended(rank) for rank in ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_a_rank_that_dies_is_told_in_words(started):
+def test_a_rank_that_dies_is_named(started):
     process, ranks = started
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (1, "rank 1 was ended by SIGKILL\n")
+    _, errors = process.communicate(timeout=300)
+    assert (process.returncode, errors) == (1, "rank 1 was killed by SIGKILL\n")
     assert all(has_ended(rank) for rank in ranks)
 
 
@@ -157,38 +159,38 @@ def test_without_a_topic_it_names_them(capsys):
     assert all(f"{topic}: " in printed for topic in TOPICS)
 
 
-# --- Reasons ---------------------------------------------------------------------------------------------------------
+# --- Reasons --------------------------------------------------------------------------------------
 
 PLAIN = Row(1.0, 100, 1, 100, 2.0, 1.0, 0.0, 0.0, 0)
 
 
-def said(topic, index, **changes) -> str:
-    """The reason of a row like the first but for these numbers."""
+def reason_of(topic, index, **changes) -> str:
+    """The reason for a row that differs from the first in these numbers only."""
     rows = [PLAIN] * len(TOPICS[topic].variants)
     rows[index] = replace(PLAIN, **changes)
     found = Measured("nccl", 1, 1, 5.0, "", tuple(rows))
-    return reason(topic, TOPICS[topic].variants[index], rows[index], found)
+    return reason_for(topic, TOPICS[topic].variants[index], rows[index], found)
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(2.0, "takes 2.0 times as long here"), (1.01, "as fast here"), (0.5, "2.0 times as fast here")],
 )
-def test_bf16_is_called_faster_only_where_it_was(seconds, words):
-    assert said("amp", 1, seconds=seconds).endswith(words)
+def test_bf16_is_called_faster_only_if_it_was(seconds, words):
+    assert reason_of("amp", 1, seconds=seconds).endswith(words)
 
 
 @pytest.mark.parametrize(("peak_bytes", "words"), [(150, "50% more"), (100, "as much"), (75, "25% less")])
-def test_memory_is_called_less_only_where_it_was(peak_bytes, words):
-    assert f"{words} memory" in said("amp", 3, peak_bytes=peak_bytes)
+def test_memory_is_called_less_only_if_it_was(peak_bytes, words):
+    assert f"{words} memory" in reason_of("amp", 3, peak_bytes=peak_bytes)
 
 
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [(None, "loss no number instead of 2.00"), (2.0, "loss 2.00 as well"), (3.0, "loss 3.00 instead")],
+    [(None, "loss not finite instead of 2.00"), (2.0, "loss 2.00 as well"), (3.0, "loss 3.00 instead")],
 )
-def test_what_a_loss_that_is_not_divided_does_is_told_as_it_came(loss, words):
-    assert words in said("accumulation", 3, loss=loss)
+def test_the_reason_for_an_undivided_loss_quotes_what_was_measured(loss, words):
+    assert words in reason_of("accumulation", 3, loss=loss)
 
 
 @pytest.mark.parametrize(

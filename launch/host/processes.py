@@ -1,0 +1,107 @@
+"""Processes that a command starts on this machine: their start, their end, their logs.
+
+Started by path, this file is such a process itself: it calls `main` of one of our modules. So only
+this file has to know how a new Python finds our packages, which need not be installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds launch/ and recipes/
+_KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: nobody waits for it any longer
+
+
+def start_module(
+    module: str, *arguments: object, log: Path, environment: Mapping[str, str] = os.environ
+) -> subprocess.Popen[bytes]:
+    """Call `main(*arguments)` of one of our modules in a new Python, its output in `log`.
+
+    The arguments arrive as text. The new process runs the same copy of our packages as this one,
+    leaves PYTHONPATH to the user, and dies with this process.
+    """
+    words = [sys.executable, "-P", __file__, str(os.getpid()), module, *map(str, arguments)]
+    with log.open("wb") as stream:
+        return start(words, stream, environment)
+
+
+def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+    """Start a command as the leader of a process group, where Ctrl-C does not reach it.
+
+    It has no input, and its output goes to `log`.
+    """
+    return subprocess.Popen(
+        argv,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def group() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list for started processes.
+
+    However the block ends, they are killed with everything that they started.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_SECONDS)
+
+
+def watch(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int | None]]:
+    """The exit codes, None while a process runs, 20 times a second until all have ended."""
+    while None in (codes := [process.poll() for process in processes]):
+        yield codes
+        time.sleep(0.05)
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last lines of a log, without empty lines at its end."""
+    return log.read_text(errors="replace").rstrip().splitlines()[-count:]
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words: "killed by SIGTERM", "exit code 3"."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def free_port() -> int:
+    """A TCP port that is free at this moment on every interface."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def _run_module(parent: str, module: str, *arguments: str) -> int | None:
+    if str(_ROOT) not in sys.path:  # an installed package is found without
+        sys.path.insert(0, str(_ROOT))
+    from launch.host.signals import end_with_parent
+
+    end_with_parent()
+    if os.getppid() != int(parent):  # the parent died before this process asked for the signal
+        return 1
+    return importlib.import_module(module).main(*arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(_run_module(*sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Running `recipes doctor` in a test, and what it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+
+from launch.cli import main
+from launch.doctor import command
+from launch.doctor.machine import Check, Request
+from recipes.run.hardware import Gpu, Hardware
+
+DOCTOR = [sys.executable, "-m", "launch", "doctor"]
+
+
+def examined(*words: str) -> tuple[int, dict[str, Check]]:
+    """The exit code, and the checks by their titles."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(["doctor", "--json", *words])
+    return code, checks_in(printed.getvalue())
+
+
+def checks_in(text: str) -> dict[str, Check]:
+    """The checks of a report in JSON, by their titles."""
+    return {check["title"]: Check(**check) for check in json.loads(text)["checks"]}
+
+
+def requested(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Request:
+    """What the doctor makes of these flags, on a machine with 8 cores and so many H100s."""
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    options = vars(parser.parse_args(["doctor", *words]))
+    flags = {name: value for name, value in options.items() if name not in ("json", "run")}
+    hardware = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30),) * gpus, cores=8)
+    return command.request_for(hardware, environment or {}, **flags)

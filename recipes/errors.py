@@ -35,3 +35,10 @@ class UserError(Exception):
 def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserError:
     """A `UserError` with one problem, to be raised."""
     return UserError(Problem(subject, what, fix, source))
+
+
+class Failure(RuntimeError):
+    """What a machine does to a run: out of memory, NaN, a failed probe run, a lost rank, a full disk.
+
+    The message says what happened. Subclasses name the cause, so that it is caught by type and never by its text.
+    """

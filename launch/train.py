@@ -14,7 +14,6 @@ if __package__ in (None, ""):  # run as a script: import the packages beside lau
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.fit.search import fit
-from launch.host.quiet import quiet_libraries, quiet_progress_bars
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World, joined, launched, on_launched_engine, prepare_environment
 from launch.output.record import kept_record
@@ -23,6 +22,7 @@ from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import Watch, noticed
 from recipes.errors import UserError
+from recipes.quiet import quiet_libraries, quiet_progress_bars
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve
 from recipes.scaling.timings import require_room

@@ -15,11 +15,11 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script, as train.py is
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from launch.host.quiet import quiet_libraries, quiet_progress_bars
 from launch.host.signals import end_with_parent
 from launch.host.world import World, joined, launched, on_launched_engine, prepare_environment
 from launch.output import record
 from recipes.errors import UserError
+from recipes.quiet import quiet_libraries, quiet_progress_bars
 from recipes.run import RunSpec, resolve
 from recipes.run.batch import Batch
 

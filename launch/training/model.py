@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from launch.training.data import Data, require_fitting_length
@@ -118,8 +118,9 @@ def generate_sample(
 def saved_sample(run: Mapping[str, Any]) -> str:
     """A few lines by the model that a finished run saved in `output_dir`, loaded as anyone would load it.
 
-    Empty where no whole model was saved: ZeRO-3 may leave only its shards.
+    Empty if no whole model was saved: ZeRO-3 may leave only its shards.
     """
+    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard this model too, and one rank alone loads it
     if not _has_weights(Path(run["output_dir"])):
         return ""
     tokenizer = AutoTokenizer.from_pretrained(run["output_dir"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.doctor.network import invalid_gpu
 from launch.host import memory
-from launch.host.memory import in_words
+from launch.terminal import memory_size
 from recipes.legal.source import version
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
@@ -263,8 +263,11 @@ def pcie() -> tuple[int, int] | None:
 
 @check
 def host_memory(patient: Patient) -> Check:
-    free, count = min([memory.free_ram(), *_left_in_cgroups()]), patient.processes_per_node
-    words = f"{in_words(free)} free for {count} process{'es' * (count > 1)}"
+    known = [size for size in (memory.free_ram(), *_left_in_cgroups()) if size is not None]
+    if not known:
+        return Check("warning", "RAM", "free memory is unknown", "see for yourself whether it is enough")
+    free, count = min(known), patient.processes_per_node
+    words = f"{memory_size(free)} free for {count} process{'es' * (count > 1)}"
     if free < count * _GIB:  # the imports alone take half of it
         return Check("error", "RAM", words, f"{count} GiB at the least: fewer processes, or ask the scheduler for more")
     if free < 4 * count * _GIB:
@@ -293,7 +296,7 @@ def disk(patient: Patient) -> Check:
     """Where a run writes unless told otherwise, and where its libraries put what is passing."""
     places = {str(Path.cwd()): Path.cwd(), tempfile.gettempdir(): Path(tempfile.gettempdir())}
     free = {name: shutil.disk_usage(place).free for name, place in places.items()}
-    words = ", ".join(f"{in_words(size)} free in {name}" for name, size in free.items())
+    words = ", ".join(f"{memory_size(size)} free in {name}" for name, size in free.items())
     closed = [name for name, place in places.items() if not os.access(place, os.W_OK)]
     if closed:
         return Check("error", "disk", f"{closed[0]} cannot be written", "--output_dir or TMPDIR with one that can")
@@ -310,7 +313,7 @@ def shared_memory(patient: Patient) -> Check | None:
         return None
     system = os.statvfs(_SHARED_MEMORY)
     size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
-    words = f"{in_words(free)} of {in_words(size)} free"
+    words = f"{memory_size(free)} of {memory_size(size)} free"
     if free < _GIB:  # a container of Docker's has 64 MiB, a job of Azure ML's 2 GiB, unless they are told
         return Check("warning", "/dev/shm", f"{words}: DataLoader workers and NCCL pass data in it", ENLARGE)
     return Check("ok", "/dev/shm", words)
@@ -327,7 +330,7 @@ def limits(patient: Patient) -> Check:
     if files != resource.RLIM_INFINITY and files < 1024:
         return Check("warning", "limits", f"{words}: workers pass each tensor as one", "ulimit -n 65536")
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
-        what = f"{in_words(locked)} of locked memory, which InfiniBand needs"
+        what = f"{memory_size(locked)} of locked memory, which InfiniBand needs"
         return Check("warning", "limits", what, "ulimit -l unlimited, or docker --ulimit memlock=-1")
     return Check("ok", "limits", words)
 

@@ -22,11 +22,11 @@ from typing import Any
 from launch import terminal
 from launch.fit.probe import REQUEST, VERDICT
 from launch.host import memory
-from launch.host.memory import in_words
 from launch.host.world import World
 from launch.output import record
+from launch.terminal import memory_size
 from launch.training.out_of_memory import other_ways
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.run import FIT, RunSpec, fitted
 
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
@@ -34,7 +34,7 @@ PROBE = Path(__file__).resolve().with_name("probe.py")
 _PATIENCE = 10  # seconds: a rank that lost another one must not be heard before that one has said why
 
 
-class ProbeFailed(RuntimeError):
+class ProbeFailed(Failure):
     """A probe failed for another reason than memory, so that nothing is known about its micro-batch."""
 
 
@@ -70,11 +70,11 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[s
         verdict = _probed(run, argv, world, board, size, limit)
         probes.append({"micro_batch": size, "accumulation": share // size, **verdict})
         said = "runs" if verdict["fits"] else f"does not fit: {verdict['words']}"
-        peak = f", peak {in_words(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
+        peak = f", peak {memory_size(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
         out.print(f"fit   micro {size} x accumulation {share // size}: {said}{peak}", highlight=False)
         return verdict["fits"]
 
-    out.print(f"fit   up to {in_words(limit)} a process, from micro {guess}", highlight=False)
+    out.print(f"fit   up to {memory_size(limit)} a process, from micro {guess}", highlight=False)
     if runs(guess):
         for size in (size for size in sizes if size > guess):
             if not runs(size):
@@ -101,11 +101,20 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[s
 def _start(run: RunSpec) -> tuple[int, int]:
     """The bytes a process may take, and the micro-batch to try first. On rank 0, before it has anything on a GPU."""
     _require_writable(run)
-    own = min((gpu.memory_bytes for gpu in run.hardware.gpus), default=0) or memory.free_ram() // run.local_world_size
-    limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else own
+    limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else _own_memory(run)
     if run.batch.micro * run.batch.accumulation == 1:
         return limit, 1
     return limit, _guess(run, limit)
+
+
+def _own_memory(run: RunSpec) -> int:
+    """Bytes for each process: all of a GPU, or its share of the RAM that is free."""
+    if run.hardware.gpus:
+        return min(gpu.memory_bytes for gpu in run.hardware.gpus)
+    free = memory.free_ram()
+    if free is None:
+        raise mistake("fit", "the free memory of this machine is unknown", "--memory_limit with the GB of one process")
+    return free // run.local_world_size
 
 
 def _guess(run: RunSpec, limit: int) -> int:
@@ -133,7 +142,7 @@ def _require_writable(run: RunSpec) -> None:
 
 
 def _nothing_fits(run: RunSpec, limit: int, words: str) -> UserError:
-    what = f"not even a micro-batch of 1 runs in {in_words(limit)}: {words}"
+    what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {words}"
     return mistake("fit", what, other_ways(run))
 
 

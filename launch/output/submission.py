@@ -1,4 +1,4 @@
-"""What was submitted, noted in the run's output folder, by which `recipes status` and `recipes logs` find it again."""
+"""submission.json in the output folder: what was submitted, so that `recipes status` and `recipes logs` find it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from recipes.run import FIT
 NAME = "submission.json"
 TARGETS = ("local", "slurm", "azureml")
 LOCAL_LOG = "train.log"
-KEPT_HERE = (NAME, LOCAL_LOG, FIT)  # they belong to no one run, and --fresh moves none of them aside
+KEPT_HERE = (NAME, LOCAL_LOG, FIT)  # they belong to the folder, so --fresh does not archive them with a run
 
 
 @dataclass(frozen=True)
 class Submission:
     """`target` is local, slurm or azureml; `job` Slurm's job id or Azure ML's job name; `log` a file or an address.
 
-    `exit_code` is that of a local run that has ended.
+    `exit_code` is that of a local run. None until it ends.
     """
 
     target: str
@@ -41,7 +41,7 @@ def note(folder: Path, submission: Submission) -> None:
 
 
 def noted(folder: Path) -> Submission | None:
-    """What was submitted to write into this folder last; None where nothing was, or the note is damaged."""
+    """The last submission whose run writes into this folder. None if there is none, or the file is damaged."""
     try:
         submission = Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

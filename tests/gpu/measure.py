@@ -55,7 +55,7 @@ def rows(count: int, length: int):
 def run_loop(size: str, steps: int, length: int, compiled: bool) -> tuple[object, float, tuple[float, ...]]:
     import torch
 
-    from launch.training.trainer import Meter
+    from launch.training.callbacks import Meter
     from tests.support.loop import loop_steps
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -80,7 +80,8 @@ def run_recipe(size: str, steps: int, length: int, recipe: str, **changes) -> tu
     import transformers
 
     import recipes
-    from launch.training.trainer import Meter, RecipeTrainer, apply_ddp_settings
+    from launch.training.callbacks import Meter
+    from launch.training.trainer import RecipeTrainer, apply_ddp_settings
     from recipes.run import resolve
 
     with tempfile.TemporaryDirectory() as folder:

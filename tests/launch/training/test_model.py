@@ -1,8 +1,7 @@
-"""Models: made, loaded, quantised and given adapters as the run says, or refused in one line."""
+"""Models: loaded as the run says, or refused in one line."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -10,170 +9,24 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
     BloomConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     RobertaConfig,
 )
 
-from launch.training.data import Data
 from launch.training.demo import demo_tokenizer
-from launch.training.model import generate_sample, load_model, load_tokenizer, max_positions, saved_sample
+from launch.training.model import limited_to_model, load_model, load_tokenizer, max_positions
 from recipes.errors import UserError
-from recipes.flags import RunFlags
+from recipes.run import resolve
+from tests.support.models import CLASSES, SMALL, load, problem, run_with, save
 
-SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-LANGUAGE = Data(None, None, None, "texts", None)
-CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"])
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo_tokenizer()
-
-
-def save(model, folder) -> str:
-    model.save_pretrained(folder)
-    demo_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    config = LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=2048)
-    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    config = GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
-    return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2"))
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=1024)
-    return save(BertForMaskedLM(config), tmp_path_factory.mktemp("bert"))
-
-
-def run_with(name=None, **chosen):
-    defaults = {flag.name: flag.default for flag in dataclasses.fields(RunFlags)}
-    arguments = {
-        "seed": 42,
-        "bf16": False,
-        "fp16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "gradient_checkpointing_kwargs": None,
-    }
-    return defaults | arguments | {"model_name_or_path": name} | chosen
-
-
-def load(run, data=LANGUAGE):
-    return load_model(run, load_tokenizer(run), data)
-
-
-def problem(run, data=LANGUAGE):
-    with pytest.raises(UserError) as caught:
-        load(run, data)
-    (found,) = caught.value.problems
-    assert "\n" not in str(found)
-    return found
-
-
-def loss_of(model):
-    ids = torch.arange(1, 17).unsqueeze(0)
-    return model(input_ids=ids, labels=ids).loss
-
-
-def trainable(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-# --- The demonstration -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'a  .'\r\n", "naïve 漢字 😀\x00", " a , b . ", ""])
-def test_bytes_come_back_exactly(text, tokenizer):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_one_token_per_byte(tokenizer):
-    assert len(tokenizer("é1")["input_ids"]) == 3
-
-
-def test_tokenizer_survives_saving(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    text = "é  x <|im_end|>"
-    assert (again(text)["input_ids"], again.chat_template) == (tokenizer(text)["input_ids"], tokenizer.chat_template)
-
-
-def test_end_and_padding_are_two_tokens(tokenizer):
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
-def test_demonstration_has_one_embedding_for_input_and_output():
-    model = load(run_with(max_length=256))
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-def test_demonstration_starts_the_same_each_time():
-    first, second = (load(run_with(max_length=256)).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_another_seed_is_another_start():
-    first, second = (load(run_with(max_length=256, seed=seed)) for seed in (1, 2))
-    assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
-
-
-def test_demonstration_begins_as_ignorant_as_chance():
-    """ln(260) is 5.56: a start far above it wastes the first steps."""
-    assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
-
-
-def test_sample_is_the_same_for_the_same_weights(tokenizer):
-    model = load(run_with(max_length=256))
-    assert generate_sample(model, tokenizer, "def ", 8) == generate_sample(model, tokenizer, "def ", 8)
-
-
-def test_sample_leaves_the_random_state_alone(tokenizer):
-    model = load(run_with(max_length=256))
-    before = torch.random.get_rng_state()
-    generate_sample(model, tokenizer, "def ", 4)
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_sample_leaves_the_model_training(tokenizer):
-    model = load(run_with(max_length=256)).train()
-    generate_sample(model, tokenizer, "def ", 4)
-    assert model.training
-
-
-def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
-    save(load(run_with(max_length=256)), tmp_path)
-    assert saved_sample({"output_dir": str(tmp_path)}).startswith("def ")
-
-
-def test_a_run_that_saved_no_whole_model_shows_nothing(tmp_path):
-    assert saved_sample({"output_dir": str(tmp_path)}) == ""
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------
@@ -235,6 +88,11 @@ def test_pretrained_encoder_classifies():
     assert model(**tokenizer(["a fine day"], return_tensors="pt")).logits.shape == (1, 3)
 
 
+def test_a_saved_model_is_anyones(llama, tmp_path):
+    load(run_with(llama)).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+
+
 # --- Positions -------------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +112,20 @@ def test_positions_a_model_has(config, positions):
 
 def test_sequences_longer_than_the_model_are_refused(llama):
     assert problem(run_with(llama, max_length=2049)).fix == "--max_length 2048 or less"
+
+
+def test_a_longer_sequence_that_the_user_wrote_is_refused_before_the_data_is_read(tokenizer):
+    run = resolve(["--max_length", "1025"], environment={})
+    with pytest.raises(UserError, match="1025 tokens are more than the 1024 positions"):
+        limited_to_model(run, tokenizer)
+
+
+def test_a_longer_sequence_that_nobody_wrote_is_lowered_to_what_the_model_takes(tmp_path):
+    name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=128)), tmp_path)
+    run = resolve(["--model_name_or_path", name], environment={})
+    limited = limited_to_model(run, load_tokenizer(run))
+    assert (limited["max_length"], limited.setting("max_length").source) == (128, "limit")
+    assert run["max_length"] > 128
 
 
 # --- What cannot be loaded -------------------------------------------------------------------------------------------
@@ -333,99 +205,3 @@ def test_padding_free_is_refused_where_they_do_not(tmp_path):
     config.num_attention_heads = 2
     name = save(OPTForCausalLM(config), tmp_path)
     assert problem(run_with(name, padding_free=True)).subject == "padding_free"
-
-
-# --- Adapters --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_only_adapters_are_trained(kind, request):
-    model = load(run_with(request.getfixturevalue(kind), use_peft=True))
-    assert trainable(model) and all("lora_" in name for name in trainable(model))
-
-
-def test_adapters_where_asked(llama):
-    model = load(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "v_proj"]))
-    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} == {"q_proj", "v_proj"}
-
-
-def test_adapters_that_peft_refuses_are_one_line(tmp_path):
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
-    name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
-    found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
-    assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
-
-
-def test_adapters_have_the_size_of_the_run(llama):
-    model = load(run_with(llama, use_peft=True, lora_r=3))
-    assert {p.shape[0] for name, p in model.named_parameters() if "lora_A" in name} == {3}
-
-
-def test_adapters_learn_with_checkpointing(llama):
-    model = load(run_with(llama, use_peft=True, gradient_checkpointing=True))
-    model.gradient_checkpointing_enable({"use_reentrant": True})  # the variant that needs inputs with gradients
-    loss_of(model.train()).backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-def test_classifier_head_is_trained_beside_its_adapters(bert):
-    model = load(run_with(bert, task="sequence_classification", use_peft=True), CLASSES)
-    assert any("classifier" in name for name in trainable(model))
-
-
-def test_unknown_target_modules_name_some_there_are(llama):
-    found = problem(run_with(llama, use_peft=True, lora_target_modules=["q_proj", "qkv"]))
-    assert found.what == "the model has no module qkv" and "q_proj" in found.fix
-
-
-def test_whole_model_is_trained_without_peft(llama):
-    model = load(run_with(llama))
-    assert isinstance(model, PreTrainedModel) and len(trainable(model)) == len(list(model.parameters()))
-
-
-# --- 4 bits ----------------------------------------------------------------------------------------------------------
-
-needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    config = LlamaConfig(**SMALL | {"hidden_size": 64}, intermediate_size=128)
-    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("wide"))
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize("double", [False, True])
-def test_frozen_weights_are_quantised(double, wide):
-    model = load(run_with(wide, use_peft=True, load_in_4bit=True, use_bnb_nested_quant=double))
-    weight = model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
-    assert (weight.dtype, weight.quant_state.quant_type, weight.quant_state.nested) == (torch.uint8, "nf4", double)
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapters_learn_on_quantised_weights(checkpointing, wide):
-    run = run_with(wide, use_peft=True, load_in_4bit=True, gradient_checkpointing=checkpointing)
-    model = load(run).train()
-    loss_of(model).backward()
-    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize(("mixed", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
-def test_quantised_weights_compute_in_the_type_of_the_run(mixed, dtype, wide):
-    model = load(run_with(wide, use_peft=True, load_in_4bit=True, **({mixed: True} if mixed else {})))
-    assert model.base_model.model.model.layers[0].mlp.up_proj.base_layer.compute_dtype == dtype
-
-
-def test_nothing_to_quantise_in_a_model_from_scratch():
-    assert problem(run_with(use_peft=True, load_in_4bit=True, max_length=256)).subject == "load_in_4bit"
-
-
-def test_no_adapters_on_a_model_from_scratch():
-    assert problem(run_with(use_peft=True, max_length=256)).subject == "use_peft"
-
-
-def test_a_saved_model_is_anyones(llama, tmp_path):
-    load(run_with(llama)).save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"

@@ -1,4 +1,6 @@
-"""What every picture shares: colours that the colour-blind can tell apart, and matplotlib, imported only to draw."""
+"""What every picture shares: colours that the colour-blind can tell apart, and matplotlib,
+imported only to draw.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def installed() -> bool:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, that no display knows of. Raises `UserError` where matplotlib is not installed."""
+    """An empty figure, in inches, that no display knows of.
+
+    Raises `UserError` where matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

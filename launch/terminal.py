@@ -1,4 +1,6 @@
-"""What a person reads: the console of one rank, tables, problems one line each, and numbers with their units."""
+"""What a person reads: the console of one rank, tables, problems one line each, and numbers with
+their units.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from recipes.errors import Problem
 _WIDTH = 110
 
 
-# --- Numbers ---------------------------------------------------------------------------------------------------------
+# --- Numbers -------------------------------------------------------------------------------------
 
 
 def plural(count: int, noun: str) -> str:
@@ -40,7 +42,7 @@ def duration(seconds: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-# --- Where it is printed ---------------------------------------------------------------------------------------------
+# --- Where it is printed -------------------------------------------------------------------------
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:

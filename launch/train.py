@@ -1,7 +1,8 @@
-"""Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [--config FILE] [flags]`.
+"""Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [--config FILE]
+[flags]`.
 
-Reads from top to bottom as what it does: resolve, check, join the process group, load, train, record.
-Without a model and data it trains a small byte-level decoder on Python's own source.
+Reads from top to bottom as what it does: resolve, check, join the process group, load, train,
+record. Without a model and data it trains a small byte-level decoder on Python's own source.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if __package__ in (None, ""):  # run as a script: import the packages beside launch/, not the files inside it
+# Run as a script: import the packages beside launch/, not the files inside it.
+if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launch.fit.search import fit
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 finished, 1 failed, 2 a mistake to correct, 75 told to stop, 130 interrupted."""
+    """Returns the exit code: 0 finished, 1 failed, 2 a mistake to correct, 75 told to stop, 130
+    interrupted.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())
@@ -44,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fit_and_train(progress: TrainingProgress) -> None:
-    """Resolve and check the run, which takes a fraction of a second; then fit it, if it says so, and train it."""
+    """Resolve and check the run, which takes a fraction of a second; then fit it, if it says so,
+    and train it.
+    """
     stop = StopRequest()
     stop.listen()
     world = progress.world = launched()
@@ -58,7 +64,10 @@ def fit_and_train(progress: TrainingProgress) -> None:
 
 
 def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
-    """Join the process group and train in it. torch and transformers take seconds to import: not for a mistake."""
+    """Join the process group and train in it.
+
+    torch and transformers take seconds to import: not for a mistake.
+    """
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.output.resume import output_folder
@@ -104,7 +113,8 @@ def train_in_group(
         return False
 
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    if run["memory_limit"]:  # after the data, because its libraries handle MemoryError unpredictably
+    # After the data, because its libraries handle MemoryError unpredictably.
+    if run["memory_limit"]:
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run["save_strategy"] != "no")))

@@ -1,4 +1,6 @@
-"""The memory of a process: its limit, its peak, what is free, and whether a failure means that memory ran out."""
+"""The memory of a process: its limit, its peak, what is free, and whether a failure means that
+memory ran out.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ class Shortage:
     free_bytes: int | None
 
 
-# --- Limit, peak, free -----------------------------------------------------------------------------------------------
+# --- Limit, peak, free ---------------------------------------------------------------------------
 
 
 def limit(limit_bytes: int, cuda: bool) -> None:
     """Let this process take at most `limit_bytes` from now on, including what it holds already.
 
-    Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use. So the limit
-    is on what is reserved on top of what is resident now.
+    Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
+    So the limit is on what is reserved on top of what is resident now.
     """
     if cuda:
         import torch
@@ -59,13 +61,16 @@ def resident() -> int:
 
 
 def peak(cuda: bool) -> int:
-    """The most bytes that this process has held: reserved on its GPU (others cannot have those), else in RAM."""
+    """The most bytes that this process has held: reserved on its GPU (others cannot have those),
+    else in RAM.
+    """
     if cuda:
         import torch
 
         return torch.cuda.max_memory_reserved()
     if sys.platform == "linux":
-        # psutil does not read the peak, and getrusage includes the peak of the process that forked this one.
+        # psutil does not read the peak, and getrusage includes the peak of the process that forked
+        # this one.
         line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
         if line:
             return int(line[1]) * 1024
@@ -74,14 +79,17 @@ def peak(cuda: bool) -> int:
 
 
 def free_ram() -> int | None:
-    """Bytes of RAM that the system could give out now, whatever a cgroup allows of it. None if unknown."""
+    """Bytes of RAM that the system could give out now, whatever a cgroup allows of it.
+
+    None if unknown.
+    """
     try:
         return psutil.virtual_memory().available
     except (OSError, RuntimeError, psutil.Error):
         return None
 
 
-# --- When it ran out -------------------------------------------------------------------------------------------------
+# --- When it ran out -----------------------------------------------------------------------------
 
 
 def says_it_ran_out(text: str) -> bool:
@@ -101,7 +109,8 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 def _of_gpu(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")  # importing it takes seconds, and without it the error is not torch's
+    # Importing it takes seconds, and without it the error is not torch's.
+    torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
@@ -117,7 +126,8 @@ def shortage(error: BaseException) -> Shortage:
         return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))
     found = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
     asked, free = int(found[1] or found[2]) if found else None, _free_in_ram(soft)
-    if asked is not None and free is not None and free >= asked:  # the failed step has freed its memory since
+    # The failed step has freed its memory since.
+    if asked is not None and free is not None and free >= asked:
         free = None
     return Shortage(asked, free)
 

@@ -1,6 +1,8 @@
-"""Stop requests: after SIGTERM or SIGUSR1 to any rank, all ranks save at the same step and exit with one code.
+"""Stop requests: after SIGTERM or SIGUSR1 to any rank, all ranks save at the same step and exit
+with one code.
 
-Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it some time later.
+Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
+some time later.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "
 
 
 class Preempted(BaseException):
-    """The run was told to stop. Like KeyboardInterrupt not an `Exception`, so that nothing catches it by accident."""
+    """The run was told to stop.
+
+    Like KeyboardInterrupt not an `Exception`, so that nothing catches it by accident.
+    """
 
 
 class StopRequest:
@@ -42,7 +47,9 @@ class StopRequest:
             _end_with_launcher()
 
     def defer(self) -> None:
-        """From now on a signal is only remembered: the step or the save that is under way is completed first."""
+        """From now on a signal is only remembered: the step or the save that is under way is
+        completed first.
+        """
         self._deferred = True
 
     def _request_stop(self, number: int, frame: Any) -> None:
@@ -53,7 +60,10 @@ class StopRequest:
 
 
 def launcher_argv() -> list[str]:
-    """The command line of the launcher that started this process. Empty if there is none or it cannot be read."""
+    """The command line of the launcher that started this process.
+
+    Empty if there is none or it cannot be read.
+    """
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -68,6 +78,8 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Receive SIGTERM when the launcher dies: `accelerate launch` forwards no signal to a single process."""
+    """Receive SIGTERM when the launcher dies: `accelerate launch` forwards no signal to a single
+    process.
+    """
     if launcher_argv():  # a shell may exit and leave the run in the background
         end_with_parent(signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""The world: the processes that train together, read from what the launcher announced and never guessed."""
+"""The world: the processes that train together, read from what the launcher announced and never
+guessed.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ class World:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that a launcher announced. Raises `UserError` if several processes cannot find each other."""
+    """The world that a launcher announced.
+
+    Raises `UserError` if several processes cannot find each other.
+    """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         size = int(environment["WORLD_SIZE"])
         return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
@@ -77,9 +82,11 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def on_launched_engine(run: RunSpec) -> RunSpec:
-    """The run with the engine that will execute it, and with its fit.json: the launched engine, or the recipe's own.
+    """The run with the engine that will execute it, and with its fit.json: the launched engine, or
+    the recipe's own.
 
-    Under plain DDP a recipe with offload would train without offload. So it starts DeepSpeed with its own YAML.
+    Under plain DDP a recipe with offload would train without offload. So it starts DeepSpeed with
+    its own YAML.
     """
     return with_fit(replace(run, engine=_launched_engine(run)))
 
@@ -105,7 +112,8 @@ def prepare_environment(run: RunSpec) -> None:
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
     if not run.hardware.cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which warns while it guesses
+        # Accelerate imports deepspeed, which warns while it guesses.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _free_port() -> int:
@@ -116,9 +124,11 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None]:
-    """The process group that TrainingArguments joined: checked against the launched world, and left at the end.
+    """The process group that TrainingArguments joined: checked against the launched world, and
+    left at the end.
 
-    Raises `UserError` if several processes were launched and each is alone, or if their micro-batches differ.
+    Raises `UserError` if several processes were launched and each is alone, or if their
+    micro-batches differ.
     """
     import torch
 
@@ -133,7 +143,8 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
         torch.set_num_threads(max(1, run.hardware.cores // world.local_size))
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     if not gc.get_freeze_count():  # once in a process
-        gc.freeze()  # half a million objects of the libraries: scanning them takes 0.3 s of every collection
+        # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.
+        gc.freeze()
     try:
         _require_same_micro_batch(run, world)
         yield
@@ -141,13 +152,17 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        gc.collect()  # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit
+        # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
+        gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def _require_same_micro_batch(run: RunSpec, world: World) -> None:
-    """fit.json holds for the devices of its own node. Ranks whose micro-batches differ would wait for each other."""
+    """fit.json holds for the devices of its own node.
+
+    Ranks whose micro-batches differ would wait for each other.
+    """
     if world.size == 1:
         return
     import torch.distributed as dist

@@ -1,7 +1,8 @@
 """Checkpoints that a run can resume from: found and inspected, and never deleted.
 
-Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it is whole or not.
-If the optimizer state is missing, Trainer silently starts with a fresh optimizer. So we inspect the files ourselves.
+Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it
+is whole or not. If the optimizer state is missing, Trainer silently starts with a fresh optimizer.
+So we inspect the files ourselves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _RANDOM_ENTRIES = {"python", "numpy", "cpu"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint as inspected: `faults` make it unusable, `notes` say what a resume would start afresh."""
+    """One checkpoint as inspected: `faults` make it unusable, `notes` say what a resume would
+    start afresh.
+    """
 
     path: Path
     step: int
@@ -45,7 +48,10 @@ def numbered(output_dir: str | Path) -> list[Path]:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """The checkpoint in a folder with its faults. Never raises: a file that cannot be read is a fault."""
+    """The checkpoint in a folder with its faults.
+
+    Never raises: a file that cannot be read is a fault.
+    """
     try:
         return Checkpoint(path, _step(path), tuple(faults(path)), tuple(fresh_parts(path)))
     except Exception as error:  # a damaged file may hold any byte
@@ -70,7 +76,9 @@ def _step(path: Path) -> int:
 
 
 def archive_damaged(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that Trainer's rotation, which counts by number, keeps the valid ones."""
+    """Rename a damaged checkpoint, so that Trainer's rotation, which counts by number, keeps the
+    valid ones.
+    """
     target = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
     count = 1
     while target.exists():
@@ -82,8 +90,9 @@ def archive_damaged(checkpoint: Checkpoint) -> Path:
 def faults(path: Path) -> list[str]:
     """What is missing or broken, one line each; empty for a checkpoint that resumes exactly.
 
-    The number of processes that wrote it is read from its own files. Weights alone, as `save_only_model` leaves them,
-    are valid: `fresh_parts` says what a resume from them starts afresh.
+    The number of processes that wrote it is read from its own files. Weights alone, as
+    `save_only_model` leaves them, are valid: `fresh_parts` says what a resume from them starts
+    afresh.
     """
     found = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
     found += _state_faults(path / "trainer_state.json", _step(path))
@@ -105,13 +114,18 @@ def fresh_parts(path: Path) -> list[str]:
 
 
 def _holds_weights_alone(path: Path) -> bool:
-    """Trainer writes trainer_state.json last. If no other state is beside it, none was ever written."""
+    """Trainer writes trainer_state.json last.
+
+    If no other state is beside it, none was ever written.
+    """
     states = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
     return not any(True for pattern in states for _ in path.glob(pattern))
 
 
 def _rng_faults(path: Path) -> list[str]:
-    """One random state per rank: `rng_state.pth` of a single process, or 0 to the last without a gap."""
+    """One random state per rank: `rng_state.pth` of a single process, or 0 to the last without a
+    gap.
+    """
     ranks = sorted(int(number.group(1)) for file in path.iterdir() if (number := _RANK_STATE.fullmatch(file.name)))
     if not ranks:
         return _torch_faults(path, ["rng_state.pth"])
@@ -133,7 +147,9 @@ def _state_faults(file: Path, step: int) -> list[str]:
 
 
 def _is_trainer_state(state: Any) -> bool:
-    """Whether the installed TrainerState accepts it: another version may have written fields that are gone."""
+    """Whether the installed TrainerState accepts it: another version may have written fields that
+    are gone.
+    """
     from transformers import TrainerState
 
     try:
@@ -199,11 +215,15 @@ def _file_faults(file: Path) -> list[str]:
 
 
 def _loading_faults(file: Path) -> list[str]:
-    """What goes wrong when the file is loaded as a resume loads it. Its tensors stay on the disk."""
+    """What goes wrong when the file is loaded as a resume loads it.
+
+    Its tensors stay on the disk.
+    """
     import torch
     from transformers.trainer_pt_utils import safe_globals
 
-    by_deepspeed = file.name.endswith("_states.pt")  # DeepSpeed pickles its own classes, and loads them the same way
+    # DeepSpeed pickles its own classes, and loads them the same way.
+    by_deepspeed = file.name.endswith("_states.pt")
     try:
         with safe_globals():
             content = torch.load(file, map_location="cpu", mmap=True, weights_only=not by_deepspeed)

@@ -1,4 +1,7 @@
-"""run.json: what trained, with which settings, and how it ended. A damaged one never stops a run."""
+"""run.json: what trained, with which settings, and how it ended.
+
+A damaged one never stops a run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ NAME = "run.json"
 OUT_OF_MEMORY = "out_of_memory.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
-# A run cannot resume from a checkpoint with another value of these: it has other weights, or other data.
+# A run cannot resume from a checkpoint with another value of these: it has other weights, or other
+# data.
 IDENTITY = (
     "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit optim "
     "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
@@ -70,9 +74,11 @@ class Record:
 
 @contextlib.contextmanager
 def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
-    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted`, `out_of_memory` or `failed`.
+    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted`,
+    `out_of_memory` or `failed`.
 
-    Rank 0 writes it. If another rank runs out of memory, rank 0 only loses that rank, and finds the file it left.
+    Rank 0 writes it. If another rank runs out of memory, rank 0 only loses that rank, and finds
+    the file it left.
     """
     record, content = Record(), started(run, world.size)
     status, error_text = "failed", None

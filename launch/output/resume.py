@@ -24,7 +24,8 @@ from recipes.scaling.timings import require_room
 class Earlier:
     """The run that the folder already holds, if any.
 
-    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes` are for a person.
+    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
+    are for a person.
     """
 
     checkpoint: Path | None = None
@@ -35,7 +36,9 @@ class Earlier:
 
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
-    """Makes the output folder, checks that a run may write to it, and locks it against a second run."""
+    """Makes the output folder, checks that a run may write to it, and locks it against a second
+    run.
+    """
     handle = world.decide(lambda: _make_and_lock(run))
     try:
         yield
@@ -63,7 +66,10 @@ def _make_and_lock(run: RunSpec) -> int:
 
 
 def _make_folder(run: RunSpec) -> None:
-    """Make the folder. Raises `UserError` if it is not writable, or holds a model that this program did not train."""
+    """Make the folder.
+
+    Raises `UserError` if it is not writable, or holds a model that this program did not train.
+    """
     folder = Path(run["output_dir"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,14 +121,19 @@ def _unused_name(folder: Path) -> Path:
 
 
 def make_room(run: RunSpec, needed_bytes: int) -> None:
-    """Before the first write, once nothing else is wrong: require space for a checkpoint; --fresh moves older runs."""
+    """Before the first write, once nothing else is wrong: require space for a checkpoint; --fresh
+    moves older runs.
+    """
     _require_disk_space(run, needed_bytes)
     if run["fresh"]:
         _archive_older_run(run)
 
 
 def _require_disk_space(run: RunSpec, needed_bytes: int) -> None:
-    """Raises `UserError` if the first checkpoint would not fit. `needed_bytes` is its estimated size."""
+    """Raises `UserError` if the first checkpoint would not fit.
+
+    `needed_bytes` is its estimated size.
+    """
     free = shutil.disk_usage(run["output_dir"]).free
     if free > needed_bytes:
         return

@@ -1,4 +1,6 @@
-"""submission.json in the output folder: what was submitted, so that `recipes status` and `recipes logs` find it."""
+"""submission.json in the output folder: what was submitted, so that `recipes status` and `recipes
+logs` find it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,14 @@ from recipes.run import FIT
 NAME = "submission.json"
 TARGETS = ("local", "slurm", "azureml")
 LOCAL_LOG = "train.log"
-KEPT_HERE = (NAME, LOCAL_LOG, FIT)  # they belong to the folder, so --fresh does not archive them with a run
+# They belong to the folder, so --fresh does not archive them with a run.
+KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """`target` is local, slurm or azureml; `job` Slurm's job id or Azure ML's job name; `log` a file or an address.
+    """`target` is local, slurm or azureml; `job` Slurm's job id or Azure ML's job name; `log` a
+    file or an address.
 
     `exit_code` is that of a local run. None until it ends.
     """
@@ -32,7 +36,8 @@ class Submission:
 
     @property
     def where(self) -> str:
-        return f"slurm {self.job}" if self.target == "slurm" else self.target  # Azure ML's job names the folder
+        # Azure ML's job names the folder.
+        return f"slurm {self.job}" if self.target == "slurm" else self.target
 
 
 def note(folder: Path, submission: Submission) -> None:
@@ -41,7 +46,10 @@ def note(folder: Path, submission: Submission) -> None:
 
 
 def noted(folder: Path) -> Submission | None:
-    """The last submission whose run writes into this folder. None if there is none, or the file is damaged."""
+    """The last submission whose run writes into this folder.
+
+    None if there is none, or the file is damaged.
+    """
     try:
         submission = Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -17,7 +17,8 @@ MULTIPLE = 8  # tensor cores want lengths divisible by 8
 
 
 def pack(examples: Dataset, length: int) -> Dataset:
-    """Rows of exactly `length` tokens, cut from the examples joined end to end; what is left over is dropped.
+    """Rows of exactly `length` tokens, cut from the examples joined end to end; what is left over
+    is dropped.
 
     So are rows without a single label: a micro-batch of them would have a loss of nan.
     """
@@ -25,7 +26,9 @@ def pack(examples: Dataset, length: int) -> Dataset:
 
 
 class _Packer:
-    """Cuts one batch of examples after another, and keeps what does not fill a row for the next batch."""
+    """Cuts one batch of examples after another, and keeps what does not fill a row for the next
+    batch.
+    """
 
     def __init__(self, length: int):
         self.length = length

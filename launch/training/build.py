@@ -1,4 +1,6 @@
-"""From a run to Hugging Face's objects: TrainingArguments and the Trainer, from the run's settings alone."""
+"""From a run to Hugging Face's objects: TrainingArguments and the Trainer, from the run's settings
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from recipes.run import RunSpec
 
 
 def build_arguments(run: RunSpec) -> TrainingArguments:
-    """The TrainingArguments of a run, which join the process group. Raises `UserError` with their own message."""
+    """The TrainingArguments of a run, which join the process group.
+
+    Raises `UserError` with their own message.
+    """
     try:
         return training_arguments(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except (TypeError, ValueError) as error:
@@ -24,7 +29,10 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
-    """The Trainer of a run with our callbacks. With `--measure` it also marks the parts of its steps."""
+    """The Trainer of a run with our callbacks.
+
+    With `--measure` it also marks the parts of its steps.
+    """
     classifies = run["task"] == "sequence_classification"
     trainer = (MeasuredTrainer if run["measure"] else RecipeTrainer)(
         model=model,
@@ -40,7 +48,8 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         callbacks=[StopOnNotANumber(), LogLastStep()],
     )
     if classifies:
-        trainer.model_accepts_loss_kwargs = False  # these models accept **kwargs and ignore the count in them
+        # These models accept **kwargs and ignore the count in them.
+        trainer.model_accepts_loss_kwargs = False
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

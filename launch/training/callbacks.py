@@ -17,7 +17,9 @@ from recipes.scaling.timings import WARM_UP_STEPS
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """Hugging Face's callback, and a run that resumes from the checkpoint it stopped at stays stopped."""
+    """Hugging Face's callback, and a run that resumes from the checkpoint it stopped at stays
+    stopped.
+    """
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
@@ -26,7 +28,10 @@ class EarlyStopping(EarlyStoppingCallback):
 
 
 class StopOnNotANumber(TrainerCallback):
-    """Stops when a logged loss is NaN or infinite. A logged loss is on the host already, so the check is free."""
+    """Stops when a logged loss is NaN or infinite.
+
+    A logged loss is on the host already, so the check is free.
+    """
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         loss = (logs or {}).get("loss")
@@ -59,7 +64,8 @@ class StopWhenRequested(TrainerCallback):
         if not self.agreed:
             return
         if self.group is not None:
-            torch.distributed.barrier(group=self.group)  # if one rank left early, its launcher would end the others
+            # If one rank left early, its launcher would end the others.
+            torch.distributed.barrier(group=self.group)
         raise Preempted(f"told to stop by {self.request.signal or 'another rank'} at step {state.global_step}")
 
     def _any_rank_was_asked(self) -> bool:
@@ -106,7 +112,10 @@ class Meter(TrainerCallback):
 
     @property
     def step_time(self) -> float | None:
-        """Mean seconds per step. Single steps mean little: a GPU works behind the host. None if there were too few."""
+        """Mean seconds per step.
+
+        Single steps mean little: a GPU works behind the host. None if there were too few.
+        """
         return sum(self.durations) / len(self.durations) if self.durations else None
 
 

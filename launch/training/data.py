@@ -33,7 +33,10 @@ CLASSIFIED = Features({"input_ids": List(Value("int32")), "labels": Value("int64
 
 @dataclass
 class Data:
-    """What Trainer needs, and a description for a person. `labels` are class names, None for language models."""
+    """What Trainer needs, and a description for a person.
+
+    `labels` are class names, None for language models.
+    """
 
     train: Dataset
     eval: Dataset | None
@@ -47,7 +50,8 @@ def load_data(run: Mapping[str, Any], tokenizer, classes: Sequence[str] = ()) ->
 
     `classes` are the names that the model was trained to tell apart, in its order.
     """
-    with _local_main_first() if run["dataset_name"] else nullcontext():  # the demonstration is in memory
+    # The demonstration is in memory.
+    with _local_main_first() if run["dataset_name"] else nullcontext():
         train, evaluation = read_splits(run)
         if run["task"] == "sequence_classification":
             return _classification(run, tokenizer, train, evaluation, classes)
@@ -60,14 +64,20 @@ def repeated_longest(rows: Dataset, count: int) -> Dataset:
 
 
 def compute_accuracy(prediction) -> dict[str, float]:
-    """For `Trainer(compute_metrics=...)`. Some models return more than the logits, which come first."""
+    """For `Trainer(compute_metrics=...)`.
+
+    Some models return more than the logits, which come first.
+    """
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
 
 
 @contextmanager
 def _local_main_first() -> Iterator[None]:
-    """The first rank of each node fills the cache, then the others read it. They are released if it fails, too."""
+    """The first rank of each node fills the cache, then the others read it.
+
+    They are released if it fails, too.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         yield
         return
@@ -83,7 +93,7 @@ def _local_main_first() -> Iterator[None]:
             state.wait_for_everyone()
 
 
-# --- Language models -------------------------------------------------------------------------------------------------
+# --- Language models -----------------------------------------------------------------------------
 
 
 def _causal_lm(run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Dataset | None) -> Data:
@@ -110,11 +120,14 @@ def _collator(run: Mapping[str, Any], tokenizer) -> Callable:
 
 
 def _padding(run: Mapping[str, Any], tokenizer) -> Pad:
-    return Pad(tokenizer.pad_token_id or 0, run["max_length"])  # padding is masked, so any token will do
+    # Padding is masked, so any token will do.
+    return Pad(tokenizer.pad_token_id or 0, run["max_length"])
 
 
 def _token_rows(run: Mapping[str, Any], tokenizer, rows: Dataset, flag: str) -> tuple[Dataset, int]:
-    """Rows of `input_ids` and `labels`, and the number of examples left out because they have no label."""
+    """Rows of `input_ids` and `labels`, and the number of examples left out because they have no
+    label.
+    """
     encode = encoder(run, tokenizer, rows)
     longest = None if run["packing"] else run["max_length"]
     examples = rows.map(
@@ -153,7 +166,7 @@ def _nothing_to_learn(run: Mapping[str, Any], flag: str) -> UserError:
     )
 
 
-# --- Classification --------------------------------------------------------------------------------------------------
+# --- Classification ------------------------------------------------------------------------------
 
 
 def _classification(
@@ -188,7 +201,10 @@ def _in_models_order(names: list[str], classes: Sequence[str]) -> list[str]:
 
 
 def _class_names(rows: Dataset, field: str) -> list[str]:
-    """Names of the classes by number. Numbers stay as they are; texts are numbered in alphabetical order."""
+    """Names of the classes by number.
+
+    Numbers stay as they are; texts are numbered in alphabetical order.
+    """
     require_column(rows, field, "dataset_label_field")
     if isinstance(rows.features[field], ClassLabel):
         return list(rows.features[field].names)
@@ -242,7 +258,7 @@ def _classified_rows(
     return examples
 
 
-# --- Figures ---------------------------------------------------------------------------------------------------------
+# --- Figures -------------------------------------------------------------------------------------
 
 
 def _lengths(examples: Dataset) -> np.ndarray:

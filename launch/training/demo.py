@@ -1,4 +1,6 @@
-"""The demonstration: a small byte-level decoder that learns Python's own source, with nothing to download."""
+"""The demonstration: a small byte-level decoder that learns Python's own source, with nothing to
+download.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def demo_corpus() -> list[str]:
-    """The standard library's single-file modules in alphabetical order: the same texts on every rank."""
+    """The standard library's single-file modules in alphabetical order: the same texts on every
+    rank.
+    """
     texts: list[str] = []
     room = CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -40,14 +44,17 @@ def demo_corpus() -> list[str]:
 
 
 def held_out(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts to evaluate on: every twentieth, so that both hold the whole alphabet."""
+    """Texts to train on and texts to evaluate on: every twentieth, so that both hold the whole
+    alphabet.
+    """
     kept = [text for number, text in enumerate(texts, start=1) if number % HELD_OUT_EVERY]
     return kept, texts[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
 
 def demo_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte and four special ones: any text goes in and comes back exactly."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # one printable character stands for each byte
+    # One printable character stands for each byte.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_only = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bytes_only.decoder = decoders.ByteLevel()
@@ -66,7 +73,9 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """0.7 million parameters: what two CPU cores can train in a minute, and enough to learn how Python looks."""
+    """0.7 million parameters: what two CPU cores can train in a minute, and enough to learn how
+    Python looks.
+    """
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -75,7 +84,8 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=1024,
-        initializer_range=0.06,  # the usual 0.02 suits wide models; so narrow a one would learn half as fast
+        # The usual 0.02 suits wide models; so narrow a one would learn half as fast.
+        initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,  # texts begin with their first byte
         eos_token_id=tokenizer.eos_token_id,

@@ -19,7 +19,7 @@ Encoder = Callable[[Rows], dict[str, list]]
 TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the second
 
 
-# --- Which encoding --------------------------------------------------------------------------------------------------
+# --- Which encoding ------------------------------------------------------------------------------
 
 
 def encoder(run: Mapping[str, Any], tokenizer, rows: Dataset) -> Encoder:
@@ -109,17 +109,19 @@ def _require_offsets(tokenizer, flag: str) -> None:
         )
 
 
-# --- Examples to tokens ----------------------------------------------------------------------------------------------
+# --- Examples to tokens --------------------------------------------------------------------------
 
 
 def encode_and_cut(rows: Rows, encode: Encoder, longest: int | None, version: str) -> dict[str, list]:
-    """`version` of this package is not read: being an argument, it is part of the key under which results are cached,
-    so that no release is handed what an earlier one tokenized."""
+    """`version` of this package is not read: being an argument, it is part of the key under which
+    results are cached, so that no release is handed what an earlier one tokenized.
+    """
     encoded = encode(rows)
     pairs = [
         (ids[:longest], labels[:longest]) for ids, labels in zip(encoded["input_ids"], encoded["labels"], strict=True)
     ]
-    # A micro-batch without any label gives a loss of nan. The first label is never used: nothing predicts it.
+    # A micro-batch without any label gives a loss of nan. The first label is never used: nothing
+    # predicts it.
     pairs = [pair for pair in pairs if any(label != IGNORED for label in pair[1][1:])]
     return {"input_ids": [ids for ids, _ in pairs], "labels": [labels for _, labels in pairs]}
 
@@ -184,23 +186,29 @@ def encode_chat_completions(rows: Rows, tokenizer, completion_only: bool) -> dic
 def encode_classified(
     rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[Any, int], longest: int, version: str
 ) -> dict[str, list]:
-    """The tokenizer itself cuts long texts, so that its closing token stays. `version`: see `encode_and_cut`."""
+    """The tokenizer itself cuts long texts, so that its closing token stays.
+
+    `version`: see `encode_and_cut`.
+    """
     pairs = [(text, numbers[label]) for text, label in zip(rows[columns[0]], rows[columns[1]], strict=True) if text]
     ids = _tokenize(tokenizer, [text for text, _ in pairs], truncation=True, max_length=longest)
     return {"input_ids": ids, "labels": [label for _, label in pairs]}
 
 
-# --- Which part of a chat is learned ---------------------------------------------------------------------------------
+# --- Which part of a chat is learned -------------------------------------------------------------
 
 
 def assistant_spans(chat: list[dict], text: str, tokenizer) -> list[tuple[int, int]]:
-    """Where the assistant speaks in `text`, found by rendering the chat up to and after each of its messages."""
+    """Where the assistant speaks in `text`, found by rendering the chat up to and after each of
+    its messages.
+    """
     spans = []
     for number, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
         start = _shared_start(chat[:number], text, tokenizer, "assistant_only_loss")
-        said = _render(chat[: number + 1], tokenizer).rstrip()  # the line break after a turn is nobody's word
+        # The line break after a turn is nobody's word.
+        said = _render(chat[: number + 1], tokenizer).rstrip()
         if not text.startswith(said):
             raise _rewrites("assistant_only_loss")
         spans.append((start, len(said)))
@@ -264,7 +272,7 @@ def _marks_assistant(tokenizer) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
 
 
-# --- Small steps -----------------------------------------------------------------------------------------------------
+# --- Small steps ---------------------------------------------------------------------------------
 
 
 def _merged(encoded: Iterable[dict[str, list]]) -> dict[str, list]:

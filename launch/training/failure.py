@@ -42,7 +42,9 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
 
 @contextlib.contextmanager
 def only_noted(doing: str, world: World) -> Iterator[None]:
-    """For what follows a finished training: a failure there is one line, and the run stays finished."""
+    """For what follows a finished training: a failure there is one line, and the run stays
+    finished.
+    """
     try:
         yield
     except Exception as error:
@@ -53,7 +55,10 @@ def only_noted(doing: str, world: World) -> Iterator[None]:
 
 
 def _explained(error: BaseException, run: RunSpec | None) -> str | None:
-    """A failure of the machine and how to resume. None if the error is anything else, which is a bug of ours."""
+    """A failure of the machine and how to resume.
+
+    None if the error is anything else, which is a bug of ours.
+    """
     if isinstance(error, OutOfMemory):
         return error.explained()
     if isinstance(error, Failure) and not isinstance(error, NotANumber):
@@ -97,7 +102,8 @@ def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
 def _lost_a_rank(error: BaseException) -> bool:
     if "Connection closed by peer" in str(error):
         return True
-    torch = sys.modules.get("torch")  # importing it takes seconds, and without it the error is not torch's
+    # Importing it takes seconds, and without it the error is not torch's.
+    torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
         return False
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))

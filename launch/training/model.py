@@ -1,4 +1,6 @@
-"""Tokenizer and model for a run: loaded or made, with 4-bit weights and LoRA adapters if the run asks for them."""
+"""Tokenizer and model for a run: loaded or made, with 4-bit weights and LoRA adapters if the run
+asks for them.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,25 @@ from recipes.run import RunSpec
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 
-# These number positions from `pad_token_id + 1`, so that many of their position embeddings are never used.
+# These number positions from `pad_token_id + 1`, so that many of their position embeddings are
+# never used.
 OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
-UNLOADABLE = (OSError, ValueError, ImportError, KeyError)  # what transformers raises for a model it cannot load
+# What transformers raises for a model it cannot load.
+UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 200
 
 
 def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, always with a padding token. Raises `UserError` if it cannot be loaded."""
+    """The model's tokenizer, always with a padding token.
+
+    Raises `UserError` if it cannot be loaded.
+    """
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
@@ -54,24 +61,33 @@ def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     except UNLOADABLE as error:
         raise _unloadable(run, "tokenizer", error) from None
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token  # a new token would resize the embeddings
+        # A new token would resize the embeddings.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
 
 
 def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
-    """The model to train: a PreTrainedModel, or a PeftModel around it. Raises `UserError` if it cannot be loaded."""
-    set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
+    """The model to train: a PreTrainedModel, or a PeftModel around it.
+
+    Raises `UserError` if it cannot be loaded.
+    """
+    # A new head, new adapters and a model from scratch start the same on every rank.
+    set_seed(run["seed"])
     config = load_config(run, tokenizer, data.labels)
     _require_fitting_length(run, max_positions(config))
     model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
-    model.config.use_cache = False  # with a cache, transformers overlooks where padding-free sequences begin
+    # With a cache, transformers overlooks where padding-free sequences begin.
+    model.config.use_cache = False
     if run["padding_free"]:
         _require_separate_sequences(run, model)
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
 def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The class names of a model that was trained to classify, in its order. Empty for any other model."""
+    """The class names of a model that was trained to classify, in its order.
+
+    Empty for any other model.
+    """
     config = load_config(run, tokenizer, labels=None)
     names = [config.id2label[number] for number in sorted(config.id2label)]
     heads = any("ForSequenceClassification" in name for name in config.architectures or ())
@@ -79,7 +95,10 @@ def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def limited_to_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
-    """The run with max_length lowered to what its model can take. Raises `UserError` if the user wrote a longer one."""
+    """The run with max_length lowered to what its model can take.
+
+    Raises `UserError` if the user wrote a longer one.
+    """
     longest = max_positions(load_config(run, tokenizer, labels=None))
     run = run.limited("max_length", longest, "the longest sequence of this model")
     _require_fitting_length(run, longest)
@@ -96,7 +115,10 @@ def _require_fitting_length(run: Mapping[str, Any], positions: int | None) -> No
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence, in tokens, that the model has positions for. None if it has no such limit."""
+    """The longest sequence, in tokens, that the model has positions for.
+
+    None if it has no such limit.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not positions or positions < 0:  # DeBERTa says -1
@@ -109,7 +131,10 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 def generate_sample(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
 ) -> str:
-    """What the model writes after `prompt`: the same for the same weights. Random states are left as they are."""
+    """What the model writes after `prompt`: the same for the same weights.
+
+    Random states are left as they are.
+    """
     was_training = model.training
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     model.eval()
@@ -129,11 +154,13 @@ def generate_sample(
 
 
 def saved_sample(run: Mapping[str, Any]) -> str:
-    """A few lines by the model that a finished run saved in `output_dir`, loaded as anyone would load it.
+    """A few lines by the model that a finished run saved in `output_dir`, loaded as anyone would
+    load it.
 
     Empty if no whole model was saved: ZeRO-3 may leave only its shards.
     """
-    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard this model too, and one rank alone loads it
+    # Under ZeRO-3 transformers would shard this model too, and one rank alone loads it.
+    unset_hf_deepspeed_config()
     if not _has_weights(Path(run["output_dir"])):
         return ""
     tokenizer = AutoTokenizer.from_pretrained(run["output_dir"])
@@ -141,7 +168,7 @@ def saved_sample(run: Mapping[str, Any]) -> str:
     return SAMPLE_PROMPT + generate_sample(model, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS)
 
 
-# --- Loading ---------------------------------------------------------------------------------------------------------
+# --- Loading -------------------------------------------------------------------------------------
 
 
 def _expanded(name: str) -> str:
@@ -228,10 +255,13 @@ def _pretrained(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedM
 
 
 def _require_separate_sequences(run: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Some models (OPT, BLOOM, Mamba, ...) silently let the sequences of a row attend to each other: try it."""
+    """Some models (OPT, BLOOM, Mamba, ...) silently let the sequences of a row attend to each
+    other: try it.
+    """
     if is_deepspeed_zero3_enabled() or "flash" in (model.config._attn_implementation or ""):
         return  # sharded weights, or kernels without a CPU version: cannot be tried here
-    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]  # the second sequence is the same, the first one differs
+    # The second sequence is the same, the first one differs.
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=model.device)
     was_training = model.training
     model.eval()
@@ -286,7 +316,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-# --- 4 bits and adapters ---------------------------------------------------------------------------------------------
+# --- 4 bits and adapters -------------------------------------------------------------------------
 
 
 def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,7 +329,8 @@ def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
         bnb_4bit_compute_dtype=_compute_dtype(run),
     )
     if is_deepspeed_zero3_enabled():
-        return {"quantization_config": quantization}  # ZeRO-3 places the weights itself and refuses a device map
+        # ZeRO-3 places the weights itself and refuses a device map.
+        return {"quantization_config": quantization}
     return {"quantization_config": quantization, "device_map": {"": _device(run)}}
 
 
@@ -327,7 +358,8 @@ def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.M
             gradient_checkpointing_kwargs=run["gradient_checkpointing_kwargs"],
         )
     elif checkpointing:
-        model.enable_input_require_grads()  # frozen embeddings would cut the recomputed blocks off the graph
+        # Frozen embeddings would cut the recomputed blocks off the graph.
+        model.enable_input_require_grads()
     classifies = run["task"] == "sequence_classification"
     lora = LoraConfig(
         r=run["lora_r"],
@@ -344,7 +376,10 @@ def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.M
 
 
 def _target_modules(run: Mapping[str, Any], model: PreTrainedModel) -> list[str] | str:
-    """All linear layers, or the named ones. Raises `UserError` for a name that the model does not have."""
+    """All linear layers, or the named ones.
+
+    Raises `UserError` for a name that the model does not have.
+    """
     wanted = run["lora_target_modules"]
     if not wanted or wanted == ["all-linear"]:
         return "all-linear"

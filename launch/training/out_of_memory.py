@@ -1,7 +1,9 @@
-"""When a training runs out of memory: what it asked for, what was planned, what was saved, and what to try next.
+"""When a training runs out of memory: what it asked for, what was planned, what was saved, and
+what to try next.
 
-The next attempt has the next smaller micro-batch at the same global batch, or else gradient checkpointing. Both resume
-from the run's own checkpoints. out_of_memory.json in the output folder holds the flags, for `--on_oom next`.
+The next attempt has the next smaller micro-batch at the same global batch, or else gradient
+checkpointing. Both resume from the run's own checkpoints. out_of_memory.json in the output folder
+holds the flags, for `--on_oom next`.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class OutOfMemory(Failure):
 
 @contextlib.contextmanager
 def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
-    """Turns every error that means that memory ran out into `OutOfMemory`, and lets the Trainer go at the end."""
+    """Turns every error that means that memory ran out into `OutOfMemory`, and lets the Trainer go
+    at the end.
+    """
     try:
         yield
     except Exception as error:
@@ -93,7 +97,10 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
 
 
 def next_flags(folder: Path) -> dict[str, Any] | None:
-    """The flags of the next attempt for the run that has just ended in a folder. None if there is none."""
+    """The flags of the next attempt for the run that has just ended in a folder.
+
+    None if there is none.
+    """
     try:
         content = json.loads((folder / OUT_OF_MEMORY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -130,11 +137,13 @@ def _write_note(run: RunSpec, facts: dict[str, Any]) -> None:
             record.write(folder, {**content, "status": "out_of_memory"})
 
 
-# --- The next attempt ------------------------------------------------------------------------------------------------
+# --- The next attempt ----------------------------------------------------------------------------
 
 
 def next_attempt(run: RunSpec, argv: list[str]) -> dict[str, Any] | None:
-    """Flags for the same training in less memory, resumed from its checkpoints. None if no flags achieve that.
+    """Flags for the same training in less memory, resumed from its checkpoints.
+
+    None if no flags achieve that.
 
     A flag whose value is None is left out.
     """
@@ -155,7 +164,9 @@ def _split_like(run: RunSpec, micro: int, accumulation: int) -> dict[str, Any]:
 
 
 def _flags_to_resume(run: RunSpec) -> dict[str, Any]:
-    """Flags that prevent a resume from the newest checkpoint are left out, or overridden if a file sets them."""
+    """Flags that prevent a resume from the newest checkpoint are left out, or overridden if a file
+    sets them.
+    """
     undone = {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}
     named = {name: value for name, value in undone.items() if run.explicit(name) and run[name]}
     return {name: None if run.setting(name).source == COMMAND_LINE else value for name, value in named.items()}
@@ -176,7 +187,8 @@ def _is_legal(run: RunSpec, argv: list[str], flags: dict[str, Any]) -> bool:
 def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     """What takes less memory but is another training or needs another engine, in words.
 
-    `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not proposed once more.
+    `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not
+    proposed once more.
     """
     shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
     checkpointed |= bool(run["gradient_checkpointing"])
@@ -191,7 +203,7 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     return f"{checkpointing}more GPUs, or {shorter}"
 
 
-# --- In words --------------------------------------------------------------------------------------------------------
+# --- In words ------------------------------------------------------------------------------------
 
 
 def shortage_in_words(shortage: Shortage) -> str:

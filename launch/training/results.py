@@ -1,4 +1,6 @@
-"""The results of a run: speed, memory and model FLOPs utilisation, and what is shown once it is finished."""
+"""The results of a run: speed, memory and model FLOPs utilisation, and what is shown once it is
+finished.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from recipes.run import RunSpec
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory and MFU.
+    """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory
+    and MFU.
 
     Times are in seconds, memory in bytes. All ranks call it: the tokens of all are added up.
     """
@@ -61,7 +64,10 @@ def peak_memory() -> dict[str, Any]:
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters. Tied ones count once, ZeRO-3 shards count whole, 4-bit pairs in a byte count as two."""
+    """Number of parameters.
+
+    Tied ones count once, ZeRO-3 shards count whole, 4-bit pairs in a byte count as two.
+    """
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
@@ -72,7 +78,8 @@ def _size(parameter: torch.nn.Parameter) -> int:
 
 
 def checkpoint_bytes(model: torch.nn.Module, with_optimizer: bool = True) -> int:
-    """Estimated bytes of a checkpoint: the trained weights in their type, and two fp32 Adam moments for each.
+    """Estimated bytes of a checkpoint: the trained weights in their type, and two fp32 Adam
+    moments for each.
 
     Without the optimizer it is the size of the final model.
     """
@@ -89,7 +96,10 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
 
 
 def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilisation: share of the bf16 peak. None if the hardware or the formula for it is unknown."""
+    """Model FLOPs utilisation: share of the bf16 peak.
+
+    None if the hardware or the formula for it is unknown.
+    """
     peak = run.hardware.peak_flops
     if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
         return None
@@ -98,11 +108,14 @@ def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) 
     return tokens_per_second * flops_per_token(model, run["max_length"]) / (peak * run.world_size)
 
 
-# --- Once the run is finished: whatever fails here is noted, and the run stays finished ------------------------------
+# --- Once the run is finished: whatever fails here is noted, and the run stays finished ----------
 
 
 def show_results(results: dict[str, Any], run: RunSpec, world: World, trainer: RecipeTrainer, argv: list[str]) -> None:
-    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold. All ranks call it."""
+    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
+
+    All ranks call it.
+    """
     out = console(world.is_main)
     with only_noted("its summary", world):
         banner.summary(results, run, out)
@@ -110,7 +123,8 @@ def show_results(results: dict[str, Any], run: RunSpec, world: World, trainer: R
         with only_noted(f"adding a row to {run['measure']}", world):
             banner.timing(add_timing(run, world, trainer, results, argv), run, out)
     with only_noted("freeing its memory", world):
-        trainer.accelerator.free_memory()  # the process group may go only after what DDP and DeepSpeed built
+        # The process group may go only after what DDP and DeepSpeed built.
+        trainer.accelerator.free_memory()
 
 
 def show_sample(run: RunSpec, world: World) -> None:

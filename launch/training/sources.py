@@ -1,4 +1,6 @@
-"""Where data comes from: a file, a folder, the Hub or the demonstration, as splits of rows that are not tokenized."""
+"""Where data comes from: a file, a folder, the Hub or the demonstration, as splits of rows that
+are not tokenized.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _demo_splits(evaluates: bool) -> dict[str, Dataset]:
 
 
 def _take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
-    """The rows of `train`, `train[:95%]` or `train[:10]+test`: the same for files, folders and the Hub."""
+    """The rows of `train`, `train[:95%]` or `train[:10]+test`: the same for files, folders and the
+    Hub.
+    """
     try:
         parts = ReadInstruction.from_spec(wanted).to_absolute({name: len(split) for name, split in splits.items()})
     except (ValueError, AssertionError):
@@ -118,7 +122,8 @@ def _read_folder(path: Path, config: str | None) -> dict[str, Dataset]:
 def _read_hub(name: str, config: str | None) -> dict[str, Dataset]:
     try:
         return dict(datasets.load_dataset(name, config))
-    except ValueError as error:  # no such configuration, or one must be chosen: the library lists them
+    # No such configuration, or one must be chosen: the library lists them.
+    except ValueError as error:
         if "config" in str(error).lower():
             raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
         raise _not_on_hub(name, error) from None

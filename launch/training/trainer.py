@@ -17,10 +17,11 @@ from recipes.errors import mistake
 
 
 class RecipeTrainer(Trainer):
-    """Trainer without flop counting in every micro-batch, with a token count that never waits for the GPU.
+    """Trainer without flop counting in every micro-batch, with a token count that never waits for
+    the GPU.
 
-    accelerate fills up the last batch of an epoch or evaluation with examples that were used already. Here each
-    example counts once, on any number of processes.
+    accelerate fills up the last batch of an epoch or evaluation with examples that were used
+    already. Here each example counts once, on any number of processes.
     """
 
     tokens_seen: torch.Tensor | int = 0
@@ -53,7 +54,10 @@ class RecipeTrainer(Trainer):
         super()._issue_warnings_after_load(load_result)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """0: counting walks every parameter in each micro-batch. MFU comes from the token count instead."""
+        """0: counting walks every parameter in each micro-batch.
+
+        MFU comes from the token count instead.
+        """
         return 0
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -70,8 +74,11 @@ class RecipeTrainer(Trainer):
         return items
 
     def _forget_repeated_examples(self, batch: dict[str, Any]) -> None:
-        """Mask the labels of the examples that only fill up this process's share of the last batch."""
-        left = self.accelerator.gradient_state.remainder  # examples in the last round of micro-batches, -1 or 0: all
+        """Mask the labels of the examples that only fill up this process's share of the last
+        batch.
+        """
+        # Examples in the last round of micro-batches, -1 or 0: all.
+        left = self.accelerator.gradient_state.remainder
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
@@ -87,7 +94,9 @@ class RecipeTrainer(Trainer):
         return loss, logits, labels
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """As Trainer's, but the loss is a mean over all tokens (or examples) instead of a mean over batches."""
+        """As Trainer's, but the loss is a mean over all tokens (or examples) instead of a mean
+        over batches.
+        """
         self._evaluated = _Evaluated()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         evaluated, self._evaluated = self._evaluated, None
@@ -97,7 +106,8 @@ class RecipeTrainer(Trainer):
         return output
 
     def _run_epoch(self, *args, **kwargs):
-        # Trainer checks these only after a step, so a run resumed at its last step would take one more.
+        # Trainer checks these only after a step, so a run resumed at its last step would take one
+        # more.
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
@@ -106,7 +116,9 @@ class RecipeTrainer(Trainer):
 
 @dataclass
 class _Evaluated:
-    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` sums items of all ranks."""
+    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` sums
+    items of all ranks.
+    """
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     weight: int = 0
@@ -118,7 +130,9 @@ class _Evaluated:
 
 
 def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing: float = 0.0) -> torch.Tensor:
-    """The loss of a classifier: each example of a global batch has the same weight, whatever its micro-batch."""
+    """The loss of a classifier: each example of a global batch has the same weight, whatever its
+    micro-batch.
+    """
     losses = torch.nn.functional.cross_entropy(
         outputs["logits"].float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
@@ -140,14 +154,19 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
-    """Tokens of one micro-batch without padding. Counted from a mask, the number stays on the device."""
+    """Tokens of one micro-batch without padding.
+
+    Counted from a mask, the number stays on the device.
+    """
     if batch.get("attention_mask") is not None:
         return batch["attention_mask"].sum()
     return batch["input_ids"].numel()
 
 
 def apply_ddp_settings(trainer: Trainer, run: Mapping[str, Any]) -> None:
-    """Pass DDP the settings that TrainingArguments has no field for. Call it before `train()`, which wraps the model.
+    """Pass DDP the settings that TrainingArguments has no field for.
+
+    Call it before `train()`, which wraps the model.
 
     `run` has `gradient_as_bucket_view` (bool) and `ddp_comm_hook` ("no", "fp16" or "bf16").
     """
@@ -161,7 +180,9 @@ def apply_ddp_settings(trainer: Trainer, run: Mapping[str, Any]) -> None:
 
 
 def require_finite(trainer: Trainer) -> None:
-    """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any log."""
+    """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
+    log.
+    """
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
             raise NotANumber(f"the weights are not numbers after step {trainer.state.global_step} ({name})")

@@ -1,5 +1,6 @@
-"""Told to stop, wherever the signal lands: one agreed step, a valid checkpoint, and a run that goes on as if nothing
-had happened."""
+"""Told to stop, wherever the signal lands: one agreed step, a valid checkpoint, and a run that
+goes on as if nothing had happened.
+"""
 
 import os
 import signal
@@ -22,7 +23,10 @@ STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 100
 
 @dataclass
 class Run:
-    """A training in processes of its own, to be told to stop in the middle. `starter` is what starts the script."""
+    """A training in processes of its own, to be told to stop in the middle.
+
+    `starter` is what starts the script.
+    """
 
     flags: list[str]
     output: Path
@@ -79,7 +83,9 @@ class Run:
 
 
 class Forked(Run):
-    """One rank without a launcher, in a process that need not import everything: for what comes after that."""
+    """One rank without a launcher, in a process that need not import everything: for what comes
+    after that.
+    """
 
     def start(self, words: list[str]) -> None:
         self.process = fork(dict(os.environ), words, self.log.fileno())
@@ -202,7 +208,9 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
 
 
 def test_the_checkpoint_survives_beside_the_best_one(tiny_model, texts, tmp_path):
-    """At its end Trainer deletes the last checkpoint where another one is the best and one is to be kept."""
+    """At its end Trainer deletes the last checkpoint where another one is the best and one is to
+    be kept.
+    """
     first_is_best = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()
     every_second = "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 1".split()
     split = "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --logging_steps 1".split()

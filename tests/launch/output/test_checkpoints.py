@@ -1,4 +1,6 @@
-"""A checkpoint is resumed from only if it is whole; damaged ones are named, and nothing is deleted."""
+"""A checkpoint is resumed from only if it is whole; damaged ones are named, and nothing is
+deleted.
+"""
 
 import json
 import pathlib
@@ -37,7 +39,8 @@ def test_a_missing_file_is_named(checkpoint, name):
 )
 def test_a_file_cut_off_anywhere_is_a_fault(checkpoint, name, kept):
     file = checkpoint / name
-    whole = file.read_bytes().rstrip(b"\n")  # a JSON file without its last line break is still whole
+    # A JSON file without its last line break is still whole.
+    whole = file.read_bytes().rstrip(b"\n")
     file.write_bytes(whole[: int(len(whole) * kept)])
     try:
         assert faults(checkpoint)

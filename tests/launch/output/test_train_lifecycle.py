@@ -1,4 +1,6 @@
-"""A run from start to end and back: resumed exactly, finished once, never deleted, always recorded."""
+"""A run from start to end and back: resumed exactly, finished once, never deleted, always
+recorded.
+"""
 
 import json
 import os
@@ -151,7 +153,8 @@ def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
     train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
     longer = train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "4")
     assert "start afresh" in longer.output
-    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)  # rotated, not damaged
+    # Rotated, not damaged.
+    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)
 
 
 def test_another_optimizer_is_another_training(whole_run, tiny_model, texts):

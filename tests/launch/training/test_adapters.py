@@ -11,7 +11,7 @@ from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_wit
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
-# --- Adapters --------------------------------------------------------------------------------------------------------
+# --- Adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -39,7 +39,8 @@ def test_adapters_have_the_size_of_the_run(llama):
 
 def test_adapters_learn_with_checkpointing(llama):
     model = load(run_with(llama, use_peft=True, gradient_checkpointing=True))
-    model.gradient_checkpointing_enable({"use_reentrant": True})  # the variant that needs inputs with gradients
+    # The variant that needs inputs with gradients.
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     loss_of(model.train()).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -59,7 +60,7 @@ def test_whole_model_is_trained_without_peft(llama):
     assert isinstance(model, PreTrainedModel) and len(trainable(model)) == len(list(model.parameters()))
 
 
-# --- 4 bits ----------------------------------------------------------------------------------------------------------
+# --- 4 bits --------------------------------------------------------------------------------------
 
 
 needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")

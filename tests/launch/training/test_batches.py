@@ -14,7 +14,7 @@ from tests.support.rows import decoded, jsonl, problem, run_with, texts
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-# --- Packing ---------------------------------------------------------------------------------------------------------
+# --- Packing -------------------------------------------------------------------------------------
 
 
 documents = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=40), min_size=1, max_size=30)
@@ -68,7 +68,7 @@ def test_too_few_tokens_to_pack_says_how_many_there_are(tmp_path, tokenizer):
     assert "has 4 tokens" in found.what and "--max_length 4" in found.fix
 
 
-# --- Batches ---------------------------------------------------------------------------------------------------------
+# --- Batches -------------------------------------------------------------------------------------
 
 
 def test_padding_goes_to_a_multiple_of_8_and_is_not_learned():
@@ -91,7 +91,8 @@ def test_padding_free_batches_have_the_loss_of_padded_ones(attention, tmp_path, 
     config = LlamaConfig(
         vocab_size=260, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
-    config.use_cache = False  # with a cache, transformers 5.23 overlooks where sequences begin: the loss differs
+    # With a cache, transformers 5.23 overlooks where sequences begin: the loss differs.
+    config.use_cache = False
     model = LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
     name = jsonl(tmp_path, texts("one text", "another, longer text", "x"))
     losses = []

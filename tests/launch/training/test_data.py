@@ -15,7 +15,7 @@ from tests.support.rows import decoded, jsonl, problem, run_with, texts
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-# --- The demonstration -----------------------------------------------------------------------------------------------
+# --- The demonstration ---------------------------------------------------------------------------
 
 
 def test_demonstration_is_the_same_each_time():
@@ -54,7 +54,7 @@ def test_main_process_releases_the_others_when_it_fails(monkeypatch, tmp_path, t
     assert waits == ["main"]
 
 
-# --- Classification --------------------------------------------------------------------------------------------------
+# --- Classification ------------------------------------------------------------------------------
 
 
 def labelled(tmp_path, labels, name="data.jsonl", **chosen):

@@ -20,7 +20,7 @@ SPOKEN = "Hi!<|im_end|>See you<|im_end|>"
 UNMARKED_TEMPLATE = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-# --- Texts -----------------------------------------------------------------------------------------------------------
+# --- Texts ---------------------------------------------------------------------------------------
 
 
 def test_texts_end_with_eos_and_are_learned_whole(tmp_path, tokenizer):
@@ -63,7 +63,7 @@ def test_token_ids_of_another_tokenizer_are_refused(tmp_path, tokenizer):
     assert "the token id 260" in found.what
 
 
-# --- Chats -----------------------------------------------------------------------------------------------------------
+# --- Chats ---------------------------------------------------------------------------------------
 
 
 def test_chats_are_learned_whole(tmp_path, tokenizer):
@@ -130,7 +130,7 @@ def test_chats_without_an_assistant_would_give_nan(tmp_path, tokenizer):
     assert "all labels are masked" in problem(run, tokenizer).what
 
 
-# --- Prompts and completions -----------------------------------------------------------------------------------------
+# --- Prompts and completions ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_completion_only_needs_completions(tmp_path, tokenizer):
     assert problem(run, tokenizer).subject == "completion_only_loss"
 
 
-# --- Columns that cannot be trained on -------------------------------------------------------------------------------
+# --- Columns that cannot be trained on -----------------------------------------------------------
 
 
 def test_a_prompt_may_be_empty_in_the_first_row(tokenizer, tmp_path):

@@ -29,7 +29,7 @@ from tests.support.models import CLASSES, SMALL, load, problem, run_with, save
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
-# --- Loading ---------------------------------------------------------------------------------------------------------
+# --- Loading -------------------------------------------------------------------------------------
 
 
 def test_saved_weights_are_loaded(llama):
@@ -93,7 +93,7 @@ def test_a_saved_model_is_anyones(llama, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
 
 
-# --- Positions -------------------------------------------------------------------------------------------------------
+# --- Positions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_longer_sequence_that_nobody_wrote_is_lowered_to_what_the_model_takes(
     assert run["max_length"] > 128
 
 
-# --- What cannot be loaded -------------------------------------------------------------------------------------------
+# --- What cannot be loaded -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/no/where", "~/nothing_here_at_all", "a/b/c"])
@@ -192,7 +192,7 @@ def test_code_of_the_model_is_not_run_unasked(tmp_path):
     assert problem(run_with(name)).subject == "trust_remote_code"
 
 
-# --- Padding-free ----------------------------------------------------------------------------------------------------
+# --- Padding-free --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

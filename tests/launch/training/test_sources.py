@@ -1,4 +1,6 @@
-"""Sources of data: files, folders and splits are read wherever they are; what cannot be read is named."""
+"""Sources of data: files, folders and splits are read wherever they are; what cannot be read is
+named.
+"""
 
 import json
 
@@ -11,7 +13,7 @@ from tests.support.rows import decoded, jsonl, problem, run_with, texts
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-# --- Files, folders, splits ------------------------------------------------------------------------------------------
+# --- Files, folders, splits ----------------------------------------------------------------------
 
 
 WRITERS = {
@@ -71,7 +73,7 @@ def test_one_file_has_no_configurations(tmp_path, tokenizer):
     assert problem(run, tokenizer).subject == "dataset_config"
 
 
-# --- What cannot be found --------------------------------------------------------------------------------------------
+# --- What cannot be found ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl", "/no/where", "~/nothing_here_at_all"])

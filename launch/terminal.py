@@ -1,6 +1,4 @@
-"""What a person reads: the console of one rank, tables, problems one line each, and numbers with
-their units.
-"""
+"""What a person reads: the console of one rank, tables, problems, and numbers with their units."""
 
 from __future__ import annotations
 

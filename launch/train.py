@@ -1,8 +1,7 @@
-"""Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [--config FILE]
-[flags]`.
+"""Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [flags]`.
 
-Reads from top to bottom as what it does: resolve, check, join the process group, load, train,
-record. Without a model and data it trains a small byte-level decoder on Python's own source.
+The file reads like what it does: resolve, check, join the process group, load, train, record.
+Without a model and data it trains a small byte-level decoder on Python's own source.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 finished, 1 failed, 2 a mistake to correct, 75 told to stop, 130
-    interrupted.
-    """
+    """Exit code: 0 finished, 1 failed, 2 the user's mistake, 75 told to stop, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())
@@ -48,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fit_and_train(progress: TrainingProgress) -> None:
-    """Resolve and check the run, which takes a fraction of a second; then fit it, if it says so,
-    and train it.
-    """
+    """Resolve and check the run, which takes a fraction of a second; then fit and train it."""
     stop = StopRequest()
     stop.listen()
     world = progress.world = launched()
@@ -64,16 +59,13 @@ def fit_and_train(progress: TrainingProgress) -> None:
 
 
 def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
-    """Join the process group and train in it.
-
-    torch and transformers take seconds to import: not for a mistake.
-    """
+    """Join the process group and train in it."""
     quiet_libraries(run["verbose"])
     prepare_environment(run)
+    # torch and transformers take seconds to import, so a mistake is reported before that.
     from launch.output.resume import output_folder
     from launch.training.build import build_arguments
     from launch.training.model import limited_to_model, load_tokenizer
-    from launch.training.results import show_sample
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
@@ -86,7 +78,7 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
     ):
         finished = train_in_group(run, progress, stop, args, tokenizer)
     if finished and run.demonstration:
-        show_sample(run, progress.world)
+        banner.show_sample(run, progress.world)
 
 
 def train_in_group(
@@ -103,7 +95,7 @@ def train_in_group(
     from launch.training.callbacks import StopWhenRequested
     from launch.training.data import load_data
     from launch.training.model import known_classes, load_model
-    from launch.training.results import checkpoint_bytes, results, show_results
+    from launch.training.results import checkpoint_bytes, results
     from launch.training.trainer import require_finite
 
     world, out = progress.world, console(progress.world.is_main)
@@ -113,8 +105,7 @@ def train_in_group(
         return False
 
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    # After the data, because its libraries handle MemoryError unpredictably.
-    if run["memory_limit"]:
+    if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
@@ -130,7 +121,7 @@ def train_in_group(
             trained.metrics.update(trainer.evaluate())
         trainer.save_model()
         record.results = results(run, trainer, trained.metrics)
-    show_results(record.results, run, world, trainer, progress.argv)
+    banner.show_results(record.results, run, world, trainer, progress.argv)
     return True
 
 

@@ -1,6 +1,4 @@
-"""The memory of a process: its limit, its peak, what is free, and whether a failure means that
-memory ran out.
-"""
+"""The memory of a process: its limit, its peak, what is free, and whether it ran out."""
 
 from __future__ import annotations
 
@@ -61,16 +59,13 @@ def resident() -> int:
 
 
 def peak(cuda: bool) -> int:
-    """The most bytes that this process has held: reserved on its GPU (others cannot have those),
-    else in RAM.
-    """
+    """The most bytes that this process has held: reserved on its GPU, or else in RAM."""
     if cuda:
         import torch
 
         return torch.cuda.max_memory_reserved()
     if sys.platform == "linux":
-        # psutil does not read the peak, and getrusage includes the peak of the process that forked
-        # this one.
+        # psutil does not read the peak, and getrusage includes that of the parent process.
         line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
         if line:
             return int(line[1]) * 1024
@@ -79,10 +74,7 @@ def peak(cuda: bool) -> int:
 
 
 def free_ram() -> int | None:
-    """Bytes of RAM that the system could give out now, whatever a cgroup allows of it.
-
-    None if unknown.
-    """
+    """Bytes of RAM that the system has available, or None if unknown. Reads no cgroup limit."""
     try:
         return psutil.virtual_memory().available
     except (OSError, RuntimeError, psutil.Error):
@@ -109,7 +101,7 @@ def ran_out(error: BaseException | None) -> bool:
 
 
 def _of_gpu(error: BaseException) -> bool:
-    # Importing it takes seconds, and without it the error is not torch's.
+    # Not imported for this: that takes seconds, and without it the error is not torch's.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 

@@ -1,5 +1,4 @@
-"""Stop requests: after SIGTERM or SIGUSR1 to any rank, all ranks save at the same step and exit
-with one code.
+"""Stop requests: after SIGTERM or SIGUSR1 to any rank, all ranks save the same step and exit.
 
 Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
 some time later.
@@ -47,9 +46,7 @@ class StopRequest:
             _end_with_launcher()
 
     def defer(self) -> None:
-        """From now on a signal is only remembered: the step or the save that is under way is
-        completed first.
-        """
+        """From now on only remember a signal: the current step or save is completed first."""
         self._deferred = True
 
     def _request_stop(self, number: int, frame: Any) -> None:
@@ -78,8 +75,9 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Receive SIGTERM when the launcher dies: `accelerate launch` forwards no signal to a single
-    process.
+    """Receive SIGTERM when the launcher dies.
+
+    `accelerate launch` forwards no signal to a single process.
     """
     if launcher_argv():  # a shell may exit and leave the run in the background
         end_with_parent(signal.SIGTERM)

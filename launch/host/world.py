@@ -1,6 +1,4 @@
-"""The world: the processes that train together, read from what the launcher announced and never
-guessed.
-"""
+"""The world: the processes that train together, as the launcher announced them."""
 
 from __future__ import annotations
 
@@ -82,11 +80,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def on_launched_engine(run: RunSpec) -> RunSpec:
-    """The run with the engine that will execute it, and with its fit.json: the launched engine, or
-    the recipe's own.
+    """The run with the engine that will execute it, and with its fit.json.
 
-    Under plain DDP a recipe with offload would train without offload. So it starts DeepSpeed with
-    its own YAML.
+    That is the launched engine, but under plain DDP a recipe with offload would train without
+    offload. So such a recipe starts DeepSpeed itself, with its own YAML.
     """
     return with_fit(replace(run, engine=_launched_engine(run)))
 
@@ -112,7 +109,7 @@ def prepare_environment(run: RunSpec) -> None:
     if run["measure"]:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
     if not run.hardware.cuda:
-        # Accelerate imports deepspeed, which warns while it guesses.
+        # accelerate imports deepspeed, which otherwise guesses and prints warnings.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
@@ -124,8 +121,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None]:
-    """The process group that TrainingArguments joined: checked against the launched world, and
-    left at the end.
+    """Check the process group that TrainingArguments joined, and leave it at the end.
 
     Raises `UserError` if several processes were launched and each is alone, or if their
     micro-batches differ.

@@ -26,9 +26,7 @@ _RANDOM_ENTRIES = {"python", "numpy", "cpu"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint as inspected: `faults` make it unusable, `notes` say what a resume would
-    start afresh.
-    """
+    """One checkpoint: `faults` make it unusable, `notes` say what a resume starts afresh."""
 
     path: Path
     step: int
@@ -76,9 +74,7 @@ def _step(path: Path) -> int:
 
 
 def archive_damaged(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that Trainer's rotation, which counts by number, keeps the
-    valid ones.
-    """
+    """Rename a damaged checkpoint. Trainer's rotation counts by number and keeps the valid ones."""
     target = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
     count = 1
     while target.exists():
@@ -123,9 +119,7 @@ def _holds_weights_alone(path: Path) -> bool:
 
 
 def _rng_faults(path: Path) -> list[str]:
-    """One random state per rank: `rng_state.pth` of a single process, or 0 to the last without a
-    gap.
-    """
+    """One random state per rank: `rng_state.pth` of one process, or 0 to the last without a gap."""
     ranks = sorted(int(number.group(1)) for file in path.iterdir() if (number := _RANK_STATE.fullmatch(file.name)))
     if not ranks:
         return _torch_faults(path, ["rng_state.pth"])
@@ -147,9 +141,7 @@ def _state_faults(file: Path, step: int) -> list[str]:
 
 
 def _is_trainer_state(state: Any) -> bool:
-    """Whether the installed TrainerState accepts it: another version may have written fields that
-    are gone.
-    """
+    """Whether the installed TrainerState accepts it. Fields come and go between versions."""
     from transformers import TrainerState
 
     try:
@@ -215,10 +207,7 @@ def _file_faults(file: Path) -> list[str]:
 
 
 def _loading_faults(file: Path) -> list[str]:
-    """What goes wrong when the file is loaded as a resume loads it.
-
-    Its tensors stay on the disk.
-    """
+    """What goes wrong when the file is loaded as in a resume. Its tensors stay on the disk."""
     import torch
     from transformers.trainer_pt_utils import safe_globals
 

@@ -1,7 +1,4 @@
-"""run.json: what trained, with which settings, and how it ended.
-
-A damaged one never stops a run.
-"""
+"""run.json: what trained, with which settings, and how it ended. A damaged one is ignored."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ NAME = "run.json"
 OUT_OF_MEMORY = "out_of_memory.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
-# A run cannot resume from a checkpoint with another value of these: it has other weights, or other
-# data.
+# With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
     "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit optim "
     "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
@@ -74,8 +70,8 @@ class Record:
 
 @contextlib.contextmanager
 def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
-    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted`,
-    `out_of_memory` or `failed`.
+    """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
+    `failed`.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only loses that rank, and finds
     the file it left.

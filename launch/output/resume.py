@@ -1,4 +1,4 @@
-"""What an output folder already holds, and what that means for a run that is about to write there."""
+"""What an output folder already holds, and what that means for a run that will write there."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class Earlier:
 
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
-    """Makes the output folder, checks that a run may write to it, and locks it against a second
-    run.
-    """
+    """Make the output folder, check that a run may write to it, and lock it."""
     handle = world.decide(lambda: _make_and_lock(run))
     try:
         yield
@@ -121,8 +119,9 @@ def _unused_name(folder: Path) -> Path:
 
 
 def make_room(run: RunSpec, needed_bytes: int) -> None:
-    """Before the first write, once nothing else is wrong: require space for a checkpoint; --fresh
-    moves older runs.
+    """Require space for a checkpoint, and archive an older run if --fresh says so.
+
+    Call it last before training, once nothing else is wrong.
     """
     _require_disk_space(run, needed_bytes)
     if run["fresh"]:

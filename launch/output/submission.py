@@ -1,6 +1,4 @@
-"""submission.json in the output folder: what was submitted, so that `recipes status` and `recipes
-logs` find it.
-"""
+"""submission.json in the output folder: how `recipes status` and `recipes logs` find a job."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class Submission:
 
     @property
     def where(self) -> str:
-        # Azure ML's job names the folder.
+        # An Azure ML job has the name of its folder.
         return f"slurm {self.job}" if self.target == "slurm" else self.target
 
 

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launch.terminal import duration, memory_size, plural, print_note
+from launch.host.world import World
+from launch.terminal import console, duration, memory_size, plural, print_note
+from launch.training.failure import only_noted
 from recipes.run import FIT, RunSpec, shown
 from recipes.scaling.timings import Timing
 
@@ -49,23 +51,47 @@ def precision(run: RunSpec) -> str:
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
 
 
-def summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
+def _summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
     lines = {**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}
     out.print()
     out.print(_table(lines))
 
 
-def timing(row: Timing | None, run: RunSpec, out: Console) -> None:
+def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
     """Whether `--measure` added a row of timings, and why not."""
     result = "too few steps, none came after the warm-up: nothing was added" if row is None else "a row was added"
     out.print(_table({"timings": f"{run['measure']}: {result}"}))
 
 
-def sample(text: str, out: Console) -> None:
-    """What the demonstration's model writes."""
-    out.print("\n[bold]a sample from the trained model[/bold]")
-    out.print(escape(text), highlight=False)
+def show_results(results: dict[str, Any], run: RunSpec, world: World, trainer: Any, argv: list[str]) -> None:
+    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
+
+    All ranks call it, once the run is recorded as finished. A failure here does not change that.
+    """
+    out = console(world.is_main)
+    with only_noted("printing its summary", world):
+        _summary(results, run, out)
+    if run["measure"]:
+        from launch.training.timing import add_timing
+
+        with only_noted(f"adding a row to {run['measure']}", world):
+            _timing(add_timing(run, world, trainer, results, argv), run, out)
+    with only_noted("freeing its memory", world):
+        trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
+
+
+def show_sample(run: RunSpec, world: World) -> None:
+    """A few lines by the demonstration's model. Rank 0 prints them after the process group."""
+    from launch.training.demo import saved_sample
+
+    if not world.is_main:
+        return
+    with only_noted("reading a sample from its model", world):
+        text = saved_sample(run["output_dir"])
+        out = console()
+        out.print("\n[bold]a sample from the trained model[/bold]")
+        out.print(escape(text), highlight=False)
 
 
 def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
@@ -76,7 +102,7 @@ def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
         out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
         if run["measure"]:
-            timing(None, run, out)
+            _timing(None, run, out)
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 

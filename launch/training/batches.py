@@ -17,18 +17,16 @@ MULTIPLE = 8  # tensor cores want lengths divisible by 8
 
 
 def pack(examples: Dataset, length: int) -> Dataset:
-    """Rows of exactly `length` tokens, cut from the examples joined end to end; what is left over
-    is dropped.
+    """Join the examples end to end and cut them into rows of exactly `length` tokens.
 
-    So are rows without a single label: a micro-batch of them would have a loss of nan.
+    The incomplete last row is dropped. So are rows without any label: a micro-batch of only such
+    rows has a loss of nan.
     """
     return examples.with_format("arrow").map(_Packer(length), batched=True, desc="Packing").with_format("torch")
 
 
 class _Packer:
-    """Cuts one batch of examples after another, and keeps what does not fill a row for the next
-    batch.
-    """
+    """Packs batch after batch. Tokens that do not fill a row are kept for the next batch."""
 
     def __init__(self, length: int):
         self.length = length
@@ -66,7 +64,7 @@ class Pad:
     """Pads on the right. A row's labels are one per token, or one class for the whole row."""
 
     pad_token_id: int
-    longest: int  # where the model may end: no batch is padded beyond it
+    longest: int  # no batch is padded beyond it: the model may have no more positions
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)

@@ -1,6 +1,4 @@
-"""From a run to Hugging Face's objects: TrainingArguments and the Trainer, from the run's settings
-alone.
-"""
+"""From a run to Hugging Face's objects: TrainingArguments and the Trainer."""
 
 from __future__ import annotations
 

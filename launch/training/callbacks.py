@@ -1,4 +1,4 @@
-"""What watches a training: stopping early or when told to, timing its steps, showing its progress."""
+"""Callbacks: stop early or when told to, log the last step, time the steps, show progress."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from recipes.scaling.timings import WARM_UP_STEPS
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """Hugging Face's callback, and a run that resumes from the checkpoint it stopped at stays
-    stopped.
-    """
+    """Hugging Face's, and a run resumed from the checkpoint at which it stopped stays stopped."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)

@@ -50,7 +50,7 @@ def load_data(run: Mapping[str, Any], tokenizer, classes: Sequence[str] = ()) ->
 
     `classes` are the names that the model was trained to tell apart, in its order.
     """
-    # The demonstration is in memory.
+    # The demonstration's data is in memory, so no cache is shared.
     with _local_main_first() if run["dataset_name"] else nullcontext():
         train, evaluation = read_splits(run)
         if run["task"] == "sequence_classification":
@@ -64,10 +64,7 @@ def repeated_longest(rows: Dataset, count: int) -> Dataset:
 
 
 def compute_accuracy(prediction) -> dict[str, float]:
-    """For `Trainer(compute_metrics=...)`.
-
-    Some models return more than the logits, which come first.
-    """
+    """For `Trainer(compute_metrics=...)`. If a model returns more than logits, they come first."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
 
@@ -120,14 +117,12 @@ def _collator(run: Mapping[str, Any], tokenizer) -> Callable:
 
 
 def _padding(run: Mapping[str, Any], tokenizer) -> Pad:
-    # Padding is masked, so any token will do.
+    # Padding is masked, so any token works.
     return Pad(tokenizer.pad_token_id or 0, run["max_length"])
 
 
 def _token_rows(run: Mapping[str, Any], tokenizer, rows: Dataset, flag: str) -> tuple[Dataset, int]:
-    """Rows of `input_ids` and `labels`, and the number of examples left out because they have no
-    label.
-    """
+    """Rows of `input_ids` and `labels`, and how many examples were left out: they have no label."""
     encode = encoder(run, tokenizer, rows)
     longest = None if run["packing"] else run["max_length"]
     examples = rows.map(
@@ -223,8 +218,8 @@ def _class_names(rows: Dataset, field: str) -> list[str]:
         shown = ", ".join(repr(value) for value in values[:5])
         raise mistake(
             "dataset_label_field",
-            f"the column {field!r} holds {shown}: a class is a text or a number from 0",
-            "a label for every row, as text or as a number from 0",
+            f"the column {field!r} holds {shown}: a class is a text or an integer from 0",
+            "a label for every row, as a text or an integer from 0",
         )
     if len(names) < 2:
         raise mistake("dataset_label_field", f"all rows have the label {names[0]!r}", "data with two classes or more")

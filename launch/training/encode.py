@@ -113,21 +113,23 @@ def _require_offsets(tokenizer, flag: str) -> None:
 
 
 def encode_and_cut(rows: Rows, encode: Encoder, longest: int | None, version: str) -> dict[str, list]:
-    """`version` of this package is not read: being an argument, it is part of the key under which
-    results are cached, so that no release is handed what an earlier one tokenized.
+    """Token ids and labels of a batch of rows, cut to `longest` tokens (None: not cut).
+
+    `version` of this package is not used here. As an argument it is part of the cache key, so
+    that no release reads what an earlier one tokenized.
     """
     encoded = encode(rows)
     pairs = [
         (ids[:longest], labels[:longest]) for ids, labels in zip(encoded["input_ids"], encoded["labels"], strict=True)
     ]
-    # A micro-batch without any label gives a loss of nan. The first label is never used: nothing
-    # predicts it.
+    # A micro-batch without any label has a loss of nan. The first label does not count, because
+    # no token predicts it.
     pairs = [pair for pair in pairs if any(label != IGNORED for label in pair[1][1:])]
     return {"input_ids": [ids for ids, _ in pairs], "labels": [labels for _, labels in pairs]}
 
 
 def encode_tokenized(rows: Rows) -> dict[str, list]:
-    """Token ids are taken as they are, without the padding that their attention mask shows."""
+    """Token ids are taken as they are, without the padding that the attention mask marks."""
     ids, labels = rows["input_ids"], rows["labels"] if "labels" in rows else rows["input_ids"]
     for row, targets in zip(ids, labels, strict=True):
         if len(row) != len(targets):
@@ -140,20 +142,20 @@ def encode_tokenized(rows: Rows) -> dict[str, list]:
 
 
 def encode_texts(rows: Rows, tokenizer, column: str) -> dict[str, list]:
-    """Every text ends with EOS, so that the model learns to stop; empty texts teach nothing."""
+    """Every text ends with EOS, so that the model learns to stop. Empty texts are left out."""
     ids = _tokenize(tokenizer, [text for text in rows[column] if text])
     ids = [_ended(row, tokenizer) for row in ids]
     return {"input_ids": ids, "labels": ids}
 
 
 def encode_completions(rows: Rows, tokenizer, completion_only: bool) -> dict[str, list]:
-    """Prompt and completion are tokenized apart, as at inference: no token spans the border."""
+    """Prompt and completion are tokenized separately, as at inference: no token spans both."""
     encoded: dict[str, list] = {"input_ids": [], "labels": []}
     prompts = _tokenize(tokenizer, [text or "" for text in rows["prompt"]])
     completions = _tokenize(tokenizer, [text or "" for text in rows["completion"]], add_special_tokens=False)
     for prompt, completion in zip(prompts, completions, strict=True):
         if prompt and prompt[-1] == tokenizer.eos_token_id:
-            prompt = prompt[:-1]  # some tokenizers end every text, and this one goes on
+            prompt = prompt[:-1]  # some tokenizers append EOS to every text
         completion = _ended(completion, tokenizer)
         encoded["input_ids"].append(prompt + completion)
         encoded["labels"].append((_ignored(prompt) if completion_only else prompt) + completion)
@@ -161,7 +163,7 @@ def encode_completions(rows: Rows, tokenizer, completion_only: bool) -> dict[str
 
 
 def encode_chats(rows: Rows, tokenizer, assistant_only: bool) -> dict[str, list]:
-    """A chat ends as its template ends it: an EOS of ours could be one too many."""
+    """A chat ends as its template ends it. A second EOS is not appended."""
     chats = [messages for messages in rows["messages"] if messages]
     texts = [_render(chat, tokenizer) for chat in chats]
     if not assistant_only:
@@ -199,28 +201,29 @@ def encode_classified(
 
 
 def assistant_spans(chat: list[dict], text: str, tokenizer) -> list[tuple[int, int]]:
-    """Where the assistant speaks in `text`, found by rendering the chat up to and after each of
-    its messages.
+    """Character ranges of the assistant's messages in `text`.
+
+    Found by rendering the chat up to each of the assistant's messages, and including it.
     """
     spans = []
     for number, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
         start = _shared_start(chat[:number], text, tokenizer, "assistant_only_loss")
-        # The line break after a turn is nobody's word.
-        said = _render(chat[: number + 1], tokenizer).rstrip()
-        if not text.startswith(said):
+        # The line break after a message is not part of it.
+        rendered = _render(chat[: number + 1], tokenizer).rstrip()
+        if not text.startswith(rendered):
             raise _rewrites("assistant_only_loss")
-        spans.append((start, len(said)))
+        spans.append((start, len(rendered)))
     return spans
 
 
 def _shared_start(opening: list[dict], text: str, tokenizer, flag: str) -> int:
-    """Length of the opening of a chat, up to where the assistant begins to answer."""
+    """Length in characters of the start of a chat, up to where the assistant begins to answer."""
     if not opening:
         raise mistake(
             flag,
-            "a chat begins with the assistant, and the tokenizer's chat template does not mark its words",
+            "a chat begins with the assistant, and the tokenizer's chat template does not mark its messages",
             "chats that begin with the user, or a template with {% generation %} ... {% endgeneration %}",
         )
     rendered = _render(opening, tokenizer, add_generation_prompt=True)
@@ -232,7 +235,7 @@ def _shared_start(opening: list[dict], text: str, tokenizer, flag: str) -> int:
 def _rewrites(flag: str) -> UserError:
     return mistake(
         flag,
-        "the tokenizer's chat template rewrites earlier messages, so the assistant's words cannot be told apart",
+        "the tokenizer's chat template rewrites earlier messages, so the assistant's messages cannot be found",
         "a chat template that marks them with {% generation %} ... {% endgeneration %}",
     )
 
@@ -245,7 +248,7 @@ def _encode_marked(chat: list[dict], tokenizer) -> dict[str, list]:
 
 
 def _encode_spans(texts: list[str], spans: list[list[tuple[int, int]]], tokenizer) -> dict[str, list]:
-    """Labels only for the tokens that hold characters of a span."""
+    """Labels only for tokens that contain characters of a span."""
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     labels = [
         [

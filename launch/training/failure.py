@@ -42,9 +42,7 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
 
 @contextlib.contextmanager
 def only_noted(doing: str, world: World) -> Iterator[None]:
-    """For what follows a finished training: a failure there is one line, and the run stays
-    finished.
-    """
+    """For what follows a finished training. A failure is one line, and the run stays finished."""
     try:
         yield
     except Exception as error:

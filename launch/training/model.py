@@ -21,15 +21,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from launch.training.data import Data
-from launch.training.demo import demo_config, demo_tokenizer
+from launch.training.demo import demo_config, demo_tokenizer, has_weights
 from recipes.errors import UserError, mistake
 from recipes.run import RunSpec
-
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 
 # These number positions from `pad_token_id + 1`, so that many of their position embeddings are
 # never used.
@@ -40,9 +38,6 @@ OFFSET_POSITIONS = {
 
 # What transformers raises for a model it cannot load.
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
-
-SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 200
 
 
 def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -128,46 +123,6 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return positions
 
 
-def generate_sample(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
-) -> str:
-    """What the model writes after `prompt`: the same for the same weights.
-
-    Random states are left as they are.
-    """
-    was_training = model.training
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    model.eval()
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        written = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.7,
-            use_cache=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    model.train(was_training)
-    return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def saved_sample(run: Mapping[str, Any]) -> str:
-    """A few lines by the model that a finished run saved in `output_dir`, loaded as anyone would
-    load it.
-
-    Empty if no whole model was saved: ZeRO-3 may leave only its shards.
-    """
-    # Under ZeRO-3 transformers would shard this model too, and one rank alone loads it.
-    unset_hf_deepspeed_config()
-    if not _has_weights(Path(run["output_dir"])):
-        return ""
-    tokenizer = AutoTokenizer.from_pretrained(run["output_dir"])
-    model = AutoModelForCausalLM.from_pretrained(run["output_dir"], dtype=torch.float32)
-    return SAMPLE_PROMPT + generate_sample(model, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS)
-
-
 # --- Loading -------------------------------------------------------------------------------------
 
 
@@ -192,16 +147,12 @@ def _require_files(path: Path) -> None:
         what = "holds LoRA adapters without their base model" if adapters else "has no config.json"
         fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
         raise mistake("model_name_or_path", f"the folder {path} {what}", fix)
-    if not _has_weights(path):
+    if not has_weights(path):
         raise mistake(
             "model_name_or_path",
             f"the folder {path} has a config.json and no weights",
             "a folder with model.safetensors too, as save_pretrained writes it",
         )
-
-
-def _has_weights(path: Path) -> bool:
-    return any(any(path.glob(pattern)) for pattern in WEIGHTS)
 
 
 def load_config(

@@ -1,6 +1,4 @@
-"""The results of a run: speed, memory and model FLOPs utilisation, and what is shown once it is
-finished.
-"""
+"""The results of a run: speed, memory and model FLOPs utilisation, from counts taken meanwhile."""
 
 from __future__ import annotations
 
@@ -9,13 +7,6 @@ from typing import Any
 import torch
 
 from launch.host import memory
-from launch.host.world import World
-from launch.terminal import console
-from launch.training import banner
-from launch.training.failure import only_noted
-from launch.training.model import saved_sample
-from launch.training.timeline import MeasuredTrainer
-from launch.training.timing import add_timing
 from launch.training.trainer import RecipeTrainer
 from recipes.planner.speed import flops_are_known, model_flops
 from recipes.run import RunSpec
@@ -64,10 +55,7 @@ def peak_memory() -> dict[str, Any]:
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters.
-
-    Tied ones count once, ZeRO-3 shards count whole, 4-bit pairs in a byte count as two.
-    """
+    """Number of parameters: tied ones once, ZeRO-3 shards whole, two for a byte of 4-bit weights."""
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
@@ -78,8 +66,7 @@ def _size(parameter: torch.nn.Parameter) -> int:
 
 
 def checkpoint_bytes(model: torch.nn.Module, with_optimizer: bool = True) -> int:
-    """Estimated bytes of a checkpoint: the trained weights in their type, and two fp32 Adam
-    moments for each.
+    """Estimated bytes of a checkpoint: the trained weights and two fp32 Adam moments for each.
 
     Without the optimizer it is the size of the final model.
     """
@@ -96,39 +83,10 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
 
 
 def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilisation: share of the bf16 peak.
-
-    None if the hardware or the formula for it is unknown.
-    """
+    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown."""
     peak = run.hardware.peak_flops
     if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
         return None
     if not flops_are_known(model.config):
         return None
     return tokens_per_second * flops_per_token(model, run["max_length"]) / (peak * run.world_size)
-
-
-# --- Once the run is finished: whatever fails here is noted, and the run stays finished ----------
-
-
-def show_results(results: dict[str, Any], run: RunSpec, world: World, trainer: RecipeTrainer, argv: list[str]) -> None:
-    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
-
-    All ranks call it.
-    """
-    out = console(world.is_main)
-    with only_noted("its summary", world):
-        banner.summary(results, run, out)
-    if isinstance(trainer, MeasuredTrainer):
-        with only_noted(f"adding a row to {run['measure']}", world):
-            banner.timing(add_timing(run, world, trainer, results, argv), run, out)
-    with only_noted("freeing its memory", world):
-        # The process group may go only after what DDP and DeepSpeed built.
-        trainer.accelerator.free_memory()
-
-
-def show_sample(run: RunSpec, world: World) -> None:
-    """A few lines by the demonstration's model, printed by rank 0 once the process group is left."""
-    if world.is_main:
-        with only_noted("reading a sample from its model", world):
-            banner.sample(saved_sample(run), console())

@@ -1,6 +1,4 @@
-"""Where data comes from: a file, a folder, the Hub or the demonstration, as splits of rows that
-are not tokenized.
-"""
+"""Reading data: a file, a folder, the Hub or the demonstration, as rows not yet tokenized."""
 
 from __future__ import annotations
 
@@ -19,6 +17,10 @@ FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 
 
 def read_splits(run: Mapping[str, Any]) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on and to evaluate on (None if the run does not evaluate).
+
+    Raises `UserError` if there is nothing to read, or no such split.
+    """
     evaluates = run["eval_strategy"] != "no"
     splits = _read(run) if run["dataset_name"] else _demo_splits(evaluates)
     train = _take(splits, "dataset_train_split", run["dataset_train_split"])
@@ -41,9 +43,7 @@ def _demo_splits(evaluates: bool) -> dict[str, Dataset]:
 
 
 def _take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
-    """The rows of `train`, `train[:95%]` or `train[:10]+test`: the same for files, folders and the
-    Hub.
-    """
+    """The rows of `train`, `train[:95%]` or `train[:10]+test`, from whatever source."""
     try:
         parts = ReadInstruction.from_spec(wanted).to_absolute({name: len(split) for name, split in splits.items()})
     except (ValueError, AssertionError):
@@ -83,15 +83,15 @@ def _require_no_config(run: Mapping[str, Any], path: Path) -> None:
 def _read_file(path: Path) -> dict[str, Dataset]:
     kind = FILE_KINDS.get(path.suffix.lower())
     if kind is None:
-        raise mistake("dataset_name", f"{path} is of no known kind", "a file ending in " + ", ".join(FILE_KINDS))
+        raise mistake("dataset_name", f"{path} is not of a known kind", "a file ending in " + ", ".join(FILE_KINDS))
     if not path.stat().st_size:
         raise mistake("dataset_name", f"{path} is empty", "a file with rows in it")
     try:
         return dict(datasets.load_dataset(kind, data_files=str(path)))
-    except Exception as error:  # parsers raise what they like: all of it is about this file
+    except Exception as error:  # parsers raise anything, and always about this file
         reason = _first_bad_json_line(path) if path.suffix == ".jsonl" else None
         raise mistake(
-            "dataset_name", f"{path} cannot be read as {kind}: {reason or _cause(error)}", "mend the file"
+            "dataset_name", f"{path} cannot be read as {kind}: {reason or _cause(error)}", "correct the file"
         ) from None
 
 

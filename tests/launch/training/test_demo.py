@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from launch.training.model import generate_sample, saved_sample
+from launch.training.demo import generate_sample, saved_sample
 from tests.support.models import load, loss_of, run_with, save
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -70,8 +70,8 @@ def test_sample_leaves_the_model_training(tokenizer):
 
 def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
     save(load(run_with(max_length=256)), tmp_path)
-    assert saved_sample({"output_dir": str(tmp_path)}).startswith("def ")
+    assert saved_sample(str(tmp_path)).startswith("def ")
 
 
 def test_a_run_that_saved_no_whole_model_shows_nothing(tmp_path):
-    assert saved_sample({"output_dir": str(tmp_path)}) == ""
+    assert saved_sample(str(tmp_path)) == ""

@@ -116,8 +116,8 @@ def shortage(error: BaseException) -> Shortage:
     text = f"{error} {error.__cause__ or ''}"
     if _of_gpu(error):
         return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))
-    found = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
-    asked, free = int(found[1] or found[2]) if found else None, _free_in_ram(soft)
+    match = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
+    asked, free = int(match[1] or match[2]) if match else None, _free_in_ram(soft)
     # The failed step has freed its memory since.
     if asked is not None and free is not None and free >= asked:
         free = None
@@ -136,8 +136,8 @@ def _free_of_gpu(text: str) -> int | None:
 
 def _size(words: str, text: str, before: bool = True) -> int | None:
     size = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-    found = re.search(rf"{size} {words}" if before else rf"{words} {size}", text)
-    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+    match = re.search(rf"{size} {words}" if before else rf"{words} {size}", text)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 def _free_in_ram(soft: int) -> int | None:

@@ -40,9 +40,8 @@ class Checkpoint:
 
 def numbered(output_dir: str | Path) -> list[Path]:
     """The folders checkpoint-N in `output_dir`, newest first."""
-    folder = Path(output_dir)
-    found = [path for path in folder.glob("checkpoint-*") if folder.is_dir() and path.is_dir()]
-    return sorted((path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)), key=lambda path: -_step(path))
+    named = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
 
 
 def inspect(path: Path) -> Checkpoint:
@@ -90,16 +89,16 @@ def faults(path: Path) -> list[str]:
     `save_only_model` leaves them, are valid: `fresh_parts` says what a resume from them starts
     afresh.
     """
-    found = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
-    found += _state_faults(path / "trainer_state.json", _step(path))
+    result = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
+    result += _state_faults(path / "trainer_state.json", _step(path))
     if (path / "latest").exists() or any(path.glob("global_step*")):
-        return found + _deepspeed_faults(path) + _rng_faults(path)
+        return result + _deepspeed_faults(path) + _rng_faults(path)
     if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
-        return found + _missing(path, ["scheduler.pt"]) + _rng_faults(path)
-    found += _weight_faults(path)
+        return result + _missing(path, ["scheduler.pt"]) + _rng_faults(path)
+    result += _weight_faults(path)
     if _holds_weights_alone(path):
-        return found
-    return found + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
+        return result
+    return result + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
 
 
 def fresh_parts(path: Path) -> list[str]:
@@ -179,13 +178,13 @@ def _deepspeed_faults(path: Path) -> list[str]:
         return [f"{folder.name} is missing"]
     files = sorted(folder.glob("*.pt"))
     shards = [file for file in files if file.name.endswith("_optim_states.pt")]
-    found = [fault for file in files for fault in _file_faults(file)]
+    result = [fault for file in files for fault in _file_faults(file)]
     writers = max(1, sum(1 for _ in path.glob("rng_state_*.pth")))
     if len(shards) != writers:
-        found.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
+        result.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
     if not any(file.name.endswith("_model_states.pt") for file in files):
-        found.append(f"{folder.name} has no model states")
-    return found + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
+        result.append(f"{folder.name} has no model states")
+    return result + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
 
 
 def _missing(path: Path, names: list[str]) -> list[str]:

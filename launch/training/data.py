@@ -188,7 +188,7 @@ def _classification(
 
 
 def _in_models_order(names: list[str], classes: Sequence[str]) -> list[str]:
-    """The names in the order of a model that was trained on the same classes; otherwise unchanged."""
+    """The names in the order of a model that was trained on the same classes, or else as given."""
     order = [name.lower() for name in classes]
     if len(names) != len(order) or {name.lower() for name in names} != set(order):
         return names

@@ -180,7 +180,7 @@ def _require_decoder(run: Mapping[str, Any], config: PreTrainedConfig) -> None:
     if run["task"] == "causal_lm" and encoder and not getattr(config, "is_decoder", False):
         raise mistake(
             "model_name_or_path",
-            f"{run['model_name_or_path']} is an encoder ({config.model_type}): it sees the words it has to predict",
+            f"{run['model_name_or_path']} is an encoder ({config.model_type}): it sees the tokens it has to predict",
             "a decoder, or --task sequence_classification",
         )
 

@@ -55,7 +55,7 @@ def peak_memory() -> dict[str, Any]:
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters: tied ones once, ZeRO-3 shards whole, two for a byte of 4-bit weights."""
+    """Number of parameters: tied ones once, ZeRO-3 shards whole, two per byte of 4-bit weights."""
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 

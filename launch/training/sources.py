@@ -109,14 +109,14 @@ def _first_bad_json_line(path: Path) -> str | None:
 def _read_folder(path: Path, config: str | None) -> dict[str, Dataset]:
     saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
     try:
-        found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), config)
+        loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), config)
     except Exception as error:
         raise mistake(
             "dataset_name",
             f"the folder {path} cannot be read: {_cause(error)}",
             "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files",
         ) from None
-    return dict(found) if isinstance(found, DatasetDict) else {"train": found}
+    return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
 
 
 def _read_hub(name: str, config: str | None) -> dict[str, Dataset]:

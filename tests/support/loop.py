@@ -1,4 +1,4 @@
-"""The reference: a plain PyTorch training loop, written by hand, that knows nothing of Trainer."""
+"""The reference: a plain PyTorch training loop, written by hand, without Trainer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Imported once by the process from which the tests fork ranks: what takes each of them ten
-seconds otherwise.
-"""
+"""Imported once by the process that tests fork ranks from: it saves each of them ten seconds."""
 
 import gc
 

@@ -1,6 +1,4 @@
-"""Starting train.py from a test: in this process for one rank, through the real launchers for
-more.
-"""
+"""Starts train.py from a test: one rank in this process, or through the real launchers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model whose every forward pass takes a known time, so that a test can count on when a signal
-lands.
-"""
+"""A model whose forward pass takes a known time, so that a signal arrives during a step."""
 
 from __future__ import annotations
 

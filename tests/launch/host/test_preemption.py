@@ -1,5 +1,5 @@
 """Told to stop, wherever the signal lands: one agreed step, a valid checkpoint, and a run that
-goes on as if nothing had happened.
+goes on as if it had not been stopped.
 """
 
 import os
@@ -37,9 +37,9 @@ class Run:
         self.start([str(SCRIPT), *self.flags, "--output_dir", str(self.output)])
         return self
 
-    def start(self, words: list[str]) -> None:
+    def start(self, argv: list[str]) -> None:
         self.process = subprocess.Popen(
-            [*self.starter, *words],
+            [*self.starter, *argv],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -51,13 +51,13 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def said(self) -> str:
+    def output_so_far(self) -> str:
         return os.pread(self.log.fileno(), 1 << 20, 0).decode()
 
-    def wait_until_said(self, words: str) -> None:
+    def wait_for_output(self, words: str) -> None:
         deadline = time.monotonic() + 120
-        while words not in self.said():
-            assert time.monotonic() < deadline, f"{words!r} was never said:\n{self.said()}"
+        while words not in self.output_so_far():
+            assert time.monotonic() < deadline, f"{words!r} was never printed:\n{self.output_so_far()}"
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
@@ -74,12 +74,12 @@ class Run:
         return sorted(found)
 
     def end(self) -> str:
-        """Everything it said, once it and all its ranks have ended."""
+        """Everything it printed, once it and all its ranks have ended."""
         self.process.wait(120)
         deadline = time.monotonic() + 60
         while self.ranks() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return self.said()
+        return self.output_so_far()
 
 
 class Forked(Run):
@@ -87,8 +87,8 @@ class Forked(Run):
     after that.
     """
 
-    def start(self, words: list[str]) -> None:
-        self.process = fork(dict(os.environ), words, self.log.fileno())
+    def start(self, argv: list[str]) -> None:
+        self.process = fork(dict(os.environ), argv, self.log.fileno())
 
     def __exit__(self, *exception):
         self.process.kill()
@@ -98,7 +98,7 @@ class Forked(Run):
 
     def end(self) -> str:
         self.process.join(120)
-        return self.said()
+        return self.output_so_far()
 
 
 def launcher(config: str, *words: str) -> partial[Run]:
@@ -112,7 +112,7 @@ TWO_RANKS = launcher("standard.yaml", "--num_processes", "2", "--main_process_po
 
 def stopped(run: Run, tell) -> str:
     with run:
-        run.wait_until_said("step 5/")
+        run.wait_for_output("step 5/")
         tell(run)
         return run.end()
 
@@ -148,7 +148,7 @@ TELL = {
 
 
 @pytest.mark.parametrize(
-    ("start", "told"),
+    ("start", "whom"),
     [
         (Forked, "SIGUSR1"),
         (ONE_PROCESS, "the launcher"),
@@ -157,8 +157,8 @@ TELL = {
     ],
     ids=["SIGUSR1", "the launcher of one process", "the launcher of two ranks, twice", "two ranks and their launcher"],
 )
-def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, told, flags, tmp_path):
-    stopped(start(flags, tmp_path), TELL[told])
+def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, whom, flags, tmp_path):
+    stopped(start(flags, tmp_path), TELL[whom])
     assert 5 <= assert_resumable(tmp_path) < 100
 
 

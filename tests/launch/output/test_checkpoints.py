@@ -1,6 +1,4 @@
-"""A checkpoint is resumed from only if it is whole; damaged ones are named, and nothing is
-deleted.
-"""
+"""A run resumes only from a valid checkpoint. Damaged ones are named and never deleted."""
 
 import json
 import pathlib

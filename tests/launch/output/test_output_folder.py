@@ -1,6 +1,4 @@
-"""The output folder: nothing of anybody's is overwritten, moved by surprise, or written by two
-runs at once.
-"""
+"""The output folder: files are not overwritten or moved by surprise, or written by two runs."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""A run from start to end and back: resumed exactly, finished once, never deleted, always
-recorded.
-"""
+"""A run from start to end and back: resumed exactly, finished once, kept, always recorded."""
 
 import json
 import os

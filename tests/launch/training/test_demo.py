@@ -45,7 +45,7 @@ def test_another_seed_is_another_start():
     assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
 
 
-def test_demonstration_begins_as_ignorant_as_chance():
+def test_demonstration_begins_at_the_loss_of_chance():
     """ln(260) is 5.56: a start far above it wastes the first steps."""
     assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
 
@@ -73,5 +73,5 @@ def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
     assert saved_sample(str(tmp_path)).startswith("def ")
 
 
-def test_a_run_that_saved_no_whole_model_shows_nothing(tmp_path):
+def test_a_run_that_did_not_save_a_whole_model_shows_no_sample(tmp_path):
     assert saved_sample(str(tmp_path)) == ""

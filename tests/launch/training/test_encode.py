@@ -1,4 +1,4 @@
-"""Tokens and labels: the columns of the data tell how it is tokenized and what is learned from it."""
+"""Tokens and labels: the columns of the data tell how it is tokenized and what is learned."""
 
 import json
 
@@ -101,7 +101,7 @@ def test_chat_that_begins_with_the_assistant_needs_a_template_that_marks_its_wor
     assert "begins with the assistant" in problem(run, tokenizer).what
 
 
-def test_tools_beside_chats_are_said_to_be_unused(tmp_path, tokenizer):
+def test_the_description_says_that_tools_beside_chats_are_not_used(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT, "tools": "[]"}]))
     assert "the column tools is not used" in load_data(run, tokenizer).description
 

@@ -1,4 +1,4 @@
-"""Every recipe's demonstration under its own YAML, as README starts it, on one process and on two."""
+"""Every recipe's demonstration under its own YAML, as in README, with one process and two."""
 
 import shutil
 
@@ -23,7 +23,7 @@ TWO_STEPS = ("--max_steps", "2")
 
 
 def assert_finished(outcome, processes):
-    """Exit code 0, a finished record, a sample, and nothing that went wrong on the way."""
+    """Exit code 0, a finished record, a sample, and no sign of a failure."""
     assert outcome.code == 0, outcome.output
     assert (outcome.record["status"], outcome.record["world_size"]) == ("finished", processes)
     assert "Traceback" not in outcome.output and "note  " not in outcome.output, outcome.output

@@ -1,6 +1,4 @@
-"""Memory runs out in the middle of a training: what is said, and how it goes on at the same global
-batch.
-"""
+"""A training runs out of memory: what it reports, and how it resumes at the same global batch."""
 
 import json
 import re
@@ -47,7 +45,7 @@ def ran_out(flags, tmp_path_factory):
     return folder, launch_quickly(*limited, output=folder, processes=1, config="single.yaml")
 
 
-# --- What is said --------------------------------------------------------------------------------
+# --- The report ----------------------------------------------------------------------------------
 
 
 def test_it_says_what_was_asked_for_what_was_free_and_at_which_step(ran_out):
@@ -91,7 +89,7 @@ def test_less_memory_than_the_libraries_take_is_reported_as_well(flags, tmp_path
     assert "--gradient_checkpointing true" in outcome.output
 
 
-# --- How it goes on ------------------------------------------------------------------------------
+# --- The next attempt ----------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):

@@ -1,6 +1,4 @@
-"""Sources of data: files, folders and splits are read wherever they are; what cannot be read is
-named.
-"""
+"""Sources of data: files, folders and splits are read, and what cannot be read is named."""
 
 import json
 
@@ -111,7 +109,7 @@ def test_folder_without_data(tmp_path, tokenizer):
     assert "cannot be read" in problem(run_with(dataset_name=str(tmp_path)), tokenizer).what
 
 
-def test_hub_out_of_reach_says_it_is_no_local_file_either(tokenizer):
+def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):
     found = problem(run_with(dataset_name="somebody/something"), tokenizer)
     assert found.what.startswith("'somebody/something' is neither a local file or folder nor a data set")
 

@@ -1,4 +1,4 @@
-"""Our Trainer: what reaches DDP, what is counted, and what it never asks the device for."""
+"""RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""What every picture shares: colours that the colour-blind can tell apart, and matplotlib, imported only to draw."""
+"""What all plots share: a palette, and matplotlib, imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
 
 
 def installed() -> bool:
-    """Whether there is a matplotlib, the extra `plot`, to draw with."""
+    """Whether matplotlib, the extra `plot`, is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -21,7 +21,10 @@ def installed() -> bool:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, that no display knows of. Raises `UserError` where matplotlib is not installed."""
+    """An empty figure of `width` x `height` inches, for files only: no display is needed.
+
+    Raises `UserError` if matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where a person reads: the console of one rank, tables, and problems, one line each."""
+"""What a person reads: the console of one rank, tables, problems, and numbers with their units."""
 
 from __future__ import annotations
 
@@ -14,6 +14,35 @@ from recipes.errors import Problem
 _WIDTH = 110
 
 
+# --- Numbers -------------------------------------------------------------------------------------
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`, `1,000 steps`."""
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending if count != 1 else ''}"
+
+
+def memory_size(size_bytes: float) -> str:
+    """Bytes of memory or disk, in powers of two: `512.0 MiB`, `1.50 GiB`."""
+    return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
+
+
+def data_size(size_bytes: float) -> str:
+    """Bytes that are sent, in powers of ten as bandwidths are: `12.3 MB`, `1.25 GB`."""
+    return f"{size_bytes / 1e9:,.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """`12.3 ms`, `123 ms`, `1.25 s`, `125 s`: three digits are as much as a timing is worth."""
+    value, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1000, "ms")
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+# --- Where it is printed -------------------------------------------------------------------------
+
+
 def console(is_main: bool = True, stderr: bool = False) -> Console:
     """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns."""
     stream = sys.stderr if stderr else sys.stdout
@@ -23,7 +52,7 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
 
 
 def print_table(headings: list[str], rows: list[list[str]]) -> None:
-    """Names and what there is to say of them. Names are to be copied: they are never cut."""
+    """Names and what is known about them. The first column is for copying: it is never cut."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     longest = max((len(row[0]) for row in rows), default=0)
     for heading in headings:
@@ -34,7 +63,12 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:
-    """One line a problem: what, where from, and the fix."""
+    """One line per problem: what is wrong, where the value came from, and the fix."""
     for problem in problems:
         colour = "red" if problem.severity == "error" else "yellow"
         out.print(f"[{colour}]{problem.severity}[/{colour}]  {escape(str(problem))}", highlight=False)
+
+
+def print_note(text: str, out: Console) -> None:
+    """One line that a person should read, though nothing is wrong with the run."""
+    out.print(f"[yellow]note[/yellow]  {escape(text)}", highlight=False)

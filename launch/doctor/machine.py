@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launch.doctor.network import invalid_gpu
 from launch.host import memory
-from launch.host.memory import in_words
+from launch.terminal import memory_size
 from recipes.legal.source import version
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
@@ -292,7 +292,7 @@ def host_memory(request: Request) -> Check:
     if not known:
         return Check("warning", "RAM", "free memory is unknown", "see for yourself whether it is enough")
     free, count = min(known), request.processes_per_node
-    words = f"{in_words(free)} free for {count} process{'es' * (count > 1)}"
+    words = f"{memory_size(free)} free for {count} process{'es' * (count > 1)}"
     if free < count * _GIB:  # the imports alone take half of it
         return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory")
     if free < 4 * count * _GIB:
@@ -321,7 +321,7 @@ def disk(request: Request) -> Check:
     """Free space where a run writes by default, and where libraries put temporary files."""
     places = {str(Path.cwd()): Path.cwd(), tempfile.gettempdir(): Path(tempfile.gettempdir())}
     free = {name: shutil.disk_usage(place).free for name, place in places.items()}
-    words = ", ".join(f"{in_words(size)} free in {name}" for name, size in free.items())
+    words = ", ".join(f"{memory_size(size)} free in {name}" for name, size in free.items())
     closed = [name for name, place in places.items() if not os.access(place, os.W_OK)]
     if closed:
         return Check("error", "disk", f"{closed[0]} cannot be written", "choose a writable --output_dir or TMPDIR")
@@ -338,7 +338,7 @@ def shared_memory(request: Request) -> Check | None:
         return None
     system = os.statvfs(_SHARED_MEMORY)
     size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
-    words = f"{in_words(free)} of {in_words(size)} free"
+    words = f"{memory_size(free)} of {memory_size(size)} free"
     if free < _GIB:  # by default Docker gives a container 64 MiB, Azure ML a job 2 GiB
         return Check("warning", "/dev/shm", f"{words}: DataLoader workers and NCCL pass data through it", ENLARGE)
     return Check("ok", "/dev/shm", words)
@@ -355,7 +355,7 @@ def limits(request: Request) -> Check:
     if files != resource.RLIM_INFINITY and files < 1024:
         return Check("warning", "limits", f"{words}: DataLoader workers open one per tensor", "ulimit -n 65536")
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
-        what = f"{in_words(locked)} of locked memory, which InfiniBand needs"
+        what = f"{memory_size(locked)} of locked memory, which InfiniBand needs"
         return Check("warning", "limits", what, "ulimit -l unlimited, or docker --ulimit memlock=-1")
     return Check("ok", "limits", words)
 

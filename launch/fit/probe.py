@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.host.world import World, joined, launched, on_launched_engine, prepare_environment
+from launch.host.world import World, launched, on_launched_engine, prepare_environment, process_group
 from launch.output import record
 from recipes.errors import UserError
 from recipes.quiet import quiet_libraries, quiet_progress_bars
@@ -65,16 +65,17 @@ def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[st
     """
     from launch.host import memory
     from launch.training.build import build_arguments
+    from launch.training.out_of_memory import shortage_in_words
 
     cuda = run.hardware.cuda
     args = build_arguments(run)
-    with joined(run, world, args):
+    with process_group(run, world, args):
         try:
             _train(run, args, limit_bytes)
         except Exception as error:
             if not memory.ran_out(error):
                 raise
-            words = str(memory.shortage(error))
+            words = shortage_in_words(memory.shortage(error))
             record.write(folder, {"kind": "out_of_memory", "peak_bytes": memory.peak(cuda), "words": words}, VERDICT)
             os._exit(1)
     return {"kind": "fits", "peak_bytes": memory.peak(cuda), "words": ""}
@@ -84,15 +85,14 @@ def _train(run: RunSpec, args: TrainingArguments, limit_bytes: int) -> None:
     from launch.host import memory
     from launch.terminal import console
     from launch.training.build import build_trainer
+    from launch.training.callbacks import StopOnNotANumber
     from launch.training.data import load_data, repeated_longest
-    from launch.training.model import known_classes, load_model, load_tokenizer, longest_sequence
-    from launch.training.trainer import StopOnNotANumber
+    from launch.training.model import known_classes, limited_to_model, load_model, load_tokenizer
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    longest = longest_sequence(run, tokenizer)
-    run = run.limited("max_length", longest, "the longest sequence of this model")
-    data = load_data(run, tokenizer, longest, known_classes(run, tokenizer))
+    run = limited_to_model(run, tokenizer)
+    data = load_data(run, tokenizer, known_classes(run, tokenizer))
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     data.train = repeated_longest(data.train, STEPS * run.batch.total)

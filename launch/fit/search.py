@@ -19,9 +19,9 @@ from launch import terminal
 from launch.fit.board import Board, open_board
 from launch.fit.probe import REQUEST, VERDICT
 from launch.host import memory, processes
-from launch.host.memory import in_words
 from launch.host.world import World
 from launch.output import record
+from launch.terminal import memory_size
 from launch.training.out_of_memory import other_ways
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.run import FIT, RunSpec, fitted
@@ -72,11 +72,11 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[s
         verdict = _probe_on_all_ranks(run, argv, world, board, size, limit)
         probes.append({"micro_batch": size, "accumulation": share // size, **verdict})
         outcome = "runs" if verdict["fits"] else f"does not fit: {verdict['words']}"
-        peak = f", peak {in_words(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
+        peak = f", peak {memory_size(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
         out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False)
         return verdict["fits"]
 
-    out.print(f"fit   up to {in_words(limit)} a process, from micro {guess}", highlight=False)
+    out.print(f"fit   up to {memory_size(limit)} a process, from micro {guess}", highlight=False)
     if runs(guess):
         for size in (size for size in sizes if size > guess):
             if not runs(size):
@@ -85,7 +85,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[s
         any(runs(size) for size in reversed(sizes) if size < guess)
     best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
     if best is None:
-        what = f"not even a micro-batch of 1 runs in {in_words(limit)}: {probes[-1]['words']}"
+        what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
         raise mistake("fit", what, other_ways(run))
     return {
         "micro_batch": best["micro_batch"],

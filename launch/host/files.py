@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files atomically."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write or replace a file in one step, so that a reader or a crash never sees half of it. Makes its folder."""
+    """Write or replace a file in one step: after a crash it is the old one or the new one.
+
+    Makes its folder.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}-{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""The memory of a process: how much it may take, what it has taken at most, and whether it was memory that ran out."""
+"""The memory of a process: its limit, its peak, what is free, and whether it ran out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# What libraries say when an allocation fails, where they have no exception of their own for it.
+import psutil
+
+# Messages of failed allocations, from libraries that have no exception of their own for it.
 _RAN_OUT = re.compile(
     r"DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Cuda failure (?:2 )?'out of memory'|std::bad_alloc|Cannot allocate memory|failed to map segment"
@@ -20,28 +22,20 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class Shortage:
-    """What an allocation asked for, and what was free then; None where nobody says."""
+    """What an allocation asked for, and what was free at that moment. None if unknown."""
 
     asked_bytes: int | None
     free_bytes: int | None
 
-    def __str__(self) -> str:
-        asked = f"asked for {in_words(self.asked_bytes)}" if self.asked_bytes is not None else "asked for more"
-        return asked + (f", {in_words(self.free_bytes)} was free" if self.free_bytes is not None else "")
 
-
-def in_words(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
-
-
-# --- The limit -------------------------------------------------------------------------------------------------------
+# --- Limit, peak, free ---------------------------------------------------------------------------
 
 
 def limit(limit_bytes: int, cuda: bool) -> None:
-    """From now on this process can take no more than `limit_bytes` in all: what it has already counts.
+    """Let this process take at most `limit_bytes` from now on, including what it holds already.
 
-    In RAM Linux counts what is reserved, most of which the stacks of threads never touch; so the limit is on what is
-    added to what is resident now.
+    Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
+    So the limit is on what is reserved on top of what is resident now.
     """
     if cuda:
         import torch
@@ -50,7 +44,8 @@ def limit(limit_bytes: int, cuda: bool) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
     elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = max(_status("VmData") + limit_bytes - _status("VmRSS"), 0)
+        now = psutil.Process().memory_info()
+        soft = max(now.data + limit_bytes - now.rss, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
@@ -59,80 +54,78 @@ def _is_limited() -> bool:
 
 
 def resident() -> int:
-    """Bytes of RAM that this process takes now."""
-    return _status("VmRSS") if sys.platform == "linux" else peak(cuda=False)
+    """Bytes of RAM that this process holds now."""
+    return psutil.Process().memory_info().rss
 
 
 def peak(cuda: bool) -> int:
-    """The most bytes this process has taken: reserved on its GPU, which is what others cannot have, else of RAM."""
+    """The most bytes that this process has held: reserved on its GPU, or else in RAM."""
     if cuda:
         import torch
 
         return torch.cuda.max_memory_reserved()
-    if sys.platform == "linux":  # getrusage counts what the process that started this one took, too
-        return _status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    if sys.platform == "linux":
+        # psutil does not read the peak, and getrusage includes that of the parent process.
+        line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
+        if line:
+            return int(line[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def free_ram() -> int:
-    """Bytes of RAM that the system could give out now."""
-    if sys.platform != "linux":
-        return 16 << 30
-    return _number("/proc/meminfo", "MemAvailable")
+def free_ram() -> int | None:
+    """Bytes of RAM that the system has available, or None if unknown. Reads no cgroup limit."""
+    try:
+        return psutil.virtual_memory().available
+    except (OSError, RuntimeError, psutil.Error):
+        return None
 
 
-def _status(name: str) -> int:
-    return _number("/proc/self/status", name)
-
-
-def _number(file: str, name: str) -> int:
-    """Bytes of a line such as `VmRSS:   1234 kB`."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), flags=re.M)
-    return int(found[1]) * 1024 if found else 0
-
-
-# --- When it ran out -------------------------------------------------------------------------------------------------
+# --- When it ran out -----------------------------------------------------------------------------
 
 
 def says_it_ran_out(text: str) -> bool:
-    """Whether what a process left in its log is that memory ran out."""
+    """Whether the log of a process says that memory ran out."""
     return bool(_RAN_OUT.search(text))
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether memory ran out, on the GPU or in RAM, and nothing else."""
+    """Whether the cause of an error is that memory ran out, on the GPU or in RAM."""
     if error is None:
         return False
     if isinstance(error, MemoryError) or _of_gpu(error) or _RAN_OUT.search(str(error)):
         return True
-    if "can't start new thread" in str(error) and _is_limited():  # for want of a stack
+    if "can't start new thread" in str(error) and _is_limited():  # no room for its stack
         return True
     return (isinstance(error, OSError) and error.errno == errno.ENOMEM) or ran_out(error.__cause__)
 
 
 def _of_gpu(error: BaseException) -> bool:
-    return type(error).__name__ == "OutOfMemoryError"  # torch's: by its name, as torch takes seconds to import
+    # Not imported for this: that takes seconds, and without it the error is not torch's.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def shortage(error: BaseException) -> Shortage:
-    """What was asked for and what was free, from the error's words or, in RAM, as it is at this moment.
+    """What was asked for and what was free: from the error's message, or measured now for RAM.
 
-    Lifts the limit of RAM: to explain what happened takes some.
+    Lifts this process's limit of RAM, because explaining the failure takes some.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     text = f"{error} {error.__cause__ or ''}"
     if _of_gpu(error):
         return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))
-    found = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
-    asked, free = int(found[1] or found[2]) if found else None, _free_in_ram(soft)
-    if asked is not None and free is not None and free >= asked:  # what failed has let go of its own since
+    match = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
+    asked, free = int(match[1] or match[2]) if match else None, _free_in_ram(soft)
+    # The failed step has freed its memory since.
+    if asked is not None and free is not None and free >= asked:
         free = None
     return Shortage(asked, free)
 
 
 def _free_of_gpu(text: str) -> int | None:
-    """On the device, or less where this process is limited."""
+    """Bytes free on the device, or less if this process has a limit. None if unknown."""
     free, allowed = _size("is free", text), _size("allowed", text)
     taken = [_size("is allocated by PyTorch", text) or 0, _size("is reserved by PyTorch but unallocated", text) or 0]
     if allowed is None:
@@ -143,12 +136,13 @@ def _free_of_gpu(text: str) -> int | None:
 
 def _size(words: str, text: str, before: bool = True) -> int | None:
     size = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-    found = re.search(rf"{size} {words}" if before else rf"{words} {size}", text)
-    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+    match = re.search(rf"{size} {words}" if before else rf"{words} {size}", text)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 def _free_in_ram(soft: int) -> int | None:
-    if sys.platform != "linux":
-        return None
     free = free_ram()
-    return free if soft == resource.RLIM_INFINITY else min(free, max(0, soft - _status("VmData")))
+    if soft == resource.RLIM_INFINITY or sys.platform != "linux":
+        return free
+    left = max(0, soft - psutil.Process().memory_info().data)
+    return left if free is None else min(free, left)

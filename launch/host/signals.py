@@ -1,6 +1,7 @@
-"""Told to stop: SIGTERM or SIGUSR1 to any rank leads to one step that all ranks agree on, a checkpoint, an exit code.
+"""Stop requests: after SIGTERM or SIGUSR1 to any rank, all ranks save the same step and exit.
 
-Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill some time later.
+Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
+some time later.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command goes on
+EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -21,35 +22,45 @@ _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "
 
 
 class Preempted(BaseException):
-    """Told to stop. Like KeyboardInterrupt no `Exception`: nothing that expects errors may take it for one."""
+    """The run was told to stop.
+
+    Like KeyboardInterrupt not an `Exception`, so that nothing catches it by accident.
+    """
 
 
 class StopRequest:
-    """Whether this process was told to stop, and by which signal."""
+    """Whether this process was told to stop, and by which signal. `signal` is None until then."""
 
     signal: str | None = None
     _deferred = False
 
+    @property
+    def stop_requested(self) -> bool:
+        return self.signal is not None
+
     def listen(self) -> None:
-        """Hear the signals from now on. Only a main thread can."""
+        """Handle the signals from now on. Python allows that in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                signal.signal(number, self._told)
-            _hear_of_the_launchers_death()
+                signal.signal(number, self._request_stop)
+            _end_with_launcher()
 
     def defer(self) -> None:
-        """From now on a signal is only noted: what is being trained or saved goes on to a point where it can end."""
+        """From now on only remember a signal: the current step or save is completed first."""
         self._deferred = True
 
-    def _told(self, number: int, frame: Any) -> None:
+    def _request_stop(self, number: int, frame: Any) -> None:
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
-            self.defer()  # a second signal must not disturb the cleaning up
+            self.defer()  # a second signal must not interrupt the cleanup
             raise Preempted(f"told to stop by {self.signal}")
 
 
-def launchers_words() -> list[str]:
-    """The command line of the launcher that started this process; empty where none did, or it cannot be read."""
+def launcher_argv() -> list[str]:
+    """The command line of the launcher that started this process.
+
+    Empty if there is none or it cannot be read.
+    """
     try:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -58,12 +69,15 @@ def launchers_words() -> list[str]:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Get a signal when the process that started this one dies."""
+    """Have the kernel send a signal to this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def _hear_of_the_launchers_death() -> None:
-    """Get SIGTERM when the launcher dies: `accelerate launch` forwards nothing to a single process, and just dies."""
-    if launchers_words():  # a shell may die and leave a run behind
+def _end_with_launcher() -> None:
+    """Receive SIGTERM when the launcher dies.
+
+    `accelerate launch` forwards no signal to a single process.
+    """
+    if launcher_argv():  # a shell may exit and leave the run in the background
         end_with_parent(signal.SIGTERM)

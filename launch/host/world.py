@@ -1,4 +1,4 @@
-"""The world: which processes train together. What was launched is what trains, or nothing does."""
+"""The world: the processes that train together, as the launcher announced them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints: rank 0 does."""
+        """Whether this is rank 0, the one that prints."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """The first rank of every node: what is missing on one node only must not go unsaid."""
+        """Whether this is the first rank of its node: a mistake may exist on one node only."""
         return self.rank % self.local_size == 0
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """One rank decides, all hear it: the result of `decision`, called on rank 0; its `UserError` on every rank."""
+        """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`."""
         if self.size == 1:
             return decision()
         import torch.distributed as dist
@@ -50,13 +50,17 @@ class World:
             except UserError as error:
                 answer = [None, error.problems]
         dist.broadcast_object_list(answer, src=0)
-        if answer[1] is not None:
-            raise UserError(*answer[1])
-        return answer[0]
+        result, problems = answer
+        if problems is not None:
+            raise UserError(*problems)
+        return result
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
-    """The world a launcher announced in the environment. Raises `UserError` where processes cannot find each other."""
+    """The world that a launcher announced.
+
+    Raises `UserError` if several processes cannot find each other.
+    """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         size = int(environment["WORLD_SIZE"])
         return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
@@ -70,15 +74,16 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
             raise mistake(
                 variable,
                 f"{starter} started {count} processes that would each train a model of their own",
-                f"start one process a node with {starter}, and `accelerate launch` in it",
+                f"start one process per node with {starter}, and `accelerate launch` in it",
             )
     return World()
 
 
 def on_launched_engine(run: RunSpec) -> RunSpec:
-    """The run on the engine that will really run it: the launched one, or its own where that is DeepSpeed.
+    """The run with the engine that will execute it, and with its fit.json.
 
-    A recipe with offload under plain DDP would train without it; so it starts DeepSpeed itself, with its own YAML.
+    That is the launched engine, but under plain DDP a recipe with offload would train without
+    offload. So such a recipe starts DeepSpeed itself, with its own YAML.
     """
     return with_fit(replace(run, engine=_launched_engine(run)))
 
@@ -94,7 +99,7 @@ def _launched_engine(run: RunSpec) -> Engine:
 
 
 def prepare_environment(run: RunSpec) -> None:
-    """What must be in the environment before torch and deepspeed are imported."""
+    """Set the environment variables that torch and deepspeed read while they are imported."""
     if run.engine.kind == "deepspeed":
         if "ACCELERATE_USE_DEEPSPEED" not in os.environ and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
@@ -102,16 +107,18 @@ def prepare_environment(run: RunSpec) -> None:
         for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():
             os.environ.setdefault(name, value)
     if run["measure"]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler announces itself
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints a banner
     if not run.hardware.cuda:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # accelerate imports deepspeed, which would guess, aloud
+        # accelerate imports deepspeed, which otherwise guesses and prints warnings.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextlib.contextmanager
-def joined(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None]:
-    """The world that TrainingArguments joined, checked against the launched one, and left cleanly at the end.
+def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None]:
+    """Check the process group that TrainingArguments joined, and leave it at the end.
 
-    Raises `UserError` where several processes were launched and each is a world of its own.
+    Raises `UserError` if several processes were launched and each is alone, or if their
+    micro-batches differ.
     """
     import torch
 
@@ -122,17 +129,36 @@ def joined(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None
             "leave use_cpu to the recipe",
             run.setting("use_cpu").source,
         )
-    if args.use_cpu:  # the launchers set OMP_NUM_THREADS to 1, which leaves all other cores idle
+    if args.use_cpu:  # launchers set OMP_NUM_THREADS to 1, which leaves all other cores idle
         torch.set_num_threads(max(1, run.hardware.cores // world.local_size))
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     if not gc.get_freeze_count():  # once in a process
-        gc.freeze()  # the libraries' half million objects stay: to look at them takes 0.3 s of every collection
+        # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.
+        gc.freeze()
     try:
+        _require_same_micro_batch(run, world)
         yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
-        gc.collect()  # what DDP and DeepSpeed built must be gone before the process group, or gloo aborts at exit
+        # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
+        gc.collect()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _require_same_micro_batch(run: RunSpec, world: World) -> None:
+    """fit.json holds for the devices of its own node.
+
+    Ranks whose micro-batches differ would wait for each other.
+    """
+    if world.size == 1:
+        return
+    import torch.distributed as dist
+
+    sizes: list[Any] = [None] * world.size
+    dist.all_gather_object(sizes, run.batch.micro)
+    if len(set(sizes)) > 1:
+        what = f"the ranks have micro-batches of {', '.join(str(size) for size in sorted(set(sizes)))}"
+        raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {min(sizes)}")

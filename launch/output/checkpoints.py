@@ -1,30 +1,32 @@
-"""Checkpoints that can really be resumed from: found, judged, and never deleted by us.
+"""Checkpoints that a run can resume from: found and inspected, and never deleted.
 
-Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it is whole or not;
-a missing optimizer state then restarts the optimizer without a word. So validity is judged here, from the files.
+Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it
+is whole or not. If the optimizer state is missing, Trainer silently starts with a fresh optimizer.
+So we inspect the files ourselves.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import struct
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
 _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# What Trainer reads from its own files, whoever wrote them.
+# Entries that Trainer reads from these files when it resumes.
 _ENTRIES = {"optimizer.pt": {"state", "param_groups"}, "scheduler.pt": {"last_epoch"}}
 _RANDOM_ENTRIES = {"python", "numpy", "cpu"}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`faults` make it useless; `notes` say what a resume from it would start afresh."""
+    """One checkpoint: `faults` make it unusable, `notes` say what a resume starts afresh."""
 
     path: Path
     step: int
@@ -38,25 +40,26 @@ class Checkpoint:
 
 def numbered(output_dir: str | Path) -> list[Path]:
     """The folders checkpoint-N in `output_dir`, newest first."""
-    folder = Path(output_dir)
-    found = [path for path in folder.glob("checkpoint-*") if folder.is_dir() and path.is_dir()]
-    return sorted((path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)), key=lambda path: -_step(path))
+    named = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
 
 
-def judged(path: Path) -> Checkpoint:
-    """The checkpoint in a folder, with what is wrong with it. Never raises: what cannot be read is a fault."""
+def inspect(path: Path) -> Checkpoint:
+    """The checkpoint in a folder with its faults.
+
+    Never raises: a file that cannot be read is a fault.
+    """
     try:
-        found, notes = faults(path), fresh_parts(path)
-    except Exception as error:  # any byte may be in a damaged file
-        found, notes = [f"cannot be read ({type(error).__name__}: {error})"], []
-    return Checkpoint(path, _step(path), tuple(found), tuple(notes))
+        return Checkpoint(path, _step(path), tuple(faults(path)), tuple(fresh_parts(path)))
+    except Exception as error:  # a damaged file may hold any byte
+        return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
 
 
 def newest_valid(output_dir: str | Path) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest checkpoint that can be resumed from, and the damaged ones that are newer."""
     damaged: list[Checkpoint] = []
     for path in numbered(output_dir):
-        checkpoint = judged(path)
+        checkpoint = inspect(path)
         if checkpoint.valid:
             return checkpoint, damaged
         damaged.append(checkpoint)
@@ -64,13 +67,13 @@ def newest_valid(output_dir: str | Path) -> tuple[Checkpoint | None, list[Checkp
 
 
 def _step(path: Path) -> int:
-    """N of checkpoint-N; 0 for a folder of another name."""
+    """N of checkpoint-N; 0 if the folder has another name."""
     number = re.fullmatch(r"checkpoint-(\d+)", path.name)
     return int(number.group(1)) if number else 0
 
 
-def set_aside(checkpoint: Checkpoint) -> Path:
-    """Rename a damaged checkpoint, so that Trainer's rotation, which counts by number, keeps the valid ones."""
+def archive_damaged(checkpoint: Checkpoint) -> Path:
+    """Rename a damaged checkpoint. Trainer's rotation counts by number and keeps the valid ones."""
     target = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
     count = 1
     while target.exists():
@@ -82,19 +85,20 @@ def set_aside(checkpoint: Checkpoint) -> Path:
 def faults(path: Path) -> list[str]:
     """What is missing or broken, one line each; empty for a checkpoint that resumes exactly.
 
-    The processes that wrote it are known from its own files. Weights alone, as `save_only_model` leaves them, are
-    whole: `fresh_parts` says what a resume from them starts afresh.
+    The number of processes that wrote it is read from its own files. Weights alone, as
+    `save_only_model` leaves them, are valid: `fresh_parts` says what a resume from them starts
+    afresh.
     """
-    found = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
-    found += _state_faults(path / "trainer_state.json", _step(path))
+    result = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
+    result += _state_faults(path / "trainer_state.json", _step(path))
     if (path / "latest").exists() or any(path.glob("global_step*")):
-        return found + _deepspeed_faults(path) + _rng_faults(path)
+        return result + _deepspeed_faults(path) + _rng_faults(path)
     if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
-        return found + _missing(path, ["scheduler.pt"]) + _rng_faults(path)
-    found += _weight_faults(path)
+        return result + _missing(path, ["scheduler.pt"]) + _rng_faults(path)
+    result += _weight_faults(path)
     if _holds_weights_alone(path):
-        return found
-    return found + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
+        return result
+    return result + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
 
 
 def fresh_parts(path: Path) -> list[str]:
@@ -105,13 +109,16 @@ def fresh_parts(path: Path) -> list[str]:
 
 
 def _holds_weights_alone(path: Path) -> bool:
-    """Trainer writes optimizer, scheduler and random state before trainer_state.json: none of them was never any."""
+    """Trainer writes trainer_state.json last.
+
+    If no other state is beside it, none was ever written.
+    """
     states = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
     return not any(True for pattern in states for _ in path.glob(pattern))
 
 
 def _rng_faults(path: Path) -> list[str]:
-    """One random state a rank: `rng_state.pth` of a single process, or 0 to the last without a gap."""
+    """One random state per rank: `rng_state.pth` of one process, or 0 to the last without a gap."""
     ranks = sorted(int(number.group(1)) for file in path.iterdir() if (number := _RANK_STATE.fullmatch(file.name)))
     if not ranks:
         return _torch_faults(path, ["rng_state.pth"])
@@ -133,7 +140,7 @@ def _state_faults(file: Path, step: int) -> list[str]:
 
 
 def _is_trainer_state(state: Any) -> bool:
-    """Whether this version's TrainerState takes it: another one's may hold fields that are gone."""
+    """Whether the installed TrainerState accepts it. Fields come and go between versions."""
     from transformers import TrainerState
 
     try:
@@ -156,7 +163,7 @@ def _weight_faults(path: Path) -> list[str]:
 def _sharded_faults(path: Path, index: str) -> list[str]:
     try:
         shards = sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
-        shards[0]  # an index without a shard is none
+        shards[0]  # an index that names no shard is damaged
     except (OSError, LookupError, ValueError, TypeError, AttributeError):
         return [f"{index} cannot be read"]
     return _missing(path, shards) or [fault for name in shards for fault in _file_faults(path / name)]
@@ -171,13 +178,13 @@ def _deepspeed_faults(path: Path) -> list[str]:
         return [f"{folder.name} is missing"]
     files = sorted(folder.glob("*.pt"))
     shards = [file for file in files if file.name.endswith("_optim_states.pt")]
-    found = [fault for file in files for fault in _file_faults(file)]
+    result = [fault for file in files for fault in _file_faults(file)]
     writers = max(1, sum(1 for _ in path.glob("rng_state_*.pth")))
     if len(shards) != writers:
-        found.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
+        result.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
     if not any(file.name.endswith("_model_states.pt") for file in files):
-        found.append(f"{folder.name} has no model states")
-    return found + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
+        result.append(f"{folder.name} has no model states")
+    return result + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
 
 
 def _missing(path: Path, names: list[str]) -> list[str]:
@@ -199,11 +206,12 @@ def _file_faults(file: Path) -> list[str]:
 
 
 def _loading_faults(file: Path) -> list[str]:
-    """What goes wrong when the file is loaded as a resume would, its tensors left on the disk."""
+    """What goes wrong when the file is loaded as in a resume. Its tensors stay on the disk."""
     import torch
     from transformers.trainer_pt_utils import safe_globals
 
-    by_deepspeed = file.name.endswith("_states.pt")  # DeepSpeed pickles objects of its own, and loads them so
+    # DeepSpeed pickles its own classes, and loads them the same way.
+    by_deepspeed = file.name.endswith("_states.pt")
     try:
         with safe_globals():
             content = torch.load(file, map_location="cpu", mmap=True, weights_only=not by_deepspeed)
@@ -215,7 +223,7 @@ def _loading_faults(file: Path) -> list[str]:
 
 
 def _whole_zip(file: Path) -> bool:
-    """Whether every part of a file of torch.save has the checksum it was written with."""
+    """Whether every part of a torch.save file still has the checksum it was written with."""
     try:
         with zipfile.ZipFile(file) as archive:
             return archive.testzip() is None
@@ -224,15 +232,9 @@ def _whole_zip(file: Path) -> bool:
 
 
 def _whole_safetensors(file: Path) -> bool:
-    """Whether the header parses and the file is just as long as it says (format: 8-byte length, JSON, data)."""
+    """Whether the header is valid and the file is as long as it says. No tensor is read."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > size:
-                return False
-            header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError):
+        with safe_open(file, framework="np"):
+            return True
+    except (OSError, SafetensorError):
         return False
-    return size == 8 + length + end

@@ -1,4 +1,4 @@
-"""run.json: what trained, with what, and how it ended. Written atomically; a damaged one never stops a run."""
+"""run.json: what trained, with which settings, and how it ended. A damaged one is ignored."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ NAME = "run.json"
 OUT_OF_MEMORY = "out_of_memory.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
-# A checkpoint trained with another value of these cannot be gone on from: other weights, or other data.
+# With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
     "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit optim "
     "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
     "padding_free assistant_only_loss completion_only_loss"
 ).split()
-# A resume silently keeps the old value of these: they are in the checkpoint's state.
+# A resume keeps the old value of these without saying so: they are part of the checkpoint's state.
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()
-# A resume takes the new value of these, and is then no continuation of the same training.
+# A resume takes the new value of these, and then continues another training.
 CHANGES_COURSE = (
     "global_batch_size seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip lr_scheduler_type "
     "lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs label_smoothing_factor "
@@ -41,7 +42,7 @@ CHANGES_COURSE = (
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """The record in a folder; empty where it is missing or damaged."""
+    """The record in a folder. Empty if it is missing or damaged."""
     try:
         content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -55,25 +56,25 @@ def write(folder: str | Path, record: dict[str, Any], name: str = NAME) -> None:
 
 
 def forget_out_of_memory(folder: Path) -> None:
-    """A run that starts knows nothing yet of its end."""
+    """Remove what an earlier run left about its end."""
     with contextlib.suppress(OSError):
         (folder / OUT_OF_MEMORY).unlink()
 
 
+@dataclass
 class Record:
-    """The record of one run; `results` are filled in by the training."""
+    """The record of one run. The training fills in its `results`."""
 
-    results: dict[str, Any]
-
-    def __init__(self) -> None:
-        self.results = {}
+    results: dict[str, Any] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
 def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
-    """Writes run.json as `running`, then as `finished`, `preempted`, `interrupted`, `out_of_memory` or `failed`.
+    """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
+    `failed`.
 
-    Rank 0 does; where another one ran out of memory it hears of it as a lost rank.
+    Rank 0 writes it. If another rank runs out of memory, rank 0 only loses that rank, and finds
+    the file it left.
     """
     record, content = Record(), started(run, world.size)
     status, error_text = "failed", None
@@ -104,7 +105,7 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
         "engine": run.engine.title,
         "world_size": world_size,
         "started": now(),
-        "command": [shown_word(run, word) for word in sys.argv],
+        "command": [shown_argument(run, argument) for argument in sys.argv],
         "data": fingerprint(run["dataset_name"]),
         "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
         "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
@@ -124,12 +125,12 @@ def _as_dict(name: str, setting: Setting) -> dict[str, Any]:
     return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
 
 
-def shown_word(run: RunSpec, word: str) -> str:
-    """A word of the command line, unless it is a secret."""
+def shown_argument(run: RunSpec, argument: str) -> str:
+    """An argument of the command line, with a secret hidden."""
     secrets = [str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN]
     for secret in secrets:
-        word = word.replace(secret, HIDDEN)
-    return word
+        argument = argument.replace(secret, HIDDEN)
+    return argument
 
 
 def now() -> str:

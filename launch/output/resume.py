@@ -1,4 +1,4 @@
-"""What an output folder already holds, and what that means for a run that is about to write there."""
+"""What an output folder already holds, and what that means for a run that will write there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from typing import Any
 
 from launch.host.world import World
 from launch.output import record, submission
-from launch.output.checkpoints import Checkpoint, judged, newest_valid, numbered, set_aside
+from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
+from launch.terminal import memory_size
 from recipes.errors import UserError, mistake
 from recipes.run import RunSpec
+from recipes.scaling.timings import require_room
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """`checkpoint` to resume from, `finished` if there is nothing left to train, `notes` a person should read."""
+    """The run that the folder already holds, if any.
+
+    `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
+    are for a person.
+    """
 
     checkpoint: Path | None = None
     step: int = 0
@@ -28,23 +34,10 @@ class Earlier:
     notes: list[str] = field(default_factory=list)
 
 
-def require_one_batch(run: RunSpec, world: World) -> None:
-    """Ranks with other micro-batches would wait for each other: a fit holds for the devices of its own node."""
-    if world.size == 1:
-        return
-    import torch.distributed as dist
-
-    sizes: list[Any] = [None] * world.size
-    dist.all_gather_object(sizes, run.batch.micro)
-    if len(set(sizes)) > 1:
-        what = f"the ranks have micro-batches of {', '.join(str(size) for size in sorted(set(sizes)))}"
-        raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {min(sizes)}")
-
-
 @contextlib.contextmanager
 def output_folder(run: RunSpec, world: World) -> Iterator[None]:
-    """The output folder, made and found good, and locked against a second run."""
-    handle = world.decide(lambda: _made_and_locked(run))
+    """Make the output folder, check that a run may write to it, and lock it."""
+    handle = world.decide(lambda: _make_and_lock(run))
     try:
         yield
     finally:
@@ -52,8 +45,11 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
             os.close(handle)
 
 
-def _made_and_locked(run: RunSpec) -> int:
-    _prepare_output(run)
+def _make_and_lock(run: RunSpec) -> int:
+    """The file descriptor that holds the lock."""
+    if run["measure"]:
+        require_room(run["measure"])
+    _make_folder(run)
     handle = os.open(run["output_dir"], os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,14 +57,17 @@ def _made_and_locked(run: RunSpec) -> int:
         os.close(handle)
         what = f"another run is writing to {run['output_dir']}"
         raise mistake("output_dir", what, "another --output_dir, or wait", run.setting("output_dir").source) from None
-    except OSError:  # a file system without locks, NFS say, locks nothing
+    except OSError:  # a file system without locks, such as some NFS
         pass
     record.forget_out_of_memory(Path(run["output_dir"]))
     return handle
 
 
-def _prepare_output(run: RunSpec) -> None:
-    """Make the folder, see that it can be written, and that it holds no model of somebody else."""
+def _make_folder(run: RunSpec) -> None:
+    """Make the folder.
+
+    Raises `UserError` if it is not writable, or holds a model that this program did not train.
+    """
     folder = Path(run["output_dir"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +80,7 @@ def _prepare_output(run: RunSpec) -> None:
         return
     model = run["model_name_or_path"]
     if any(folder.glob("*.safetensors")) or (model and Path(model).is_dir() and folder.samefile(model)):
-        what = f"{run['output_dir']} holds a model that no run of ours has trained, and it would be overwritten"
+        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
         raise mistake("output_dir", what, "--output_dir with another folder", run.setting("output_dir").source)
 
 
@@ -89,27 +88,27 @@ def _holds_a_run(folder: Path) -> bool:
     return (folder / record.NAME).exists() or bool(numbered(folder))
 
 
-def move_older_run_aside(run: RunSpec) -> None:
-    """For --fresh, when everything else has been found good: a run that the folder holds gets another name."""
+def _archive_older_run(run: RunSpec) -> None:
+    """Move the run that the folder holds, if any, to FOLDER.old-N."""
     folder = Path(run["output_dir"]).resolve()
-    if not run["fresh"] or not _holds_a_run(folder):
+    if not _holds_a_run(folder):
         return
     if Path.cwd().is_relative_to(folder):
         what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
         raise mistake("output_dir", what, "another --output_dir, or another folder to start from")
     try:
-        aside = _unused_name(folder)
-        aside.mkdir()
+        archived = _unused_name(folder)
+        archived.mkdir()
         for item in list(folder.iterdir()):  # not the folder itself, which is locked
             if item.name not in submission.KEPT_HERE:
-                item.rename(aside / item.name)
+                item.rename(archived / item.name)
     except OSError as error:
         raise _unwritable(run, error) from None
 
 
 def _unwritable(run: RunSpec, error: OSError) -> UserError:
     what = f"{run['output_dir']} cannot be written: {error.strerror}"
-    return mistake("output_dir", what, "--output_dir with a folder that can", run.setting("output_dir").source)
+    return mistake("output_dir", what, "choose a writable --output_dir", run.setting("output_dir").source)
 
 
 def _unused_name(folder: Path) -> Path:
@@ -119,21 +118,30 @@ def _unused_name(folder: Path) -> Path:
     return candidate
 
 
-def require_disk_space(run: RunSpec, needed_bytes: int) -> None:
-    """Refuse a run whose first checkpoint would not fit. `needed_bytes` is the estimated size of what it saves."""
+def make_room(run: RunSpec, needed_bytes: int) -> None:
+    """Require space for a checkpoint, and archive an older run if --fresh says so.
+
+    Call it last before training, once nothing else is wrong.
+    """
+    _require_disk_space(run, needed_bytes)
+    if run["fresh"]:
+        _archive_older_run(run)
+
+
+def _require_disk_space(run: RunSpec, needed_bytes: int) -> None:
+    """Raises `UserError` if the first checkpoint would not fit.
+
+    `needed_bytes` is its estimated size.
+    """
     free = shutil.disk_usage(run["output_dir"]).free
     if free > needed_bytes:
         return
-    raise mistake(
-        "output_dir",
-        f"{run['output_dir']} has {free / 2**30:.1f} GiB free, this run saves about {needed_bytes / 2**30:.1f} GiB",
-        "--output_dir on a larger disk",
-        run.setting("output_dir").source,
-    )
+    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed_bytes)}"
+    raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
 
 
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:
-    """Where to go on. Raises `UserError` where going on would not be the same training."""
+    """Where to resume. Raises `UserError` if resuming would not be the same training."""
     folder = Path(run["output_dir"])
     if run["fresh"]:
         return Earlier()
@@ -156,14 +164,14 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
 def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
     path = Path(run["resume_from_checkpoint"])
     if finished:
-        what = f"{run['output_dir']} holds a finished run, which going on from {path} would overwrite"
+        what = f"{run['output_dir']} holds a finished run, which a resume from {path} would overwrite"
         raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
-    checkpoint = judged(path)
+    checkpoint = inspect(path)
     if not checkpoint.valid:
         raise mistake(
             "resume_from_checkpoint",
             f"{path}: {', '.join(checkpoint.faults)}",
-            "leave it out: the newest valid checkpoint is found by itself",
+            "leave it out: the newest valid checkpoint is found automatically",
             run.setting("resume_from_checkpoint").source,
         )
     old = record.read(path.parent)
@@ -172,7 +180,8 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
 
 
 def _skip(checkpoint: Checkpoint) -> str:
-    kept = set_aside(checkpoint)
+    """Archives a damaged checkpoint. Returns the note about it."""
+    kept = archive_damaged(checkpoint)
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
@@ -194,13 +203,13 @@ def _require_same_training(run: RunSpec, world: World, old: dict[str, Any]) -> N
     if old and sharded and then != (world.size, run.engine.title):
         raise mistake(
             "num_processes",
-            f"the checkpoints were written by {then[0]} processes with {then[1]}, sharded for just those",
+            f"the checkpoints were written by {then[0]} processes with {then[1]}, and are sharded for exactly these",
             f"the same engine and --num_processes {then[0]}, another --output_dir, or --fresh",
         )
 
 
 def _asks_for_more(run: RunSpec, old: dict[str, Any]) -> bool:
-    """Whether the run now asked for may be longer than the finished one. Where only training can tell, it may."""
+    """Whether the run may be longer than the finished one. If only training can tell, it may."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
         return run["max_steps"] == -1 or run["max_steps"] > old.get("global_step", 0)
@@ -213,7 +222,7 @@ def _changes(run: RunSpec, old: dict[str, Any], everything: bool = False) -> lis
     course = record.changes(old, run, record.CHANGES_COURSE)
     if everything:
         return [
-            f"asked for now and not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()
+            f"requested now but not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()
         ]
     return [
         *(f"{name} {now} is ignored by a resume: {then} is kept" for name, (then, now) in kept.items()),

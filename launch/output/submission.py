@@ -1,4 +1,4 @@
-"""What was submitted, noted in the run's output folder for `recipes status` and `recipes logs`."""
+"""submission.json in the output folder: how `recipes status` and `recipes logs` find a job."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from recipes.run import FIT
 
 NAME = "submission.json"
 LOCAL_LOG = "train.log"
-KEPT_HERE = (NAME, LOCAL_LOG, FIT)  # they belong to no one run, and --fresh moves none of them aside
+# They belong to the folder, so --fresh does not archive them with a run.
+KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 
 @dataclass(frozen=True)
 class Submission:
     """`target` names a target, `job` is its own id or name of the job, `log` a file or an address.
 
-    `exit_code` is that of a local run that has ended.
+    `exit_code` is that of a local run. None until it ends.
     """
 
     target: str
@@ -39,7 +40,10 @@ def note(folder: Path, submission: Submission) -> None:
 
 
 def noted(folder: Path) -> Submission | None:
-    """The last submission into this folder; None if there is none, or the note is damaged."""
+    """The last submission whose run writes into this folder.
+
+    None if there is none, or the file is damaged.
+    """
     try:
         submission = Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What a person reads of a run: the banner before the first step, the summary after the last."""
+"""What a person reads about a run: the banner before the first step, the summary after the last."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launch.host.world import World
+from launch.terminal import console, duration, memory_size, plural, print_note
+from launch.training.failure import only_noted
 from recipes.run import FIT, RunSpec, shown
 from recipes.scaling.row import Timing
 
 
 def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
-    """What is about to train, from the run and from what was really loaded."""
+    """What is about to train: the run, and the model and data as loaded."""
     from launch.training.results import parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
@@ -23,7 +26,7 @@ def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
         "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
         "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
         "data": data.description,
-        "engine": f"{run.engine.title}, {run.world_size} process{'es' * (run.world_size > 1)} on {run.hardware}",
+        "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
         "batch": f"micro {run.batch.micro} x accumulation {run.batch.accumulation} x world {run.batch.world}"
         f" = global {run.batch.total}" + (f", {run.batch.reason}" if run.batch_source == FIT else ""),
         "precision": precision(run),
@@ -36,9 +39,8 @@ def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
     out.print(table)
     idle = len(run.hardware.gpus) - run.local_world_size
     if idle > 0:
-        out.print(
-            f"[yellow]advice[/yellow]  {idle} visible GPUs are idle: --num_processes {len(run.hardware.gpus)} uses all"
-        )
+        are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
+        out.print(f"[yellow]advice[/yellow]  {are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
 
 
 def precision(run: RunSpec) -> str:
@@ -49,35 +51,58 @@ def precision(run: RunSpec) -> str:
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
 
 
-def summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
-    """The end of a run, from the same numbers that run.json holds."""
+def _summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
+    """The end of a run. `results` are the numbers that run.json holds."""
+    lines = {**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}
     out.print()
-    out.print(
-        _table({**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"})
-    )
+    out.print(_table(lines))
 
 
-def timing(row: Timing | None, run: RunSpec, out: Console) -> None:
-    """That the run was measured, or why not, where it was to be."""
-    if not run["measure"]:
+def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
+    """Whether `--measure` added a row of timings, and why not."""
+    result = "too few steps, none came after the warm-up: nothing was added" if row is None else "a row was added"
+    out.print(_table({"timings": f"{run['measure']}: {result}"}))
+
+
+def show_results(results: dict[str, Any], run: RunSpec, world: World, trainer: Any, argv: list[str]) -> None:
+    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
+
+    All ranks call it, once the run is recorded as finished. A failure here does not change that.
+    """
+    out = console(world.is_main)
+    with only_noted("printing its summary", world):
+        _summary(results, run, out)
+    if run["measure"]:
+        from launch.training.timings_row import add_timings_row
+
+        with only_noted(f"adding a row to {run['measure']}", world):
+            _timing(add_timings_row(run, world, trainer, results, argv), run, out)
+    with only_noted("freeing its memory", world):
+        trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
+
+
+def show_sample(run: RunSpec, world: World) -> None:
+    """A few lines by the demonstration's model. Rank 0 prints them after the process group."""
+    from launch.training.demo import saved_sample
+
+    if not world.is_main:
         return
-    words = "no step came after a warm-up: nothing was added" if row is None else "a row was added"
-    out.print(_table({"timings": f"{run['measure']}: {words}"}))
-
-
-def sample(text: str, out: Console) -> None:
-    """What the demonstration's model writes."""
-    out.print("\n[bold]a sample from the trained model[/bold]")
-    out.print(escape(text), highlight=False)
+    with only_noted("reading a sample from its model", world):
+        text = saved_sample(run["output_dir"])
+        out = console()
+        out.print("\n[bold]a sample from the trained model[/bold]")
+        out.print(escape(text), highlight=False)
 
 
 def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
-    """What the output folder already held."""
+    """What the output folder already holds, and what that means for this run."""
     for note in earlier.notes:
-        out.print(f"[yellow]note[/yellow]  {escape(note)}", highlight=False)
+        print_note(note, out)
     if earlier.finished:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
         out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
+        if run["measure"]:
+            _timing(None, run, out)
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
@@ -92,7 +117,7 @@ def _table(lines: dict[str, Any]) -> Table:
 
 
 def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    yield "steps", f"{results['global_step']}, in {results['train_runtime']:.1f} s"
+    yield "steps", f"{results['global_step']:,}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"
     for name in ("eval_loss", "eval_accuracy"):
@@ -102,7 +127,7 @@ def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
         speed = f"{results['samples_per_second']:.1f} samples/s"
         if results.get("tokens_per_second"):
             speed += f", {results['tokens_per_second']:,.0f} tokens/s"
-        yield "speed", f"{speed}, {results['step_time'] * 1000:.0f} ms a step (after warm-up)"
+        yield "speed", f"{speed}, {duration(results['step_time'])} per step (after warm-up)"
     if results.get("mfu") is not None:
         yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
-    yield "peak memory", f"{results['peak_memory_bytes'] / 2**30:.2f} GiB {results['peak_memory_of']}"
+    yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"

@@ -1,4 +1,4 @@
-"""From a run to Hugging Face's objects: the arguments and the Trainer, and nothing that the run does not say."""
+"""From a run to Hugging Face's objects: TrainingArguments and the Trainer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ from functools import partial
 
 from transformers import TrainingArguments
 
+from launch.training.callbacks import EarlyStopping, LogLastStep, Meter, Progress, StopOnNotANumber, only_our_progress
 from launch.training.data import Data, compute_accuracy
 from launch.training.step_timing import TimedTrainer
-from launch.training.trainer import (
-    EarlyStopping,
-    LogLastStep,
-    Meter,
-    Progress,
-    RecipeTrainer,
-    StopOnNotANumber,
-    apply_ddp_settings,
-    mean_over_examples,
-    only_our_progress,
-)
+from launch.training.trainer import RecipeTrainer, apply_ddp_settings, mean_over_examples
 from recipes.errors import mistake
 from recipes.factories import arguments_for
 from recipes.run import RunSpec
 
 
 def build_arguments(run: RunSpec) -> TrainingArguments:
-    """The real TrainingArguments; their own complaints become one line. Joins the world as a side effect."""
+    """The TrainingArguments of a run, which join the process group.
+
+    Raises `UserError` with their own message.
+    """
     try:
         return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except (TypeError, ValueError) as error:
@@ -33,6 +27,10 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
+    """The Trainer of a run with our callbacks.
+
+    With `--measure` it also marks the parts of its steps.
+    """
     classifies = run["task"] == "sequence_classification"
     trainer = (TimedTrainer if run["measure"] else RecipeTrainer)(
         model=model,
@@ -48,7 +46,8 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         callbacks=[StopOnNotANumber(), LogLastStep()],
     )
     if classifies:
-        trainer.model_accepts_loss_kwargs = False  # these models take **kwargs, and hand them to nobody who counts
+        # These models accept **kwargs and ignore the count in them.
+        trainer.model_accepts_loss_kwargs = False
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

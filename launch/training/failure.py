@@ -1,72 +1,118 @@
-"""How a run ended that did not finish: in words, with how to go on, and as an exit code."""
+"""How a run ended that did not finish: explained, with how to resume it, and as an exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.markup import escape
+from safetensors import SafetensorError
 
 from launch.host.signals import EXIT_CODE, Preempted
 from launch.host.world import World
-from launch.terminal import console
-from launch.training.out_of_memory import OutOfMemory
+from launch.terminal import console, print_note, print_problems
+from launch.training.out_of_memory import OutOfMemory, TrainingProgress
+from recipes.errors import Failure, UserError
 from recipes.run import RunSpec
 
 
-def explain_failure(error: BaseException, run: RunSpec | None) -> str | None:
-    """A failure of the machine in words, with how to go on; None for anything else, which is a bug of ours."""
+class NotANumber(Failure):
+    """The loss or a weight is NaN or infinite."""
+
+
+def report(error: BaseException, progress: TrainingProgress) -> int:
+    """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
+    run, world = progress.run, progress.world
+    if isinstance(error, UserError):
+        problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
+        print_problems(problems, console(world.is_local_main, stderr=True))
+        return 2
+    message = _explained(error, run)
+    if message is None:
+        raise error
+    _print(message, error, world)
+    if isinstance(error, Preempted):
+        return EXIT_CODE
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+@contextlib.contextmanager
+def only_noted(doing: str, world: World) -> Iterator[None]:
+    """For what follows a finished training. A failure is one line, and the run stays finished."""
+    try:
+        yield
+    except Exception as error:
+        same_everywhere = isinstance(error, UserError)
+        reason = str(error) if same_everywhere else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        text = f"{_rank(world)}the run is finished, but {doing} failed: {reason}"
+        print_note(text, console(world.is_main or not same_everywhere, stderr=True))
+
+
+def _explained(error: BaseException, run: RunSpec | None) -> str | None:
+    """A failure of the machine and how to resume.
+
+    None if the error is anything else, which is a bug of ours.
+    """
     if isinstance(error, OutOfMemory):
         return error.explained()
-    if type(error).__name__ == "ProbeFailed":
+    if isinstance(error, Failure) and not isinstance(error, NotANumber):
         return str(error)
-    if run is None:  # it had hardly begun
-        return _told_to_end(error)
-    words = _told_to_end(error) or _failure(error, run)
-    if words is None:
+    if run is None:  # nothing was resolved yet
+        return _stopped(error)
+    message = _stopped(error) or _failed(error, run)
+    if message is None:
         return None
     saved = sorted(Path(run["output_dir"]).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     if not saved:
-        return f"{words}. Saved: no checkpoint yet."
-    return f"{words}. Saved: {saved[-1]}. To go on, run the same command again: it resumes from the newest valid one."
+        return f"{message}. Saved: no checkpoint yet."
+    return f"{message}. Saved: {saved[-1]}. To resume, run the same command again: it takes the newest valid one."
 
 
-def _told_to_end(error: BaseException) -> str | None:
+def _stopped(error: BaseException) -> str | None:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, Preempted) else None
 
 
-def _failure(error: BaseException, run: RunSpec) -> str | None:
-    name = type(error).__name__
-    if name == "NotANumber":
+def _failed(error: BaseException, run: RunSpec) -> str | None:
+    if isinstance(error, NotANumber):
         return f"{error}; a lower learning rate or fp32 usually helps"
     if _disk_is_full(error, run):
         return "the disk is full"
-    if name in ("DistBackendError", "DistNetworkError") or "Connection closed by peer" in str(error):
+    if _lost_a_rank(error):
         return "another rank was lost, its own message says why"
     return None
 
 
 def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
-    """The libraries that save wrap the error of the system in their own, if they keep it at all."""
+    """Libraries that save wrap the system's error in their own, if they keep it at all."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     folder = Path(run["output_dir"])
-    saving = isinstance(error, (OSError, RuntimeError)) or type(error).__name__ == "SafetensorError"
+    saving = isinstance(error, (OSError, RuntimeError, SafetensorError))
     return saving and folder.exists() and shutil.disk_usage(folder).free < 2**20
 
 
-def print_failure(words: str, error: BaseException, world: World) -> None:
-    """On the rank that failed, whichever it is; what all know together is said once."""
-    together = isinstance(error, (KeyboardInterrupt, Preempted)) or type(error).__name__ == "ProbeFailed"
-    speaks = world.is_main or not together
-    rank = f"rank {world.rank}: " if world.size > 1 and not world.is_main else ""
-    console(speaks, stderr=True).print(escape(f"{rank}{words}"), style="red", highlight=False)
+def _lost_a_rank(error: BaseException) -> bool:
+    if "Connection closed by peer" in str(error):
+        return True
+    # Importing it takes seconds, and without it the error is not torch's.
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available():
+        return False
+    return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def exit_code(error: BaseException) -> int:
-    if isinstance(error, Preempted):
-        return EXIT_CODE
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
+def _print(message: str, error: BaseException, world: World) -> None:
+    """On the rank that failed. What happens to all ranks together is printed by rank 0 alone."""
+    own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
+    out = console(world.is_main or own, stderr=True)
+    out.print(escape(f"{_rank(world)}{message}"), style="red", highlight=False)
+
+
+def _rank(world: World) -> str:
+    return "" if world.is_main else f"rank {world.rank}: "

@@ -1,4 +1,4 @@
-"""`train.py --help`, from the same legal names that the check uses; nothing heavy is imported for it."""
+"""`train.py --help`, from the same legal names that the check uses. Imports nothing heavy."""
 
 from __future__ import annotations
 

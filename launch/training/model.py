@@ -1,4 +1,6 @@
-"""Tokenizer and model for a run: loaded or made, with 4-bit weights and LoRA adapters where the run wants them."""
+"""Tokenizer and model for a run: loaded or made, with 4-bit weights and LoRA adapters if the run
+asks for them.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,27 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from launch.training.data import Data, require_fitting_length
-from launch.training.demo import demo_config, demo_tokenizer
+from launch.training.data import Data
+from launch.training.demo import demo_config, demo_tokenizer, has_weights
 from recipes.errors import UserError, mistake
+from recipes.run import RunSpec
 
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
-
-# These number positions from `pad_token_id + 1`, so that many of their position embeddings are never used.
+# These number positions from `pad_token_id + 1`, so that many of their position embeddings are
+# never used.
 OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
 
-UNLOADABLE = (OSError, ValueError, ImportError, KeyError)  # what transformers raises for a model it cannot load
-
-SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 200
+# What transformers raises for a model it cannot load.
+UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
 
 
 def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token in any case."""
+    """The model's tokenizer, always with a padding token.
+
+    Raises `UserError` if it cannot be loaded.
+    """
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
@@ -53,37 +56,64 @@ def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     except UNLOADABLE as error:
         raise _unloadable(run, "tokenizer", error) from None
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token  # a new token would resize the embeddings
+        # A new token would resize the embeddings.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return tokenizer
 
 
 def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
-    """The model to train: a PreTrainedModel, or a PeftModel around it."""
-    set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
+    """The model to train: a PreTrainedModel, or a PeftModel around it.
+
+    Raises `UserError` if it cannot be loaded.
+    """
+    # A new head, new adapters and a model from scratch start the same on every rank.
+    set_seed(run["seed"])
     config = load_config(run, tokenizer, data.labels)
-    require_fitting_length(run, max_positions(config))
+    _require_fitting_length(run, max_positions(config))
     model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
-    model.config.use_cache = False  # with a cache, transformers overlooks where padding-free sequences begin
+    # With a cache, transformers overlooks where padding-free sequences begin.
+    model.config.use_cache = False
     if run["padding_free"]:
         _require_separate_sequences(run, model)
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
 def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The classes of a model that was trained to classify, in its order; empty for any other."""
+    """The class names of a model that was trained to classify, in its order.
+
+    Empty for any other model.
+    """
     config = load_config(run, tokenizer, labels=None)
     names = [config.id2label[number] for number in sorted(config.id2label)]
     heads = any("ForSequenceClassification" in name for name in config.architectures or ())
     return names if heads else []
 
 
-def longest_sequence(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """`max_positions` of the run's model, before it is loaded."""
-    return max_positions(load_config(run, tokenizer, labels=None))
+def limited_to_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
+    """The run with max_length lowered to what its model can take.
+
+    Raises `UserError` if the user wrote a longer one.
+    """
+    longest = max_positions(load_config(run, tokenizer, labels=None))
+    run = run.limited("max_length", longest, "the longest sequence of this model")
+    _require_fitting_length(run, longest)
+    return run
+
+
+def _require_fitting_length(run: Mapping[str, Any], positions: int | None) -> None:
+    if positions and run["max_length"] > positions:
+        raise mistake(
+            "max_length",
+            f"{run['max_length']} tokens are more than the {positions} positions the model has",
+            f"--max_length {positions} or less",
+        )
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:
-    """Longest sequence the model can number, or None where it has no such limit."""
+    """The longest sequence, in tokens, that the model has positions for.
+
+    None if it has no such limit.
+    """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not positions or positions < 0:  # DeBERTa says -1
@@ -93,41 +123,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     return positions
 
 
-def generate_sample(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
-) -> str:
-    """What the model writes after `prompt`: always the same for the same weights, and no random state is touched."""
-    was_training = model.training
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    model.eval()
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        written = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.7,
-            use_cache=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    model.train(was_training)
-    return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def saved_sample(run: Mapping[str, Any]) -> str:
-    """A few lines by the model that a finished run saved in `output_dir`, loaded as anyone would load it.
-
-    Empty where no whole model was saved: ZeRO-3 may leave only its shards.
-    """
-    if not _has_weights(Path(run["output_dir"])):
-        return ""
-    tokenizer = AutoTokenizer.from_pretrained(run["output_dir"])
-    model = AutoModelForCausalLM.from_pretrained(run["output_dir"], dtype=torch.float32)
-    return SAMPLE_PROMPT + generate_sample(model, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS)
-
-
-# --- Loading ---------------------------------------------------------------------------------------------------------
+# --- Loading -------------------------------------------------------------------------------------
 
 
 def _expanded(name: str) -> str:
@@ -135,7 +131,7 @@ def _expanded(name: str) -> str:
 
 
 def _require_model_folder(name: str) -> None:
-    """A path is checked before the libraries see it: they would look for it on the Hub."""
+    """Check a path before the libraries see it, because they would look for it on the Hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         _require_files(path)
@@ -151,16 +147,12 @@ def _require_files(path: Path) -> None:
         what = "holds LoRA adapters without their base model" if adapters else "has no config.json"
         fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
         raise mistake("model_name_or_path", f"the folder {path} {what}", fix)
-    if not _has_weights(path):
+    if not has_weights(path):
         raise mistake(
             "model_name_or_path",
             f"the folder {path} has a config.json and no weights",
             "a folder with model.safetensors too, as save_pretrained writes it",
         )
-
-
-def _has_weights(path: Path) -> bool:
-    return any(any(path.glob(pattern)) for pattern in WEIGHTS)
 
 
 def load_config(
@@ -188,7 +180,7 @@ def _require_decoder(run: Mapping[str, Any], config: PreTrainedConfig) -> None:
     if run["task"] == "causal_lm" and encoder and not getattr(config, "is_decoder", False):
         raise mistake(
             "model_name_or_path",
-            f"{run['model_name_or_path']} is an encoder ({config.model_type}): it sees the words it has to predict",
+            f"{run['model_name_or_path']} is an encoder ({config.model_type}): it sees the tokens it has to predict",
             "a decoder, or --task sequence_classification",
         )
 
@@ -214,10 +206,13 @@ def _pretrained(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedM
 
 
 def _require_separate_sequences(run: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Some models (OPT, BLOOM, Mamba, ...) let sequences that share a row see each other, and nobody complains."""
+    """Some models (OPT, BLOOM, Mamba, ...) silently let the sequences of a row attend to each
+    other: try it.
+    """
     if is_deepspeed_zero3_enabled() or "flash" in (model.config._attn_implementation or ""):
-        return  # weights in shards, or kernels without a CPU: cannot be tried here
-    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]  # the second sequence is the same, what stands before it is not
+        return  # sharded weights, or kernels without a CPU version: cannot be tried here
+    # The second sequence is the same, the first one differs.
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=model.device)
     was_training = model.training
     model.eval()
@@ -247,7 +242,7 @@ def _attention(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unloadable(run: Mapping[str, Any], what: str, error: Exception) -> UserError:
-    """The library's complaint as one line, under the flag it is about."""
+    """The library's message as one line, under the flag that it is about."""
     name, text = run["model_name_or_path"], " ".join(str(error).split())
     if "trust_remote_code" in text:
         return mistake("trust_remote_code", f"{name} comes with Python code", "read it, then --trust_remote_code")
@@ -272,7 +267,7 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-# --- 4 bits and adapters ---------------------------------------------------------------------------------------------
+# --- 4 bits and adapters -------------------------------------------------------------------------
 
 
 def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,7 +280,8 @@ def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
         bnb_4bit_compute_dtype=_compute_dtype(run),
     )
     if is_deepspeed_zero3_enabled():
-        return {"quantization_config": quantization}  # ZeRO-3 places the weights itself and refuses a device map
+        # ZeRO-3 places the weights itself and refuses a device map.
+        return {"quantization_config": quantization}
     return {"quantization_config": quantization, "device_map": {"": _device(run)}}
 
 
@@ -296,7 +292,7 @@ def _compute_dtype(run: Mapping[str, Any]) -> torch.dtype:
 
 
 def _device(run: Mapping[str, Any]) -> int | str:
-    """Quantised weights are moved once, while loading: each process names its own GPU."""
+    """The device of this process. Quantised weights move only once, while loading."""
     if run["use_cpu"] or not torch.cuda.is_available():
         return "cpu"
     return int(os.environ.get("LOCAL_RANK", 0))
@@ -313,7 +309,8 @@ def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.M
             gradient_checkpointing_kwargs=run["gradient_checkpointing_kwargs"],
         )
     elif checkpointing:
-        model.enable_input_require_grads()  # frozen embeddings would cut the recomputed blocks off the graph
+        # Frozen embeddings would cut the recomputed blocks off the graph.
+        model.enable_input_require_grads()
     classifies = run["task"] == "sequence_classification"
     lora = LoraConfig(
         r=run["lora_r"],
@@ -324,13 +321,16 @@ def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.M
     )
     try:
         return get_peft_model(model, lora)
-    except ValueError as error:  # experts, for one, take no dropout
+    except ValueError as error:  # for example, LoRA on experts does not support dropout
         what = f"peft refuses this model: {_short(' '.join(str(error).split()))}"
         raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
 
 
 def _target_modules(run: Mapping[str, Any], model: PreTrainedModel) -> list[str] | str:
-    """All linear layers, or the named ones, each of which must be there."""
+    """All linear layers, or the named ones.
+
+    Raises `UserError` for a name that the model does not have.
+    """
     wanted = run["lora_target_modules"]
     if not wanted or wanted == ["all-linear"]:
         return "all-linear"

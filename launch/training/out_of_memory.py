@@ -1,7 +1,9 @@
-"""When memory runs out in training all the same: what was asked for, what was planned, what was saved, and what next.
+"""When a training runs out of memory: what it asked for, what was planned, what was saved, and
+what to try next.
 
-The next rung is the next smaller micro-batch of the same global batch, then gradient checkpointing: both go on from
-the run's own checkpoints. out_of_memory.json in the output folder says which it is, for `--on_oom next`.
+The next attempt has the next smaller micro-batch at the same global batch, or else gradient
+checkpointing. Both resume from the run's own checkpoints. out_of_memory.json in the output folder
+holds the flags, for `--on_oom next`.
 """
 
 from __future__ import annotations
@@ -12,76 +14,93 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from launch.host import memory
-from launch.host.memory import Shortage, in_words
-from launch.host.signals import launchers_words
+from launch.host.memory import Shortage
+from launch.host.signals import launcher_argv
 from launch.host.world import World
 from launch.output import record
 from launch.output.record import OUT_OF_MEMORY
-from recipes.errors import UserError
+from launch.terminal import memory_size
+from recipes.errors import Failure, UserError
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, RunSpec, resolve, with_flags
 
 
-class OutOfMemory(RuntimeError):
-    """Memory ran out on this rank. `first` where no other rank has said so before."""
+@dataclass
+class TrainingProgress:
+    """How far a training has come. What is known already is what a failure is explained with.
+
+    `argv` are train.py's arguments. `run` is None until they are resolved.
+    """
+
+    argv: list[str]
+    world: World = World()
+    run: RunSpec | None = None
+    trainer: Any = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, also those of an earlier run that this one resumed."""
+        return self.trainer.state.global_step if self.trainer is not None else 0
+
+
+class OutOfMemory(Failure):
+    """This rank ran out of memory. `first`: no other rank has reported it before."""
 
     def __init__(self, run: RunSpec, argv: list[str], facts: dict[str, Any], first: bool) -> None:
-        super().__init__(f"out of memory {_when(facts)}: {Shortage(facts['asked_bytes'], facts['free_bytes'])}")
+        shortage = Shortage(facts["asked_bytes"], facts["free_bytes"])
+        super().__init__(f"out of memory {_when(facts)}: {shortage_in_words(shortage)}")
         self.run = run
         self.argv = argv
         self.facts = facts
         self.first = first
 
     def explained(self) -> str:
-        """All there is to say, by the rank that says it first."""
+        """The whole explanation from the first rank that reports it, one line from any other."""
         if not self.first:
             return str(self)
         lines = [f"{self}", *_memory_lines(self.run, self.facts["peak_bytes"]), *_saved_lines(self.facts)]
         return "\n".join([*lines, *_next_lines(self.run, self.argv, self.facts)])
 
 
-class Watch:
-    """Where the training is: its Trainer, once there is one."""
-
-    trainer: Any = None
-
-    @property
-    def step(self) -> int:
-        return self.trainer.state.global_step if self.trainer is not None else 0
-
-
 @contextlib.contextmanager
-def noticed(run: RunSpec, world: World, argv: list[str]) -> Iterator[Watch]:
-    """Turns whatever says that memory ran out into `OutOfMemory`. `argv` are train.py's words."""
-    watch = Watch()
+def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
+    """Turns every error that means that memory ran out into `OutOfMemory`, and lets the Trainer go
+    at the end.
+    """
     try:
-        yield watch
+        yield
     except Exception as error:
-        if not memory.ran_out(error):
+        if progress.run is None or not memory.ran_out(error):
             raise
-        found = memory.shortage(error)  # before anything is let go
+        run, argv = progress.run, progress.argv
+        shortage = memory.shortage(error)  # before anything is freed
         facts: dict[str, Any] = {
-            "rank": world.rank,
-            "step": watch.step,
-            "asked_bytes": found.asked_bytes,
-            "free_bytes": found.free_bytes,
+            "rank": progress.world.rank,
+            "step": progress.step,
+            "asked_bytes": shortage.asked_bytes,
+            "free_bytes": shortage.free_bytes,
             "peak_bytes": memory.peak(run.hardware.cuda),
         }
         traceback.clear_frames(error.__traceback__)
         first = _is_first(run)
         if first:
-            facts |= {"checkpoint": _newest_checkpoint(run), "next": next_rung(run, argv)}
-            _note(run, facts)
+            facts |= {"checkpoint": _newest_checkpoint(run), "next": next_attempt(run, argv)}
+            _write_note(run, facts)
         raise OutOfMemory(run, argv, facts, first) from None
+    finally:
+        progress.trainer = None
 
 
 def next_flags(folder: Path) -> dict[str, Any] | None:
-    """The flags of the next rung for the run that has just ended in a folder; None where there is no such thing."""
+    """The flags of the next attempt for the run that has just ended in a folder.
+
+    None if there is none.
+    """
     try:
         content = json.loads((folder / OUT_OF_MEMORY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -98,18 +117,18 @@ def _newest_checkpoint(run: RunSpec) -> str | None:
 
 
 def _is_first(run: RunSpec) -> bool:
-    """Whether no other rank was here before. From now on a rank that this one is lost to knows why."""
+    """Whether this rank is the first to report it. The file tells rank 0 why it lost this one."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # a disk that is full too: better said twice than never
+    except OSError:  # the disk is full too: better reported twice than never
         pass
     return True
 
 
-def _note(run: RunSpec, facts: dict[str, Any]) -> None:
-    """For `--on_oom next`, and in the record, should rank 0 only hang until it is killed."""
+def _write_note(run: RunSpec, facts: dict[str, Any]) -> None:
+    """For `--on_oom next`; and into the record, because rank 0 may hang until it is killed."""
     folder = Path(run["output_dir"])
     with contextlib.suppress(OSError):
         record.write(folder, facts, OUT_OF_MEMORY)
@@ -118,32 +137,36 @@ def _note(run: RunSpec, facts: dict[str, Any]) -> None:
             record.write(folder, {**content, "status": "out_of_memory"})
 
 
-# --- The next rung ---------------------------------------------------------------------------------------------------
+# --- The next attempt ----------------------------------------------------------------------------
 
 
-def next_rung(run: RunSpec, argv: list[str]) -> dict[str, Any] | None:
-    """Flags for the same training in less memory, going on from its checkpoints; None where there are none.
+def next_attempt(run: RunSpec, argv: list[str]) -> dict[str, Any] | None:
+    """Flags for the same training in less memory, resumed from its checkpoints.
 
-    A flag of None is to be left out.
+    None if no flags achieve that.
+
+    A flag whose value is None is left out.
     """
     share = run.batch.micro * run.batch.accumulation
     smaller = (size for size in range(run.batch.micro - 1, 0, -1) if share % size == 0)
-    rungs = [_split_like(run, size, share // size) for size in smaller]
+    attempts = [_split_like(run, size, share // size) for size in smaller]
     if not run["gradient_checkpointing"]:
-        rungs.append({**_split_like(run, run.batch.micro, run.batch.accumulation), "gradient_checkpointing": True})
-    again = _to_go_on(run)
-    return next(({**rung, **again} for rung in rungs if _is_legal(run, argv, {**rung, **again})), None)
+        attempts.append({**_split_like(run, run.batch.micro, run.batch.accumulation), "gradient_checkpointing": True})
+    candidates = ({**attempt, **_flags_to_resume(run)} for attempt in attempts)
+    return next((flags for flags in candidates if _is_legal(run, argv, flags)), None)
 
 
 def _split_like(run: RunSpec, micro: int, accumulation: int) -> dict[str, Any]:
-    """Accumulation follows from the micro-batch, unless it was written down too."""
+    """Accumulation follows from the micro-batch, unless the user wrote it too."""
     if run.explicit("gradient_accumulation_steps"):
         return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     return {"per_device_train_batch_size": micro}
 
 
-def _to_go_on(run: RunSpec) -> dict[str, Any]:
-    """What would not go on from the newest checkpoint is left out, or taken back where a file says it."""
+def _flags_to_resume(run: RunSpec) -> dict[str, Any]:
+    """Flags that prevent a resume from the newest checkpoint are left out, or overridden if a file
+    sets them.
+    """
     undone = {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}
     named = {name: value for name, value in undone.items() if run.explicit(name) and run[name]}
     return {name: None if run.setting(name).source == COMMAND_LINE else value for name, value in named.items()}
@@ -162,11 +185,15 @@ def _is_legal(run: RunSpec, argv: list[str], flags: dict[str, Any]) -> bool:
 
 
 def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
-    """What takes less memory but is another training, or another engine, in words; `checkpointed` by the next rung."""
+    """What takes less memory but is another training or needs another engine, in words.
+
+    `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not
+    proposed once more.
+    """
     shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
     checkpointed |= bool(run["gradient_checkpointing"])
     checkpointing = "" if checkpointed else "--gradient_checkpointing true, "
-    if not run.hardware.cuda:  # what offloading takes to, is what is missing
+    if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
         return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
     another = "with another --output_dir, as its checkpoints are of another kind"
     if run.engine.kind != "deepspeed":
@@ -176,7 +203,14 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     return f"{checkpointing}more GPUs, or {shorter}"
 
 
-# --- In words --------------------------------------------------------------------------------------------------------
+# --- In words ------------------------------------------------------------------------------------
+
+
+def shortage_in_words(shortage: Shortage) -> str:
+    """`asked for 2.00 GiB, 512.0 MiB was free`, as far as it is known."""
+    asked = "more" if shortage.asked_bytes is None else memory_size(shortage.asked_bytes)
+    free = "" if shortage.free_bytes is None else f", {memory_size(shortage.free_bytes)} was free"
+    return f"asked for {asked}{free}"
 
 
 def _when(facts: dict[str, Any]) -> str:
@@ -184,11 +218,11 @@ def _when(facts: dict[str, Any]) -> str:
 
 
 def _memory_lines(run: RunSpec, peak_bytes: int) -> list[str]:
-    """The planner's table beside what was measured."""
-    measured = f"measured  {in_words(peak_bytes)} at most until then"
+    """The planner's table and the measured peak, one line each."""
+    measured = f"measured  {memory_size(peak_bytes)} at most until then"
     measured += " (reserved on the GPU)" if run.hardware.cuda else " (the whole process, libraries included)"
     if run["memory_limit"]:
-        measured += f", limited to {in_words(round(run['memory_limit'] * 1e9))}"
+        measured += f", limited to {memory_size(round(run['memory_limit'] * 1e9))}"
     return [f"planned   {_planned(run)}", measured]
 
 
@@ -200,11 +234,11 @@ def _planned(run: RunSpec) -> str:
         parts = plan_run(run, load_config(run, load_tokenizer(run)), 0, as_it_is=True).components
     except UserError as error:
         return f"not: {error}"
-    except Exception as error:  # the message matters more than why its table is missing
+    except Exception as error:  # the rest of the message matters more than this table
         return f"not: {type(error).__name__}"
     sizes = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    words = [f"{name} {in_words(size)}" for name, size in sizes.items() if size]
-    return f"{in_words(parts.total)} at micro-batch {run.batch.micro}: {', '.join(words)}"
+    words = [f"{name} {memory_size(size)}" for name, size in sizes.items() if size]
+    return f"{memory_size(parts.total)} at micro-batch {run.batch.micro}: {', '.join(words)}"
 
 
 def _saved_lines(facts: dict[str, Any]) -> list[str]:
@@ -228,13 +262,16 @@ def _next_lines(run: RunSpec, argv: list[str], facts: dict[str, Any]) -> list[st
 
 
 def _command(run: RunSpec, argv: list[str]) -> str:
-    """This rank's launcher with other words for train.py; over several nodes only those words are the same."""
+    """The command of this rank's launcher with another `argv` for train.py.
+
+    On several nodes the launchers' own arguments differ, so only train.py and its `argv` are shown.
+    """
     if run.world_size > run.local_world_size:
         start = ["train.py"]
     else:
-        launcher = launchers_words()
+        launcher = launcher_argv()
         scripts = [place for place, word in enumerate(launcher) if Path(word).name == Path(sys.argv[0]).name]
         start = launcher[: scripts[0] + 1] if scripts else [sys.executable, sys.argv[0]]
         if scripts and run.engine.kind != "single":
-            argv = [word.replace("$", "$$") for word in argv]  # which torch elastic reads as $
-    return shlex.join([*start, *(record.shown_word(run, word) for word in argv)])
+            argv = [word.replace("$", "$$") for word in argv]  # torch elastic reads $$ as $
+    return shlex.join([*start, *(record.shown_argument(run, argument) for argument in argv)])

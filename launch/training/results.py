@@ -1,25 +1,28 @@
-"""Results of a run: speed, memory and model FLOPs utilisation, from counts taken while it trained."""
+"""The results of a run: speed, memory and model FLOPs utilisation, from counts taken meanwhile."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from typing import Any
 
 import torch
 
+from launch.host import memory
 from launch.training.trainer import RecipeTrainer
 from recipes.planner.speed import flops_are_known, model_flops
 from recipes.run import RunSpec
 
 
 def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """Trainer's own metrics and names, and beside them tokens, steady step time, peak memory and MFU."""
+    """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory
+    and MFU.
+
+    Times are in seconds, memory in bytes. All ranks call it: the tokens of all are added up.
+    """
     state, meter = trainer.state, trainer.meter
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     steps = meter.steps_trained
     tokens_per_step = _total_tokens(trainer) / steps if steps else 0
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         **metrics,
         "global_step": state.global_step,
         "epoch": state.epoch,
@@ -32,14 +35,14 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         "log_history": state.log_history,
     }
     if meter.step_time:
-        found["samples_per_second"] = run.batch.total / meter.step_time
-        found["tokens_per_second"] = tokens_per_step / meter.step_time
-        found["mfu"] = utilisation(run, trainer.model, found["tokens_per_second"])
-    return found
+        entries["samples_per_second"] = run.batch.total / meter.step_time
+        entries["tokens_per_second"] = tokens_per_step / meter.step_time
+        entries["mfu"] = utilisation(run, trainer.model, entries["tokens_per_second"])
+    return entries
 
 
 def _total_tokens(trainer: RecipeTrainer) -> int:
-    """Tokens of all ranks; the one moment where the count leaves the device."""
+    """Tokens of all ranks. Only here does the count leave the device."""
     mine = torch.as_tensor(trainer.tokens_seen, device=trainer.args.device).reshape(1)
     return int(trainer.accelerator.gather(mine).sum())
 
@@ -48,13 +51,11 @@ def peak_memory() -> dict[str, Any]:
     """The peak of this process in bytes: allocated on its GPU, else resident in RAM."""
     if torch.cuda.is_available():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_memory_bytes": peak, "peak_memory_of": "of RAM in the first process"}
+    return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Parameters, tied ones once, whole where ZeRO-3 has sharded them, and unpacked where 4 bits share a byte."""
+    """Number of parameters: tied ones once, ZeRO-3 shards whole, two per byte of 4-bit weights."""
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
@@ -65,16 +66,16 @@ def _size(parameter: torch.nn.Parameter) -> int:
 
 
 def checkpoint_bytes(model: torch.nn.Module, with_optimizer: bool = True) -> int:
-    """About what a checkpoint takes: the trained weights in their type, and two fp32 Adam moments for each.
+    """Estimated bytes of a checkpoint: the trained weights and two fp32 Adam moments for each.
 
-    Without the optimizer it is what the finished run leaves.
+    Without the optimizer it is the size of the final model.
     """
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
     return parameter_count(model, trained_only=True) * (width + 8 * with_optimizer)
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
-    """Training FLOPs per token, by `recipes.speed.model_flops`."""
+    """Training FLOPs per token, by the formula of `recipes.planner.speed.model_flops`."""
     parameters = parameter_count(model)
     if not getattr(model.config, "tie_word_embeddings", False):
         parameters -= _size(model.get_input_embeddings().weight)
@@ -82,7 +83,7 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
 
 
 def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilisation of the bf16 peak; None on unknown hardware, for adapters, or without fixed length."""
+    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown."""
     peak = run.hardware.peak_flops
     if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
         return None

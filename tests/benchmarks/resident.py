@@ -75,8 +75,9 @@ def _two_steps(config, run, folder: Path) -> None:
     import torch
     from transformers import PrinterCallback, TrainingArguments
 
+    from launch.training.callbacks import Meter
     from launch.training.model import _auto_class, _with_adapters
-    from launch.training.trainer import Meter, RecipeTrainer
+    from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
 
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ def test_a_missing_model_is_named(texts, tmp_path):
     assert_one_clear_line(train_here(tmp_path / "nowhere", texts, tmp_path / "out"), "nowhere")
 
 
-def test_where_a_wrong_value_came_from_is_said(tiny_model, texts, tmp_path):
+def test_the_message_names_the_source_of_a_wrong_value(tiny_model, texts, tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("dataset_text_field: body\n")
     assert_one_clear_line(train_here(tiny_model, texts, tmp_path / "out", "--config", str(config)), "mine.yaml")
@@ -74,12 +74,12 @@ def test_help_is_quick_and_complete():
     assert "--model_name_or_path" in done.stdout and "--gradient_accumulation_steps" in done.stdout
 
 
-def test_two_ranks_say_a_mistake_once(tiny_model, tmp_path):
+def test_two_ranks_report_a_mistake_once(tiny_model, tmp_path):
     outcome = launch("--recipe", "fats", output=tmp_path, processes=2, config="standard.yaml")
     assert outcome.output.count("there is no recipe") == 1
 
 
-def test_two_ranks_say_a_mistake_in_the_data_once(tiny_model, tmp_path):
+def test_two_ranks_report_a_mistake_in_the_data_once(tiny_model, tmp_path):
     data = written(tmp_path, "data.jsonl", [{"words": "x"}])
     flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(data)]
     outcome = launch_quickly(*flags, output=tmp_path / "out")

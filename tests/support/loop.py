@@ -1,4 +1,4 @@
-"""The reference: a plain PyTorch training loop, written by hand, that knows nothing of Trainer."""
+"""The reference: a plain PyTorch training loop, written by hand, without Trainer."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def loop_steps(
     bf16: bool = False,
     device: str = "cpu",
 ) -> Iterator[tuple[float, float]]:
-    """Train on token ids `rows` [examples, length] with fused AdamW, linear decay and clipping at 1.
+    """Train on token ids `rows` [examples, length] with fused AdamW, linear decay and clipping at
+    1.
 
-    Yields the loss and the seconds of each step. The clock is read after the loss has reached the host.
+    Yields the loss and the seconds of each step. The clock is read after the loss has reached the
+    host.
     """
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)

@@ -1,4 +1,4 @@
-"""Starting train.py from a test: in this process for one rank, through the real launchers for more."""
+"""Starts train.py from a test: one rank in this process, or through the real launchers."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ def launch_quickly(
     env: dict[str, str] | None = None,
     script: Path = SCRIPT,
 ) -> Outcome:
-    """As `launch`, without the launcher's own process: its environment, and ranks that need not import everything.
+    """As `launch`, without the launcher's own process: its environment, and ranks that need not
+    import everything.
 
-    They are forked from a process that has. Exit code 1 if one of theirs is not 0, as the launcher's is.
+    They are forked from a process that has. Exit code 1 if one of theirs is not 0, as the
+    launcher's is.
     """
     words = [*flags, "--output_dir", str(output)]
     environment = {**launchers_environment(processes, config, words), **(env or {})}
@@ -88,7 +90,9 @@ def launchers_environment(processes: int, config: str, words: list[str]) -> dict
 
 
 def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log: int) -> list[int]:
-    """Exit codes of the ranks of a world on this machine, each running the script `argv`, their output in `log`."""
+    """Exit codes of the ranks of a world on this machine, each running the script `argv`, their
+    output in `log`.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -105,7 +109,9 @@ def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log
 
 
 def fork(environment: dict[str, str], argv: list[str], log: int) -> BaseProcess:
-    """`python argv...`, its output in `log`, started in a process that has imported everything already."""
+    """`python argv...`, its output in `log`, started in a process that has imported everything
+    already.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     process = context.Process(target=_run_script, args=(environment, argv, DupFd(log)))

@@ -1,4 +1,4 @@
-"""A model whose every forward pass takes a known time, so that a test can count on when a signal lands."""
+"""A model whose forward pass takes a known time, so that a signal arrives during a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class SlowLlamaForCausalLM(LlamaForCausalLM):
 
 
 def write_slow_model(folder: Path, tiny_model: Path, seconds: float, restarts: int = 100) -> list[str]:
-    """The tiny model with a pause in it, until Slurm has requeued it `restarts` times. Returns the flags to load it."""
+    """The tiny model with a pause in it, until Slurm has requeued it `restarts` times.
+
+    Returns the flags to load it.
+    """
     shutil.copytree(tiny_model, folder)
     (folder / "modeling_slow.py").write_text(_CODE.format(seconds=seconds, restarts=restarts))
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A tiny model whose memory is nearly all logits, so that a micro-batch takes much memory and little time."""
+"""A tiny model whose memory is nearly all logits: a micro-batch takes much memory, little time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Told to stop, wherever the signal lands: one agreed step, a valid checkpoint, and a run that goes on as if nothing
-had happened."""
+"""Told to stop, wherever the signal lands: one agreed step, a valid checkpoint, and a run that
+goes on as if it had not been stopped.
+"""
 
 import os
 import signal
@@ -22,7 +23,10 @@ STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 100
 
 @dataclass
 class Run:
-    """A training in processes of its own, to be told to stop in the middle. `starter` is what starts the script."""
+    """A training in processes of its own, to be told to stop in the middle.
+
+    `starter` is what starts the script.
+    """
 
     flags: list[str]
     output: Path
@@ -33,9 +37,9 @@ class Run:
         self.start([str(SCRIPT), *self.flags, "--output_dir", str(self.output)])
         return self
 
-    def start(self, words: list[str]) -> None:
+    def start(self, argv: list[str]) -> None:
         self.process = subprocess.Popen(
-            [*self.starter, *words],
+            [*self.starter, *argv],
             stdout=self.log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -47,13 +51,13 @@ class Run:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def said(self) -> str:
+    def output_so_far(self) -> str:
         return os.pread(self.log.fileno(), 1 << 20, 0).decode()
 
-    def wait_until_said(self, words: str) -> None:
+    def wait_for_output(self, words: str) -> None:
         deadline = time.monotonic() + 120
-        while words not in self.said():
-            assert time.monotonic() < deadline, f"{words!r} was never said:\n{self.said()}"
+        while words not in self.output_so_far():
+            assert time.monotonic() < deadline, f"{words!r} was never printed:\n{self.output_so_far()}"
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
@@ -70,19 +74,21 @@ class Run:
         return sorted(found)
 
     def end(self) -> str:
-        """Everything it said, once it and all its ranks have ended."""
+        """Everything it printed, once it and all its ranks have ended."""
         self.process.wait(120)
         deadline = time.monotonic() + 60
         while self.ranks() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return self.said()
+        return self.output_so_far()
 
 
 class Forked(Run):
-    """One rank without a launcher, in a process that need not import everything: for what comes after that."""
+    """One rank without a launcher, in a process that need not import everything: for what comes
+    after that.
+    """
 
-    def start(self, words: list[str]) -> None:
-        self.process = fork(dict(os.environ), words, self.log.fileno())
+    def start(self, argv: list[str]) -> None:
+        self.process = fork(dict(os.environ), argv, self.log.fileno())
 
     def __exit__(self, *exception):
         self.process.kill()
@@ -92,7 +98,7 @@ class Forked(Run):
 
     def end(self) -> str:
         self.process.join(120)
-        return self.said()
+        return self.output_so_far()
 
 
 def launcher(config: str, *words: str) -> partial[Run]:
@@ -106,7 +112,7 @@ TWO_RANKS = launcher("standard.yaml", "--num_processes", "2", "--main_process_po
 
 def stopped(run: Run, tell) -> str:
     with run:
-        run.wait_until_said("step 5/")
+        run.wait_for_output("step 5/")
         tell(run)
         return run.end()
 
@@ -142,7 +148,7 @@ TELL = {
 
 
 @pytest.mark.parametrize(
-    ("start", "told"),
+    ("start", "whom"),
     [
         (Forked, "SIGUSR1"),
         (ONE_PROCESS, "the launcher"),
@@ -151,8 +157,8 @@ TELL = {
     ],
     ids=["SIGUSR1", "the launcher of one process", "the launcher of two ranks, twice", "two ranks and their launcher"],
 )
-def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, told, flags, tmp_path):
-    stopped(start(flags, tmp_path), TELL[told])
+def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, whom, flags, tmp_path):
+    stopped(start(flags, tmp_path), TELL[whom])
     assert 5 <= assert_resumable(tmp_path) < 100
 
 
@@ -202,7 +208,9 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
 
 
 def test_the_checkpoint_survives_beside_the_best_one(tiny_model, texts, tmp_path):
-    """At its end Trainer deletes the last checkpoint where another one is the best and one is to be kept."""
+    """At its end Trainer deletes the last checkpoint where another one is the best and one is to
+    be kept.
+    """
     first_is_best = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()
     every_second = "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 1".split()
     split = "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --logging_steps 1".split()

@@ -29,7 +29,7 @@ def test_torchrun_announces_its_world():
     assert launched(TORCHRUN) == World(size=8, rank=5, local_size=4)
 
 
-def test_rank_0_speaks_and_the_first_rank_of_each_node_is_local_main():
+def test_rank_0_is_main_and_the_first_rank_of_each_node_is_local_main():
     ranks = [World(8, rank, 4) for rank in range(8)]
     assert [world.rank for world in ranks if world.is_main] == [0]
     assert [world.rank for world in ranks if world.is_local_main] == [0, 4]

@@ -1,4 +1,4 @@
-"""A checkpoint is resumed from only if it is whole; damaged ones are named, and nothing is deleted."""
+"""A run resumes only from a valid checkpoint. Damaged ones are named and never deleted."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.output.checkpoints import faults, fresh_parts, judged, newest_valid, numbered, set_aside
+from launch.output.checkpoints import archive_damaged, faults, fresh_parts, inspect, newest_valid, numbered
 
 
 @pytest.fixture
@@ -35,9 +35,10 @@ def test_a_missing_file_is_named(checkpoint, name):
     name=st.sampled_from(["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]),
     kept=st.floats(0, 0.999),
 )
-def test_a_file_cut_off_anywhere_is_noticed(checkpoint, name, kept):
+def test_a_file_cut_off_anywhere_is_a_fault(checkpoint, name, kept):
     file = checkpoint / name
-    whole = file.read_bytes().rstrip(b"\n")  # a JSON file without its last line break is still whole
+    # A JSON file without its last line break is still whole.
+    whole = file.read_bytes().rstrip(b"\n")
     file.write_bytes(whole[: int(len(whole) * kept)])
     try:
         assert faults(checkpoint)
@@ -71,7 +72,7 @@ def test_weights_alone_are_whole_and_say_what_starts_afresh(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
-def test_zeros_in_the_middle_are_noticed(checkpoint, name):
+def test_zeros_in_the_middle_are_a_fault(checkpoint, name):
     content = bytearray((checkpoint / name).read_bytes())
     middle = len(content) // 2
     content[middle - 50 : middle + 50] = bytes(100)
@@ -84,32 +85,32 @@ def test_zeros_in_the_middle_are_noticed(checkpoint, name):
     name=st.sampled_from(["model.safetensors", "trainer_state.json", "latest", "model.safetensors.index.json"]),
     content=st.binary(max_size=60),
 )
-def test_no_bytes_make_the_judgement_itself_fail(checkpoint, name, content):
+def test_no_bytes_make_the_inspection_itself_fail(checkpoint, name, content):
     file = checkpoint / name
     before = file.read_bytes() if file.exists() else None
     file.write_bytes(content)
     try:
-        assert judged(checkpoint).faults
+        assert inspect(checkpoint).faults
     finally:
         file.unlink() if before is None else file.write_bytes(before)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
 @pytest.mark.parametrize("content", [[1, 2], {"something": "else"}, {"code": pathlib.PurePosixPath("x")}])
-def test_a_whole_file_that_a_resume_could_not_use_is_noticed(checkpoint, name, content):
+def test_a_whole_file_that_a_resume_could_not_use_is_a_fault(checkpoint, name, content):
     torch.save(content, checkpoint / name)
     (fault,) = faults(checkpoint)
     assert fault.startswith((f"{name} lacks", f"{name} cannot be loaded"))
 
 
-def test_a_state_with_fields_of_another_version_is_noticed(checkpoint):
+def test_a_state_with_fields_of_another_version_is_a_fault(checkpoint):
     file = checkpoint / "trainer_state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "a_field_of_old": 1}))
     assert faults(checkpoint) == ["trainer_state.json is not Trainer's"]
 
 
 def test_a_state_of_another_step_is_a_fault(checkpoint):
-    assert judged(checkpoint.rename(checkpoint.with_name("checkpoint-5"))).faults
+    assert inspect(checkpoint.rename(checkpoint.with_name("checkpoint-5"))).faults
 
 
 def test_the_newest_valid_one_is_chosen_over_a_newer_damaged_one(checkpoint):
@@ -125,10 +126,10 @@ def test_ten_is_newer_than_nine(checkpoint):
     assert [path.name for path in numbered(checkpoint.parent)] == ["checkpoint-10", "checkpoint-9", "checkpoint-4"]
 
 
-def test_a_damaged_one_is_set_aside_with_all_its_files(checkpoint):
+def test_a_damaged_one_is_renamed_with_all_its_files(checkpoint):
     (checkpoint / "optimizer.pt").unlink()
     before = {file.name for file in checkpoint.iterdir()}
-    kept = set_aside(judged(checkpoint))
+    kept = archive_damaged(inspect(checkpoint))
     assert {file.name for file in kept.iterdir()} == before
 
 
@@ -145,5 +146,5 @@ def test_a_shard_that_the_index_names_must_be_there(checkpoint):
     assert "model-00002-of-00002.safetensors is missing" in faults(checkpoint)
 
 
-def test_a_folder_of_another_name_is_judged_by_its_content_alone(checkpoint):
-    assert judged(checkpoint.rename(checkpoint.with_name("best7"))).valid
+def test_a_folder_of_another_name_is_inspected_by_its_content_alone(checkpoint):
+    assert inspect(checkpoint.rename(checkpoint.with_name("best7"))).valid

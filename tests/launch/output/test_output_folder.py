@@ -1,4 +1,4 @@
-"""The output folder: nothing of anybody's is overwritten, moved by surprise, or written by two runs at once."""
+"""The output folder: files are not overwritten or moved by surprise, or written by two runs."""
 
 import json
 import os
@@ -103,7 +103,8 @@ def test_data_with_other_contents_are_another_training(stopped, finished_run, ti
     moved = tmp_path / texts.name
     moved.write_text(texts.read_text().replace("Example 3 ", "Sample 3 "))
     record = json.loads((stopped / "run.json").read_text())
-    record["settings"]["dataset_name"]["value"] = str(moved)  # as if the file at this path had been replaced
+    # As if the file at this path had been replaced.
+    record["settings"]["dataset_name"]["value"] = str(moved)
     (stopped / "run.json").write_text(json.dumps(record))
     outcome = train_here(tiny_model, moved, stopped, *FOUR_STEPS)
     assert outcome.code == 2 and "not what it holds now" in outcome.output
@@ -136,7 +137,9 @@ def test_early_stopping_stops_at_the_same_step_after_a_resume(step, stopped_earl
 
 
 def test_a_trained_classifier_keeps_the_numbers_of_its_classes(tiny_model, tmp_path):
-    """Where its classes are numbered otherwise than the data's would be, it is not trained on swapped labels."""
+    """Where its classes are numbered otherwise than the data's would be, it is not trained on
+    swapped labels.
+    """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(0)

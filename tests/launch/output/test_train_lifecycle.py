@@ -1,4 +1,4 @@
-"""A run from start to end and back: resumed exactly, finished once, never deleted, always recorded."""
+"""A run from start to end and back: resumed exactly, finished once, kept, always recorded."""
 
 import json
 import os
@@ -88,7 +88,7 @@ def edit_weights(checkpoint, change):
 def test_a_checkpoint_that_lacks_weights_is_refused(stopped_at_four, tiny_model, texts):
     edit_weights(stopped_at_four / "checkpoint-4", lambda weights: weights.pop("lm_head.weight"))
     refused = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
-    assert refused.code == 2 and "lacks 1 weights of it, lm_head.weight among them" in refused.output
+    assert refused.code == 2 and "lacks 1 weights of the model, among them lm_head.weight" in refused.output
 
 
 def test_a_checkpoint_of_another_shape_is_refused(stopped_at_four, tiny_model, texts):
@@ -151,7 +151,8 @@ def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
     train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
     longer = train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "4")
     assert "start afresh" in longer.output
-    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)  # rotated, not damaged
+    # Rotated, not damaged.
+    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)
 
 
 def test_another_optimizer_is_another_training(whole_run, tiny_model, texts):
@@ -232,7 +233,7 @@ class TestFullDisk:
     def test_too_small_a_disk_is_refused_before_training(self, small_disk, tiny_model, texts):
         (small_disk / "filler").write_bytes(b"x" * 400_000)
         outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)
-        assert outcome.code == 2 and "GiB free" in outcome.output
+        assert outcome.code == 2 and "MiB free, this run saves about" in outcome.output
 
     def test_a_disk_that_fills_up_says_what_was_saved(self, small_disk, tiny_model, texts):
         outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)

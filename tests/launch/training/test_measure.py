@@ -23,7 +23,8 @@ def llama(tied):
     return LlamaForCausalLM(config)
 
 
-BODY = 2 * (4 * 4 * 4 + 3 * 4 * 8 + 2 * 4) + 4  # attention, MLP and norms of two layers, and the last norm
+# Attention, MLP and norms of two layers, and the last norm.
+BODY = 2 * (4 * 4 * 4 + 3 * 4 * 8 + 2 * 4) + 4
 
 
 @pytest.mark.parametrize(("tied", "expected"), [(True, BODY + 40), (False, BODY + 80)])

@@ -1,8 +1,7 @@
-"""Models: made, loaded, quantised and given adapters as the run says, or refused in one line."""
+"""Models: loaded, quantised and given adapters as the run says, or refused in one line."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -10,12 +9,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
     BloomConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -27,156 +22,16 @@ from transformers import (
     RobertaConfig,
 )
 
-from launch.training.data import Data
 from launch.training.demo import demo_tokenizer
-from launch.training.model import generate_sample, load_model, load_tokenizer, max_positions, saved_sample
+from launch.training.model import limited_to_model, load_model, load_tokenizer, max_positions
 from recipes.errors import UserError
-from recipes.flags import RunFlags
+from recipes.run import resolve
+from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
 
-SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-LANGUAGE = Data(None, None, None, "texts", None)
-CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"])
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return demo_tokenizer()
-
-
-def save(model, folder) -> str:
-    model.save_pretrained(folder)
-    demo_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    config = LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=2048)
-    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
-    config = GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
-    return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2"))
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory):
-    config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=1024)
-    return save(BertForMaskedLM(config), tmp_path_factory.mktemp("bert"))
-
-
-def run_with(name=None, **chosen):
-    defaults = {flag.name: flag.default for flag in dataclasses.fields(RunFlags)}
-    arguments = {
-        "seed": 42,
-        "bf16": False,
-        "fp16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "gradient_checkpointing_kwargs": None,
-    }
-    return defaults | arguments | {"model_name_or_path": name} | chosen
-
-
-def load(run, data=LANGUAGE):
-    return load_model(run, load_tokenizer(run), data)
-
-
-def problem(run, data=LANGUAGE):
-    with pytest.raises(UserError) as caught:
-        load(run, data)
-    (found,) = caught.value.problems
-    assert "\n" not in str(found)
-    return found
-
-
-def loss_of(model):
-    ids = torch.arange(1, 17).unsqueeze(0)
-    return model(input_ids=ids, labels=ids).loss
-
-
-def trainable(model):
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-# --- The demonstration -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'a  .'\r\n", "naïve 漢字 😀\x00", " a , b . ", ""])
-def test_bytes_come_back_exactly(text, tokenizer):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_one_token_per_byte(tokenizer):
-    assert len(tokenizer("é1")["input_ids"]) == 3
-
-
-def test_tokenizer_survives_saving(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    text = "é  x <|im_end|>"
-    assert (again(text)["input_ids"], again.chat_template) == (tokenizer(text)["input_ids"], tokenizer.chat_template)
-
-
-def test_end_and_padding_are_two_tokens(tokenizer):
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
-def test_demonstration_has_one_embedding_for_input_and_output():
-    model = load(run_with(max_length=256))
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-def test_demonstration_starts_the_same_each_time():
-    first, second = (load(run_with(max_length=256)).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_another_seed_is_another_start():
-    first, second = (load(run_with(max_length=256, seed=seed)) for seed in (1, 2))
-    assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
-
-
-def test_demonstration_begins_as_ignorant_as_chance():
-    """ln(260) is 5.56: a start far above it wastes the first steps."""
-    assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
-
-
-def test_sample_is_the_same_for_the_same_weights(tokenizer):
-    model = load(run_with(max_length=256))
-    assert generate_sample(model, tokenizer, "def ", 8) == generate_sample(model, tokenizer, "def ", 8)
-
-
-def test_sample_leaves_the_random_state_alone(tokenizer):
-    model = load(run_with(max_length=256))
-    before = torch.random.get_rng_state()
-    generate_sample(model, tokenizer, "def ", 4)
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
-def test_sample_leaves_the_model_training(tokenizer):
-    model = load(run_with(max_length=256)).train()
-    generate_sample(model, tokenizer, "def ", 4)
-    assert model.training
-
-
-def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
-    save(load(run_with(max_length=256)), tmp_path)
-    assert saved_sample({"output_dir": str(tmp_path)}).startswith("def ")
-
-
-def test_a_run_that_saved_no_whole_model_shows_nothing(tmp_path):
-    assert saved_sample({"output_dir": str(tmp_path)}) == ""
-
-
-# --- Loading ---------------------------------------------------------------------------------------------------------
+# --- Loading -------------------------------------------------------------------------------------
 
 
 def test_saved_weights_are_loaded(llama):
@@ -235,7 +90,12 @@ def test_pretrained_encoder_classifies():
     assert model(**tokenizer(["a fine day"], return_tensors="pt")).logits.shape == (1, 3)
 
 
-# --- Positions -------------------------------------------------------------------------------------------------------
+def test_a_saved_model_loads_without_this_package(llama, tmp_path):
+    load(run_with(llama)).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+
+
+# --- Positions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,7 +116,21 @@ def test_sequences_longer_than_the_model_are_refused(llama):
     assert problem(run_with(llama, max_length=2049)).fix == "--max_length 2048 or less"
 
 
-# --- What cannot be loaded -------------------------------------------------------------------------------------------
+def test_a_longer_sequence_that_the_user_wrote_is_refused_before_the_data_is_read(tokenizer):
+    run = resolve(["--max_length", "1025"], environment={})
+    with pytest.raises(UserError, match="1025 tokens are more than the 1024 positions"):
+        limited_to_model(run, tokenizer)
+
+
+def test_a_longer_sequence_of_a_recipe_is_lowered_to_what_the_model_takes(tmp_path):
+    name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=128)), tmp_path)
+    run = resolve(["--model_name_or_path", name], environment={})
+    limited = limited_to_model(run, load_tokenizer(run))
+    assert (limited["max_length"], limited.setting("max_length").source) == (128, "limit")
+    assert run["max_length"] > 128
+
+
+# --- What cannot be loaded -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/no/where", "~/nothing_here_at_all", "a/b/c"])
@@ -299,8 +173,8 @@ def test_hub_out_of_reach():
     assert "neither a local folder nor a model" in problem(run_with("somebody/something")).what
 
 
-def test_encoder_is_no_language_model(bert):
-    """It loads and its loss falls, because it sees the words it has to predict."""
+def test_encoder_is_not_a_language_model(bert):
+    """It loads and its loss falls, because it sees the tokens that it has to predict."""
     assert "is an encoder (bert)" in problem(run_with(bert)).what
 
 
@@ -320,7 +194,7 @@ def test_code_of_the_model_is_not_run_unasked(tmp_path):
     assert problem(run_with(name)).subject == "trust_remote_code"
 
 
-# --- Padding-free ----------------------------------------------------------------------------------------------------
+# --- Padding-free --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -335,7 +209,7 @@ def test_padding_free_is_refused_where_they_do_not(tmp_path):
     assert problem(run_with(name, padding_free=True)).subject == "padding_free"
 
 
-# --- Adapters --------------------------------------------------------------------------------------------------------
+# --- Adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -363,7 +237,8 @@ def test_adapters_have_the_size_of_the_run(llama):
 
 def test_adapters_learn_with_checkpointing(llama):
     model = load(run_with(llama, use_peft=True, gradient_checkpointing=True))
-    model.gradient_checkpointing_enable({"use_reentrant": True})  # the variant that needs inputs with gradients
+    # The variant that needs inputs with gradients.
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     loss_of(model.train()).backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
@@ -383,7 +258,8 @@ def test_whole_model_is_trained_without_peft(llama):
     assert isinstance(model, PreTrainedModel) and len(trainable(model)) == len(list(model.parameters()))
 
 
-# --- 4 bits ----------------------------------------------------------------------------------------------------------
+# --- 4 bits --------------------------------------------------------------------------------------
+
 
 needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 
@@ -424,8 +300,3 @@ def test_nothing_to_quantise_in_a_model_from_scratch():
 
 def test_no_adapters_on_a_model_from_scratch():
     assert problem(run_with(use_peft=True, max_length=256)).subject == "use_peft"
-
-
-def test_a_saved_model_is_anyones(llama, tmp_path):
-    load(run_with(llama)).save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"

@@ -1,4 +1,4 @@
-"""Memory runs out in the middle of a training: what is said, and how it goes on at the same global batch."""
+"""A training runs out of memory: what it reports, and how it resumes at the same global batch."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 from launch.cli import main as recipes_command
 from launch.host import memory
 from launch.host.memory import Shortage
-from launch.training.out_of_memory import next_rung, other_ways
+from launch.training.out_of_memory import next_attempt, other_ways, shortage_in_words
 from recipes.run import resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run
@@ -25,7 +25,9 @@ STEPS = "--max_steps 8 --save_steps 1 --logging_steps 1 --learning_rate 1e-3 --g
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last of two ranks."""
+    """A model and 64 texts, the 45th of which is long: it comes in the sixth step, and to the last
+    of two ranks.
+    """
     folder = tmp_path_factory.mktemp("wide")
     return wide_model(folder / "model"), texts_of(folder / "texts.jsonl", [16] * 44 + [LONG] + [16] * 19)
 
@@ -43,7 +45,7 @@ def ran_out(flags, tmp_path_factory):
     return folder, launch_quickly(*limited, output=folder, processes=1, config="single.yaml")
 
 
-# --- What is said ----------------------------------------------------------------------------------------------------
+# --- The report ----------------------------------------------------------------------------------
 
 
 def test_it_says_what_was_asked_for_what_was_free_and_at_which_step(ran_out):
@@ -59,7 +61,7 @@ def test_it_shows_the_plan_beside_what_was_measured(ran_out):
     assert 1 < float(planned[1]) < 2 and measured
 
 
-def test_it_gives_the_command_of_the_next_rung_at_the_same_global_batch(ran_out, flags):
+def test_it_gives_the_command_of_the_next_attempt_at_the_same_global_batch(ran_out, flags):
     assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint:" in ran_out[1].output
     command = next(line for line in ran_out[1].output.splitlines() if "--per_device_train_batch_size 4" in line)
     python, script, *argv = shlex.split(command)
@@ -68,18 +70,18 @@ def test_it_gives_the_command_of_the_next_rung_at_the_same_global_batch(ran_out,
     assert after.batch.total == before.batch.total == 8 and after["output_dir"] == str(ran_out[0])
 
 
-def test_a_rank_that_runs_out_alone_is_the_one_that_speaks(flags, tmp_path):
+def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "4", "--memory_limit", str(AMONG_4)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=2)
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory"), outcome.output
     assert "rank 1: out of memory after step 5" in outcome.output and outcome.output.count("out of memory") == 1
     assert "another rank was lost" in outcome.output and "2 x 2 x 2 = 8" in outcome.output
-    said = json.loads((tmp_path / "out_of_memory.json").read_text())
-    assert (said["rank"], said["step"], said["next"]) == (1, 5, {"per_device_train_batch_size": 2})
-    assert said["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < said["peak_bytes"] < AMONG_4 * 1.1e9
+    note = json.loads((tmp_path / "out_of_memory.json").read_text())
+    assert (note["rank"], note["step"], note["next"]) == (1, 5, {"per_device_train_batch_size": 2})
+    assert note["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < note["peak_bytes"] < AMONG_4 * 1.1e9
 
 
-def test_less_memory_than_the_libraries_take_is_told_as_well(flags, tmp_path):
+def test_less_memory_than_the_libraries_take_is_reported_as_well(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "1", "--memory_limit", "0.2"]
     outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
     assert outcome.code == 1 and "Traceback" not in outcome.output, outcome.output
@@ -87,7 +89,7 @@ def test_less_memory_than_the_libraries_take_is_told_as_well(flags, tmp_path):
     assert "--gradient_checkpointing true" in outcome.output
 
 
-# --- How it goes on --------------------------------------------------------------------------------------------------
+# --- The next attempt ----------------------------------------------------------------------------
 
 
 def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):
@@ -105,33 +107,33 @@ def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp
 
 
 def ladder(argv: list[str], **world) -> list[dict]:
-    """Every rung from a run down."""
-    rungs = []
-    while (flags := next_rung(resolve(argv, **world), argv)) and len(rungs) < 20:
-        rungs.append(flags)
+    """Every attempt after a run that runs out of memory again and again."""
+    attempts = []
+    while (flags := next_attempt(resolve(argv, **world), argv)) and len(attempts) < 20:
+        attempts.append(flags)
         argv = with_flags(argv, flags)
-    return rungs
+    return attempts
 
 
-def test_the_rungs_are_smaller_micro_batches_and_then_activations_computed_again():
-    rungs = ladder(["--global_batch_size", "12", "--per_device_train_batch_size", "6"])
-    assert [rung["per_device_train_batch_size"] for rung in rungs] == [4, 3, 2, 1, 1]
-    assert [rung.get("gradient_checkpointing") for rung in rungs] == [None] * 4 + [True]
+def test_the_attempts_are_smaller_micro_batches_and_then_activations_computed_again():
+    attempts = ladder(["--global_batch_size", "12", "--per_device_train_batch_size", "6"])
+    assert [attempt["per_device_train_batch_size"] for attempt in attempts] == [4, 3, 2, 1, 1]
+    assert [attempt.get("gradient_checkpointing") for attempt in attempts] == [None] * 4 + [True]
 
 
 def test_an_accumulation_that_was_written_down_follows():
     argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"]
-    rungs = ladder(argv, world_size=2)
+    attempts = ladder(argv, world_size=2)
     assert resolve(argv, world_size=2).batch.total == 24
-    for rung in rungs:
-        assert resolve(with_flags(argv, rung), world_size=2).batch.total == 24
-    assert [rung["gradient_accumulation_steps"] for rung in rungs] == [4, 6, 12, 12]
+    for attempt in attempts:
+        assert resolve(with_flags(argv, attempt), world_size=2).batch.total == 24
+    assert [attempt["gradient_accumulation_steps"] for attempt in attempts] == [4, 6, 12, 12]
 
 
-def test_a_rung_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
+def test_a_attempt_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
     (tmp_path / "run.yaml").write_text("fit: true\n")
     argv = ["--config", str(tmp_path / "run.yaml"), "--fresh", "--resume_from_checkpoint", "elsewhere/checkpoint-3"]
-    run = resolve(with_flags(argv, next_rung(resolve(argv), argv)))
+    run = resolve(with_flags(argv, next_attempt(resolve(argv), argv)))
     assert (run["fresh"], run["fit"], run["resume_from_checkpoint"], run.batch.micro) == (False, False, None, 2)
 
 
@@ -143,7 +145,7 @@ def test_a_rung_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
         ("--recipe memory_zero3", "more GPUs, or a shorter --max_length"),
     ],
 )
-def test_beyond_the_rungs_another_engine_takes_less_from_the_start(flags, ways):
+def test_beyond_the_attempts_another_engine_takes_less_from_the_start(flags, ways):
     gpu = Hardware((Gpu("A", (8, 0), 80 << 30),), cores=8)
     assert other_ways(resolve(flags.split(), hardware=gpu)).startswith(ways)
 
@@ -154,7 +156,7 @@ def test_only_a_run_here_can_be_started_again_from_here(capsys):
     assert "unrecognized arguments: --on_oom" in capsys.readouterr().err
 
 
-# --- How it is recognised --------------------------------------------------------------------------------------------
+# --- How it is recognised ------------------------------------------------------------------------
 
 
 def error_of(act) -> BaseException:
@@ -183,7 +185,7 @@ def test_what_cuda_says_is_read():
     limited = torch.OutOfMemoryError(said.format("76.50 GiB allowed; "))
     assert memory.ran_out(free) and memory.shortage(free) == Shortage(2 << 30, 3 << 29)
     assert memory.shortage(limited) == Shortage(2 << 30, 1 << 29)
-    assert str(memory.shortage(limited)) == "asked for 2.00 GiB, 512.0 MiB was free"
+    assert shortage_in_words(memory.shortage(limited)) == "asked for 2.00 GiB, 512.0 MiB was free"
 
 
 def test_flags_are_replaced_however_they_are_written():

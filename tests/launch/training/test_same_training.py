@@ -1,4 +1,4 @@
-"""The same training on any hardware, also where the data does not come out even: odd epochs, odd evaluations."""
+"""The same training on any hardware, also if the batches of an epoch or evaluation are uneven."""
 
 import json
 

@@ -31,7 +31,7 @@ def test_two_ranks_with_accumulation_train_what_one_process_trains(one_process, 
     assert losses(two_ranks) == pytest.approx(losses(one_process), rel=1e-4)
 
 
-def test_only_rank_0_speaks(two_ranks):
+def test_only_rank_0_prints(two_ranks):
     assert two_ranks.output.count("engine ") == 1
 
 

@@ -1,4 +1,7 @@
-"""Switches that work on any recipe: 8-bit Adam, LoRA, QLoRA, precision, packing, evaluation. One rank, in process."""
+"""Switches that work on any recipe: 8-bit Adam, LoRA, QLoRA, precision, packing, evaluation.
+
+One rank, in process.
+"""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Our Trainer: what reaches DDP, what is counted, and what it never asks the device for."""
+"""RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
 import types
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
 
-from launch.training.trainer import Meter, NotANumber, RecipeTrainer, StopOnNotANumber, apply_ddp_settings
+from launch.training.callbacks import Meter, StopOnNotANumber
+from launch.training.failure import NotANumber
+from launch.training.trainer import RecipeTrainer, apply_ddp_settings
 from recipes import standard
 from recipes.run import resolve
 from tests.support.running import model_flags, train_here
@@ -59,7 +61,7 @@ def test_flops_are_not_counted_in_every_micro_batch(trainer):
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_logged_loss_that_is_no_number_stops(loss):
+def test_a_logged_loss_that_is_not_a_number_stops(loss):
     with pytest.raises(NotANumber, match="step 7"):
         StopOnNotANumber().on_log(None, types.SimpleNamespace(global_step=7), None, logs={"loss": loss})
 

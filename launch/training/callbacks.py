@@ -1,0 +1,171 @@
+"""Callbacks: stop early or when told to, log the last step, time the steps, show progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from launch.host.signals import Preempted, StopRequest
+from launch.host.world import World
+from launch.training.failure import NotANumber
+from recipes.scaling.timings import WARM_UP_STEPS
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """Hugging Face's, and a run resumed from the checkpoint at which it stopped stays stopped."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+
+class StopOnNotANumber(TrainerCallback):
+    """Stops when a logged loss is NaN or infinite.
+
+    A logged loss is on the host already, so the check is free.
+    """
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        loss = (logs or {}).get("loss")
+        if loss is not None and not math.isfinite(float(loss)):
+            raise NotANumber(f"the loss is {loss} at step {state.global_step}")
+
+
+class StopWhenRequested(TrainerCallback):
+    """Once any rank was told to stop, all ranks complete the step, save and leave together.
+
+    The ranks ask each other over gloo, so that no GPU waits for the answer.
+    """
+
+    def __init__(self, request: StopRequest, world: World) -> None:
+        self.request = request
+        self.world = world
+        self.group: Any = None
+        self.agreed = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.group = torch.distributed.new_group(backend="gloo") if self.world.size > 1 else None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.agreed = self._any_rank_was_asked()
+        control.should_save |= self.agreed
+
+    on_evaluate = on_step_end  # a signal during the evaluation does not wait for another step
+
+    def on_save(self, args, state, control, **kwargs):
+        if not self.agreed:
+            return
+        if self.group is not None:
+            # If one rank left early, its launcher would end the others.
+            torch.distributed.barrier(group=self.group)
+        raise Preempted(f"told to stop by {self.request.signal or 'another rank'} at step {state.global_step}")
+
+    def _any_rank_was_asked(self) -> bool:
+        asked = torch.tensor(self.request.stop_requested, dtype=torch.int32)
+        if self.group is not None:
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=self.group)
+        return bool(asked)
+
+
+class LogLastStep(TrainerCallback):
+    """Logs at the last step too, so that the final loss is known even if a recipe logs rarely."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+
+
+class Meter(TrainerCallback):
+    """Step time in seconds, over the steps after the warm-up that neither save nor evaluate."""
+
+    WARM_UP_STEPS = WARM_UP_STEPS
+
+    def __init__(self) -> None:
+        self.durations: list[float] = []
+        self._started: float | None = None
+        self._interrupted = False
+        self.steps_trained = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        if self._started is not None and not self._interrupted and self.steps_trained > self.WARM_UP_STEPS:
+            self.durations.append(now - self._started)
+        self._started, self._interrupted = now, False
+        self.steps_trained += 1
+
+    def on_save(self, args, state, control, **kwargs):
+        self._interrupted = True
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._interrupted = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self._interrupted = True
+
+    @property
+    def step_time(self) -> float | None:
+        """Mean seconds per step.
+
+        Single steps mean little: a GPU works behind the host. None if there were too few.
+        """
+        return sum(self.durations) / len(self.durations) if self.durations else None
+
+
+class Progress(TrainerCallback):
+    """A progress bar on a terminal; one line per log elsewhere."""
+
+    def __init__(self, console) -> None:
+        self.console = console
+        self.bar: Any = None
+        self.task: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not self.console.is_terminal:
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self.console)
+        self.bar.start()
+        self.task = self.bar.add_task("starting", total=state.max_steps, completed=state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar:
+            self.bar.update(self.task, completed=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
+        parts = [
+            f"{name} {_short(logs[name])}"
+            for name in ("loss", "learning_rate", "eval_loss", "eval_accuracy")
+            if name in logs
+        ]
+        if not parts:
+            return
+        if self.bar and "loss" in logs:
+            self.bar.update(self.task, description="  ".join(parts))
+        else:
+            self.console.print(f"step {state.global_step}/{state.max_steps}  " + "  ".join(parts), highlight=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.stop()
+
+    def stop(self) -> None:
+        if self.bar:
+            self.bar.stop()
+            self.bar = None
+
+
+def _short(value: Any) -> str:
+    return f"{float(value):.4g}"
+
+
+def only_our_progress(trainer: Trainer) -> None:
+    """Remove the printing callback that Trainer adds when its own progress bar is off."""
+    trainer.remove_callback(PrinterCallback)

@@ -1,0 +1,147 @@
+"""Reading data: a file, a folder, the Hub or the demonstration, as rows not yet tokenized."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import Dataset, DatasetDict, ReadInstruction
+
+from launch.training.demo import demo_corpus, held_out
+from recipes.errors import UserError, mistake
+
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def read_splits(run: Mapping[str, Any]) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on and to evaluate on (None if the run does not evaluate).
+
+    Raises `UserError` if there is nothing to read, or no such split.
+    """
+    evaluates = run["eval_strategy"] != "no"
+    splits = _read(run) if run["dataset_name"] else _demo_splits(evaluates)
+    train = _take(splits, "dataset_train_split", run["dataset_train_split"])
+    if not evaluates:
+        return train, None
+    wanted = run["dataset_test_split"] or next((name for name in ("test", "validation") if name in splits), None)
+    if wanted is None:
+        raise mistake(
+            "dataset_test_split",
+            f"there is nothing to evaluate on: the data has {_listed(splits)}, no test and no validation",
+            "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]', or --eval_strategy no",
+        )
+    return train, _take(splits, "dataset_test_split", wanted)
+
+
+def _demo_splits(evaluates: bool) -> dict[str, Dataset]:
+    texts = demo_corpus()
+    parts = dict(zip(("train", "test"), held_out(texts), strict=True)) if evaluates else {"train": texts}
+    return {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
+
+
+def _take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
+    """The rows of `train`, `train[:95%]` or `train[:10]+test`, from whatever source."""
+    try:
+        parts = ReadInstruction.from_spec(wanted).to_absolute({name: len(split) for name, split in splits.items()})
+    except (ValueError, AssertionError):
+        raise mistake(
+            flag, f"there is no split {wanted!r}; the data has {_listed(splits)}", "name one of them, or a slice of one"
+        ) from None
+    taken = [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
+    rows = taken[0] if len(taken) == 1 else datasets.concatenate_datasets(taken)
+    if not len(rows):
+        raise mistake(flag, f"the split {wanted!r} is empty", f"a split with rows in it: {_listed(splits)}")
+    return rows
+
+
+def _listed(splits: Mapping[str, Dataset]) -> str:
+    return ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
+
+
+def _read(run: Mapping[str, Any]) -> dict[str, Dataset]:
+    """All splits of a local file, a local folder or a data set on the Hub, in this order."""
+    name = run["dataset_name"]
+    path = Path(name).expanduser()
+    if path.is_file():
+        _require_no_config(run, path)
+        return _read_file(path)
+    if path.is_dir():
+        return _read_folder(path, run["dataset_config"])
+    if name.startswith((".", "/", "~")) or path.suffix.lower() in FILE_KINDS:
+        raise mistake("dataset_name", f"there is no file or folder {name}", "the path of one that exists")
+    return _read_hub(name, run["dataset_config"])
+
+
+def _require_no_config(run: Mapping[str, Any], path: Path) -> None:
+    if run["dataset_config"]:
+        raise mistake("dataset_config", f"{run['dataset_config']} is not in {path}, a single file", "leave it out")
+
+
+def _read_file(path: Path) -> dict[str, Dataset]:
+    kind = FILE_KINDS.get(path.suffix.lower())
+    if kind is None:
+        raise mistake("dataset_name", f"{path} is not of a known kind", "a file ending in " + ", ".join(FILE_KINDS))
+    if not path.stat().st_size:
+        raise mistake("dataset_name", f"{path} is empty", "a file with rows in it")
+    try:
+        return dict(datasets.load_dataset(kind, data_files=str(path)))
+    except Exception as error:  # parsers raise anything, and always about this file
+        reason = _first_bad_json_line(path) if path.suffix == ".jsonl" else None
+        raise mistake(
+            "dataset_name", f"{path} cannot be read as {kind}: {reason or _cause(error)}", "correct the file"
+        ) from None
+
+
+def _first_bad_json_line(path: Path) -> str | None:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                if line.strip():
+                    json.loads(line)
+            except ValueError as error:
+                return f"line {number}: {error}"
+    return None
+
+
+def _read_folder(path: Path, config: str | None) -> dict[str, Dataset]:
+    saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+    try:
+        loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), config)
+    except Exception as error:
+        raise mistake(
+            "dataset_name",
+            f"the folder {path} cannot be read: {_cause(error)}",
+            "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files",
+        ) from None
+    return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
+
+
+def _read_hub(name: str, config: str | None) -> dict[str, Dataset]:
+    try:
+        return dict(datasets.load_dataset(name, config))
+    # No such configuration, or one must be chosen: the library lists them.
+    except ValueError as error:
+        if "config" in str(error).lower():
+            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
+        raise _not_on_hub(name, error) from None
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        raise _not_on_hub(name, error) from None
+
+
+def _not_on_hub(name: str, error: Exception) -> UserError:
+    return mistake(
+        "dataset_name",
+        f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub: {_cause(error)}",
+        "check the spelling, the network and `hf auth login`; a local path is found from the current folder",
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost explicit cause, cut to one short line."""
+    while error.__cause__:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

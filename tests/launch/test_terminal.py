@@ -1,0 +1,43 @@
+"""Numbers as a person reads them."""
+
+import pytest
+
+from launch.terminal import data_size, duration, memory_size, plural
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "words"),
+    [
+        (0, "error", "0 errors"),
+        (1, "process", "1 process"),
+        (2, "process", "2 processes"),
+        (1000, "step", "1,000 steps"),
+    ],
+)
+def test_a_count_agrees_with_its_noun(count, noun, words):
+    assert plural(count, noun) == words
+
+
+@pytest.mark.parametrize(("size", "words"), [(512 * 2**20, "512.0 MiB"), (3 * 2**29, "1.50 GiB")])
+def test_memory_is_counted_in_powers_of_two(size, words):
+    assert memory_size(size) == words
+
+
+@pytest.mark.parametrize(("size", "words"), [(12_340_000, "12.3 MB"), (1_250_000_000, "1.25 GB")])
+def test_what_is_sent_is_counted_in_powers_of_ten(size, words):
+    assert data_size(size) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.00123, "1.23 ms"),
+        (0.0123, "12.3 ms"),
+        (0.1234, "123 ms"),
+        (0.9999, "1.00 s"),
+        (1.25, "1.25 s"),
+        (125, "125 s"),
+    ],
+)
+def test_a_duration_has_three_digits(seconds, words):
+    assert duration(seconds) == words

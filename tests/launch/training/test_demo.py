@@ -1,0 +1,77 @@
+"""The demonstration's tokenizer and model, and the sample that it writes."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from launch.training.demo import generate_sample, saved_sample
+from tests.support.models import load, loss_of, run_with, save
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n\treturn 'a  .'\r\n", "naïve 漢字 😀\x00", " a , b . ", ""])
+def test_bytes_come_back_exactly(text, tokenizer):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_one_token_per_byte(tokenizer):
+    assert len(tokenizer("é1")["input_ids"]) == 3
+
+
+def test_tokenizer_survives_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = "é  x <|im_end|>"
+    assert (again(text)["input_ids"], again.chat_template) == (tokenizer(text)["input_ids"], tokenizer.chat_template)
+
+
+def test_end_and_padding_are_two_tokens(tokenizer):
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_demonstration_has_one_embedding_for_input_and_output():
+    model = load(run_with(max_length=256))
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_demonstration_starts_the_same_each_time():
+    first, second = (load(run_with(max_length=256)).state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_is_another_start():
+    first, second = (load(run_with(max_length=256, seed=seed)) for seed in (1, 2))
+    assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
+
+
+def test_demonstration_begins_at_the_loss_of_chance():
+    """ln(260) is 5.56: a start far above it wastes the first steps."""
+    assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
+
+
+def test_sample_is_the_same_for_the_same_weights(tokenizer):
+    model = load(run_with(max_length=256))
+    assert generate_sample(model, tokenizer, "def ", 8) == generate_sample(model, tokenizer, "def ", 8)
+
+
+def test_sample_leaves_the_random_state_alone(tokenizer):
+    model = load(run_with(max_length=256))
+    before = torch.random.get_rng_state()
+    generate_sample(model, tokenizer, "def ", 4)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_sample_leaves_the_model_training(tokenizer):
+    model = load(run_with(max_length=256)).train()
+    generate_sample(model, tokenizer, "def ", 4)
+    assert model.training
+
+
+def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
+    save(load(run_with(max_length=256)), tmp_path)
+    assert saved_sample(str(tmp_path)).startswith("def ")
+
+
+def test_a_run_that_did_not_save_a_whole_model_shows_no_sample(tmp_path):
+    assert saved_sample(str(tmp_path)) == ""

@@ -1,0 +1,69 @@
+"""A run that fails is explained as it trained, and what follows a finished one cannot fail it."""
+
+import json
+
+import pytest
+
+from launch.train import main
+from tests.support.running import model_flags, read_record, train_here
+
+POSITIONS = 256  # of the tiny model, which no recipe's max_length may exceed
+
+
+def fail(*_):
+    raise RuntimeError("something broke\nin many lines")
+
+
+@pytest.mark.parametrize(
+    ("broken", "doing"),
+    [
+        ("launch.training.banner._summary", "printing its summary"),
+        ("launch.training.timing.add_timing", "adding a row to"),
+    ],
+)
+def test_what_fails_after_the_training_is_one_note(broken, doing, monkeypatch, tiny_model, texts, tmp_path):
+    monkeypatch.setattr(broken, fail)
+    measured = ["--max_steps", "4", "--measure", str(tmp_path / "timings.jsonl")]
+    outcome = train_here(tiny_model, texts, tmp_path / "out", *measured)
+    assert (outcome.code, outcome.record["status"]) == (0, "finished"), outcome.output
+    (note,) = [line for line in outcome.output.splitlines() if line.startswith("note")]
+    assert f"the run is finished, but {doing}" in note
+    assert note.endswith("failed: RuntimeError: something broke in many lines")
+
+
+def test_a_sample_that_cannot_be_read_is_one_note(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("launch.training.demo.saved_sample", fail)
+    assert main(["--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
+    assert read_record(tmp_path)["status"] == "finished"
+    assert "the run is finished, but reading a sample" in capsys.readouterr().err
+
+
+def unlimited(model, data, output):
+    """Flags that leave max_length to the recipe."""
+    words = [word for word in model_flags(model, data) if word not in ("--max_length", "64")]
+    return [*words, "--max_steps", "1", "--output_dir", str(output)]
+
+
+def test_the_record_holds_the_length_that_the_model_allows(tiny_model, texts, tmp_path):
+    assert main(unlimited(tiny_model, texts, tmp_path)) == 0
+    recorded = read_record(tmp_path)["settings"]["max_length"]
+    assert (recorded["value"], recorded["source"]) == (POSITIONS, "limit")
+
+
+def test_a_mistake_names_the_limit_as_the_source_of_the_length(tiny_model, tmp_path, capsys):
+    data = tmp_path / "short.jsonl"
+    data.write_text(json.dumps({"text": "abc"}) + "\n")
+    assert main([*unlimited(tiny_model, data, tmp_path / "out"), "--packing"]) == 2
+    assert f"too few for one packed sequence of {POSITIONS} (limit)" in capsys.readouterr().err
+
+
+def test_a_run_out_of_memory_is_planned_at_the_length_that_the_model_allows(
+    monkeypatch, tiny_model, texts, tmp_path, capsys
+):
+    def run_out(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("launch.training.model.load_model", run_out)
+    monkeypatch.setattr("launch.training.out_of_memory._planned", lambda run: f"for {run['max_length']} tokens")
+    assert main(unlimited(tiny_model, texts, tmp_path)) == 1
+    assert f"planned   for {POSITIONS} tokens" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""Sources of data: files, folders and splits are read, and what cannot be read is named."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from launch.training.data import load_data
+from tests.support.rows import decoded, jsonl, problem, run_with, texts
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+# --- Files, folders, splits ----------------------------------------------------------------------
+
+
+WRITERS = {
+    "data.jsonl": lambda rows, path: rows.to_json(path),
+    "data.json": lambda rows, path: path.write_text(json.dumps(rows.to_list())),
+    "data.csv": lambda rows, path: rows.to_csv(path),
+    "data.parquet": lambda rows, path: rows.to_parquet(path),
+    "data.txt": lambda rows, path: path.write_text("\n".join(rows["text"])),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_is_read(name, tmp_path, tokenizer):
+    WRITERS[name](Dataset.from_list(texts("one", "two")), tmp_path / name)
+    data = load_data(run_with(dataset_name=str(tmp_path / name)), tokenizer)
+    assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
+
+
+def test_folder_written_by_save_to_disk(tmp_path, tokenizer):
+    Dataset.from_list(texts("one")).save_to_disk(tmp_path / "saved")
+    assert len(load_data(run_with(dataset_name=str(tmp_path / "saved")), tokenizer).train) == 1
+
+
+def test_folder_of_saved_splits(tmp_path, tokenizer):
+    splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
+    splits.save_to_disk(tmp_path / "saved")
+    data = load_data(run_with(dataset_name=str(tmp_path / "saved"), eval_strategy="steps"), tokenizer)
+    assert decoded(tokenizer, data.eval) == ["two<|endoftext|>"]
+
+
+def test_folder_of_data_files(tmp_path, tokenizer):
+    (tmp_path / "folder").mkdir()
+    jsonl(tmp_path, texts("one"), "folder/train.jsonl")
+    jsonl(tmp_path, texts("two"), "folder/test.jsonl")
+    data = load_data(run_with(dataset_name=str(tmp_path / "folder"), eval_strategy="steps"), tokenizer)
+    assert decoded(tokenizer, data.eval) == ["two<|endoftext|>"]
+
+
+def test_slices_of_a_file(tmp_path, tokenizer):
+    run = run_with(
+        dataset_name=jsonl(tmp_path, texts(*"abcdefghij")),
+        dataset_train_split="train[:80%]",
+        dataset_test_split="train[80%:]",
+        eval_strategy="epoch",
+    )
+    data = load_data(run, tokenizer)
+    assert (len(data.train), decoded(tokenizer, data.eval)) == (8, ["i<|endoftext|>", "j<|endoftext|>"])
+
+
+def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_test_split="nowhere")
+    assert load_data(run, tokenizer).eval is None
+
+
+def test_one_file_has_no_configurations(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_config="en")
+    assert problem(run, tokenizer).subject == "dataset_config"
+
+
+# --- What cannot be found ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl", "/no/where", "~/nothing_here_at_all"])
+def test_what_looks_like_a_path_is_a_missing_file(name, tokenizer):
+    found = problem(run_with(dataset_name=name), tokenizer)
+    assert (found.subject, found.what) == ("dataset_name", f"there is no file or folder {name}")
+
+
+def test_unknown_kind_of_file_names_the_known_ones(tmp_path, tokenizer):
+    (tmp_path / "data.xlsx").write_text("x")
+    found = problem(run_with(dataset_name=str(tmp_path / "data.xlsx")), tokenizer)
+    assert ".jsonl, .json, .csv, .parquet, .txt" in found.fix
+
+
+def test_empty_file(tmp_path, tokenizer):
+    assert "is empty" in problem(run_with(dataset_name=jsonl(tmp_path, [])), tokenizer).what
+
+
+def test_broken_jsonl_names_the_line(tmp_path, tokenizer):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    assert "line 2: " in problem(run_with(dataset_name=str(tmp_path / "data.jsonl")), tokenizer).what
+
+
+UNREADABLE = {"a.csv": b"a,b\n1,2\n1,2,3,4\n", "a.parquet": b"no", "a.txt": b"\xe9"}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_file_is_one_line(name, tmp_path, tokenizer):
+    (tmp_path / name).write_bytes(UNREADABLE[name])
+    found = problem(run_with(dataset_name=str(tmp_path / name)), tokenizer)
+    assert f"{name} cannot be read as" in found.what and "\n" not in str(found)
+
+
+def test_folder_without_data(tmp_path, tokenizer):
+    assert "cannot be read" in problem(run_with(dataset_name=str(tmp_path)), tokenizer).what
+
+
+def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):
+    found = problem(run_with(dataset_name="somebody/something"), tokenizer)
+    assert found.what.startswith("'somebody/something' is neither a local file or folder nor a data set")
+
+
+def test_unknown_split_lists_those_there_are(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a", "b")), dataset_train_split="learn")
+    assert "the data has train (2 rows)" in problem(run, tokenizer).what
+
+
+@pytest.mark.parametrize("wanted", ["train[", "train[:200%]", "train[5%:2%"])
+def test_malformed_slice_is_about_the_split(wanted, tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted)
+    assert problem(run, tokenizer).subject == "dataset_train_split"
+
+
+@pytest.mark.parametrize("wanted", ["train[:0]", "train[2:1]", "train[1:]"])
+def test_empty_split(wanted, tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted)
+    assert problem(run, tokenizer).what == f"the split '{wanted}' is empty"
+
+
+def test_nothing_to_evaluate_on_shows_how_to_split(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), eval_strategy="steps")
+    assert "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]'" in problem(run, tokenizer).fix

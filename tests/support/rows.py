@@ -1,0 +1,44 @@
+"""Rows of data on the disk, and what a model learns from them once they are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from launch.training.batches import IGNORED
+from launch.training.data import load_data
+from recipes.errors import UserError
+from recipes.flags import RunFlags
+
+
+def run_with(**chosen):
+    defaults = {flag.name: flag.default for flag in dataclasses.fields(RunFlags)}
+    return defaults | {"eval_strategy": "no"} | chosen
+
+
+def jsonl(tmp_path, rows, name="data.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(*words):
+    return [{"text": word} for word in words]
+
+
+def decoded(tokenizer, dataset):
+    return [tokenizer.decode(row) for row in dataset["input_ids"]]
+
+
+def learned(tokenizer, row):
+    """The text that the labels of a row ask for."""
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+
+
+def problem(run, tokenizer, **options):
+    with pytest.raises(UserError) as caught:
+        load_data(run, tokenizer, **options)
+    (found,) = caught.value.problems
+    return found

@@ -214,11 +214,11 @@ def deepspeed_keys() -> frozenset[str]:
     folder = package_folder("deepspeed")
     if folder is None:
         return frozenset()
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in ("**/constants.py", "**/config.py", "**/config_v2.py"):
         for file in folder.glob(pattern):
-            found |= strings(ast.parse(file.read_text(encoding="utf-8")))
-    return frozenset(name for name in found if name.isidentifier())
+            names |= strings(ast.parse(file.read_text(encoding="utf-8")))
+    return frozenset(name for name in names if name.isidentifier())
 
 
 def _field_names(package: str, file: str, cls: str) -> frozenset[str]:

@@ -30,10 +30,10 @@ class Field:
     @property
     def types(self) -> frozenset[str]:
         """Which of bool, int, float, str, list, dict and None the annotation allows."""
-        found = frozenset(
+        allowed = frozenset(
             re.findall(r"\b(?:bool|int|float|str|list|dict|None)\b", re.sub(r"\[.*?\]", "", self.annotation))
         )
-        return found or frozenset({"str"})
+        return allowed or frozenset({"str"})
 
 
 def version(package: str) -> str | None:
@@ -86,13 +86,13 @@ def find_class(tree: ast.Module, name: str) -> ast.ClassDef:
 
 def enumerations(tree: ast.Module) -> dict[str, tuple[str, ...]]:
     """Class name -> string values of its members, for every enumeration in the file."""
-    found = {}
+    enums = {}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or not any("Enum" in ast.unparse(base) for base in node.bases):
             continue
         values = [item.value for item in node.body if isinstance(item, ast.Assign)]
-        found[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str))
-    return found
+        enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str))
+    return enums
 
 
 def dataclass_fields(cls: ast.ClassDef, enums: dict[str, tuple[str, ...]] | None = None) -> list[Field]:
@@ -145,8 +145,8 @@ def strings(tree: ast.AST) -> set[str]:
 
 def names_with_prefix(tree: ast.AST, prefix: str) -> set[str]:
     """Attributes and strings below a node that are names and start with `prefix`."""
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | strings(tree)
-    return {name for name in found if name.startswith(prefix) and name.isidentifier()}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | strings(tree)
+    return {name for name in names if name.startswith(prefix) and name.isidentifier()}
 
 
 def dict_keys(tree: ast.Module, name: str) -> tuple[str, ...]:

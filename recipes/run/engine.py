@@ -130,7 +130,7 @@ def from_deepspeed(config: str | Mapping[str, Any]) -> Engine:
 
 def from_environment(environment: Mapping[str, str]) -> Engine | None:
     """The engine that `accelerate launch` or torchrun has set up; None if neither started us."""
-    found = Engine(
+    single = Engine(
         kind="single",
         source="the launcher",
         mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
@@ -139,20 +139,20 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if file.lower() != "none":
-            return replace(from_deepspeed(file), mixed_precision=found.mixed_precision)
+            return replace(from_deepspeed(file), mixed_precision=single.mixed_precision)
         return replace(
-            found,
+            single,
             kind="deepspeed",
             zero_stage=_int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)),
             offload_optimizer=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none"),
             offload_param=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
         )
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        return replace(found, kind="fsdp")
+        return replace(single, kind="fsdp")
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return replace(found, kind="ddp")
+        return replace(single, kind="ddp")
     if "ACCELERATE_MIXED_PRECISION" in environment:
-        return found
+        return single
     return None
 
 

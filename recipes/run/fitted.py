@@ -27,9 +27,9 @@ def identity(run: RunSpec) -> dict[str, Any]:
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
-    found = {**settings, **world, "engine": run.engine.title, "devices": devices}
-    found["data"] = fingerprint(run["dataset_name"])
-    return json.loads(json.dumps(found, default=str))
+    conditions = {**settings, **world, "engine": run.engine.title, "devices": devices}
+    conditions["data"] = fingerprint(run["dataset_name"])
+    return json.loads(json.dumps(conditions, default=str))
 
 
 def read(folder: str | Path) -> dict[str, Any]:
@@ -46,23 +46,23 @@ def with_fit(run: RunSpec) -> RunSpec:
     """The run at the micro-batch in its output folder's fit.json, if it was found for this run."""
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
-    found = batch(run, read(run["output_dir"])) if run["output_dir"] else None
-    return run.at_batch(found, FIT) if found else run
+    fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None
+    return run.at_batch(fitted, FIT) if fitted else run
 
 
-def batch(run: RunSpec, found: dict[str, Any]) -> Batch | None:
+def batch(run: RunSpec, fit: dict[str, Any]) -> Batch | None:
     """The batch of a fit that was found for exactly this run; None for any other fit."""
-    sizes: list[Any] = [found.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
-    if not all(type(size) is int and size > 0 for size in sizes) or found.get("holds_for") != identity(run):
+    sizes: list[Any] = [fit.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
+    if not all(type(size) is int and size > 0 for size in sizes) or fit.get("holds_for") != identity(run):
         return None
-    split = as_batch(found)
+    split = as_batch(fit)
     return split if split.total == run.batch.total and split.world == run.world_size else None
 
 
-def as_batch(found: dict[str, Any]) -> Batch:
-    """The batch that was found. Its reason is the measured peak of memory."""
-    reason = f"the largest that ran here: peak {found['peak_bytes'] / 2**30:.2f} GiB ({found['file']})"
-    return Batch(found["micro_batch"], found["accumulation"], found["world_size"], reason)
+def as_batch(fit: dict[str, Any]) -> Batch:
+    """The batch of a fit. Its reason is the measured peak of memory."""
+    reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
+    return Batch(fit["micro_batch"], fit["accumulation"], fit["world_size"], reason)
 
 
 def fingerprint(dataset_name: str | None) -> str | None:

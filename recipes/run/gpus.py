@@ -44,11 +44,11 @@ def find(name: str) -> KnownGpu:
     """
     chip, gigabytes = _read(name)
     same_chip = [gpu for gpu in CATALOGUE if _read(gpu.name)[0] == chip]
-    found = [gpu for gpu in same_chip if gigabytes in (None, gpu.gigabytes)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise mistake("gpu", f"{name!r} is the name of {len(found)} cards", f"write {_names(found)}")
+    cards = [gpu for gpu in same_chip if gigabytes in (None, gpu.gigabytes)]
+    if len(cards) == 1:
+        return cards[0]
+    if cards:
+        raise mistake("gpu", f"{name!r} is the name of {len(cards)} cards", f"write {_names(cards)}")
     fix = "give its memory with --gpu_memory GB"
     near = same_chip or _nearest(chip)
     if near:
@@ -58,11 +58,11 @@ def find(name: str) -> KnownGpu:
 
 def _read(name: str) -> tuple[str, int | None]:
     """The chip and the size in GB, if any, of a card: ("a100", 80) of "NVIDIA A100-SXM4-80GB"."""
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower())
-    size = re.search(r"\b(\d{2,3}) ?(gi?b?)?\b", words)
+    spelling = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    size = re.search(r"\b(\d{2,3}) ?(gi?b?)?\b", spelling)
     if size:
-        words = words.replace(size[0], " ", 1)
-    chip = re.sub(r"nvidia|tesla|geforce|rtx|generation|tensor core|gpu|sxm\d?|hbm\d?e?| ", "", words)
+        spelling = spelling.replace(size[0], " ", 1)
+    chip = re.sub(r"nvidia|tesla|geforce|rtx|generation|tensor core|gpu|sxm\d?|hbm\d?e?| ", "", spelling)
     if not chip.startswith(("h", "v")):  # only of these chips is the PCIe card another product
         chip = chip.removesuffix("pcie")
     return chip, int(size[1]) if size else None
@@ -91,7 +91,7 @@ def _card(
     return KnownGpu(name, smi_mib * 2**20, capability, peak, sources, torch_mib * 2**20, gigabytes, fp16)
 
 
-# Where nvidia-smi's total was seen (the first is a list of seven cards), and whose peaks those are.
+# Where nvidia-smi's total was seen (the first lists seven cards), and where the peaks are from.
 _MODAL = "https://github.com/modal-labs/modal-client/pull/2797"
 _CLUB = "https://github.com/noonghunna/club-3090/issues/"
 _GLS = "https://github.com/thamada/"

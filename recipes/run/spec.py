@@ -77,10 +77,10 @@ class RunSpec(Mapping):
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
-        for source, found in self._layers(name):
-            if found is not None:
-                value, reason = found(self) if callable(found) else found
-                return Setting(value, source, reason)
+        for source, value in self._layers(name):
+            if value is not None:
+                decided, reason = value(self) if callable(value) else value
+                return Setting(decided, source, reason)
         return Setting(legal.settings()[name].default, LIBRARY)
 
     def explicit(self, name: str) -> bool:

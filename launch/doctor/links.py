@@ -38,7 +38,7 @@ _STAGES_OF_A_TRY = ("start", "device", "rendezvous", "connection", "all_reduce",
 def examine(request: Request, failed: bool) -> Iterator[Check]:
     """The checks that need a probe run.
 
-    `failed` if a check of this node has failed: the other nodes hear of it.
+    `failed` if a check of this node has failed, which the probe run tells the other nodes.
     """
     if request.hardware.cuda and request.processes_per_node > len(request.hardware.gpus):
         return

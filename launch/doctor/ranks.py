@@ -219,12 +219,12 @@ _HELD = {"T": ": a signal has stopped it", "D": ": it waits inside the kernel"} 
 
 def _all_hung(request: Request, report: Report, seconds: int) -> StageFailure:
     if report.stage == "rendezvous" and request.nodes > 1:
-        return _nobody_answered(request, report, seconds)
+        return _no_rendezvous(request, report, seconds)
     what = f"every rank of this node hangs: none finished within {seconds} s"
     return StageFailure(report.stage, what, LOOK, report.stage in _OF_LINKS)
 
 
-def _nobody_answered(request: Request, report: Report, seconds: int) -> StageFailure:
+def _no_rendezvous(request: Request, report: Report, seconds: int) -> StageFailure:
     where = f"{request.address}:{request.port}"
     fix = f"run the doctor on every node at the same time, and check that all of them can reach {where} on node 0"
     if not report.missing:

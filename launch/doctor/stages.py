@@ -139,7 +139,7 @@ def workers(rank: Rank) -> dict[str, Any] | None:
 
 @stage
 def rendezvous(rank: Rank) -> dict[str, Any]:
-    """Every rank finds the store of rank 0, and all hear which nodes have a failed check."""
+    """Every rank connects to the store of rank 0 and learns which nodes have a failed check."""
     from torch.distributed import TCPStore
 
     address, port = rank.request["address"], rank.request["port"]

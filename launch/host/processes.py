@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds launch/ and recipes/
-_KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: nobody waits for it any longer
+_KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: wait no longer than this
 
 
 def start_module(

@@ -116,7 +116,7 @@ def test_a_driver_that_fails_is_an_error_with_its_own_message(nvidia_smi):
     assert found_on(requested())["driver"].found.endswith("Driver/library version mismatch")
 
 
-def test_free_memory_that_nobody_could_read_is_unknown(monkeypatch):
+def test_free_memory_that_cannot_be_read_is_unknown(monkeypatch):
     monkeypatch.setattr(machine.memory, "free_ram", lambda: None)
     monkeypatch.setattr(machine, "_left_in_cgroups", list)
     ram = found_on(requested())["RAM"]

@@ -98,7 +98,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
 
 
 def next_flags(folder: Path) -> dict[str, Any] | None:
-    """The flags of the next attempt for the run that has just ended in a folder, None without one."""
+    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
     try:
         content = json.loads((folder / OUT_OF_MEMORY).read_text(encoding="utf-8"))
     except (OSError, ValueError):

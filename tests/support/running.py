@@ -106,7 +106,7 @@ def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log
 
 
 def fork(environment: dict[str, str], argv: list[str], log: int) -> BaseProcess:
-    """Start `python argv...` in a fork that has imported everything already; its output in `log`."""
+    """Start `python argv...` in a fork that has imported everything. Its output goes to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     process = context.Process(target=_run_script, args=(environment, argv, DupFd(log)))

@@ -1,4 +1,4 @@
-"""What a person reads about a run: the banner before the first step, the summary after the last."""
+"""What a person reads about a run: the banner before the first step, the results at its end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
 
 def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
     """Whether `--measure` added a row of timings, and why not."""
-    result = "too few steps, none came after the warm-up: nothing was added" if row is None else "a row was added"
+    result = "no step was measured, so no row was added" if row is None else "a row was added"
     out.print(_table({"timings": f"{run['measure']}: {result}"}))
 
 
@@ -89,9 +89,9 @@ def show_sample(run: RunSpec, world: World) -> None:
         return
     with only_noted("reading a sample from its model", world):
         text = saved_sample(run["output_dir"])
-        out = console()
-        out.print("\n[bold]a sample from the trained model[/bold]")
-        out.print(escape(text), highlight=False)
+        if text:
+            console().print("\n[bold]a sample from the trained model[/bold]")
+            console().print(escape(text), highlight=False)
 
 
 def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:

@@ -53,10 +53,7 @@ def only_noted(doing: str, world: World) -> Iterator[None]:
 
 
 def _explained(error: BaseException, run: RunSpec | None) -> str | None:
-    """A failure of the machine and how to resume.
-
-    None if the error is anything else, which is a bug of ours.
-    """
+    """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
     if isinstance(error, Failure) and not isinstance(error, NotANumber):
@@ -69,7 +66,9 @@ def _explained(error: BaseException, run: RunSpec | None) -> str | None:
     saved = sorted(Path(run["output_dir"]).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     if not saved:
         return f"{message}. Saved: no checkpoint yet."
-    return f"{message}. Saved: {saved[-1]}. To resume, run the same command again: it takes the newest valid one."
+    return (
+        f"{message}. Saved: {saved[-1]}. To resume, run the same command again: it takes the newest valid checkpoint."
+    )
 
 
 def _stopped(error: BaseException) -> str | None:

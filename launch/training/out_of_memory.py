@@ -1,5 +1,4 @@
-"""When a training runs out of memory: what it asked for, what was planned, what was saved, and
-what to try next.
+"""When a training runs out of memory: what it asked for, what was planned, and what to try next.
 
 The next attempt has the next smaller micro-batch at the same global batch, or else gradient
 checkpointing. Both resume from the run's own checkpoints. out_of_memory.json in the output folder
@@ -32,9 +31,10 @@ from recipes.run import COMMAND_LINE, RunSpec, resolve, with_flags
 
 @dataclass
 class TrainingProgress:
-    """How far a training has come. What is known already is what a failure is explained with.
+    """How far a training has come, so that a failure can be explained with what is known by then.
 
-    `argv` are train.py's arguments. `run` is None until they are resolved.
+    `argv` are train.py's arguments. `run` is None until they are resolved, and then the run as it
+    trains, with its limits. `trainer` is None before it is built and once the training is over.
     """
 
     argv: list[str]
@@ -69,8 +69,9 @@ class OutOfMemory(Failure):
 
 @contextlib.contextmanager
 def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
-    """Turns every error that means that memory ran out into `OutOfMemory`, and lets the Trainer go
-    at the end.
+    """Turn every error that means that memory ran out into `OutOfMemory`.
+
+    At the end the Trainer is released, so that what it holds is freed before the process group.
     """
     try:
         yield
@@ -97,10 +98,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
 
 
 def next_flags(folder: Path) -> dict[str, Any] | None:
-    """The flags of the next attempt for the run that has just ended in a folder.
-
-    None if there is none.
-    """
+    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
     try:
         content = json.loads((folder / OUT_OF_MEMORY).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -62,26 +62,25 @@ def launch_quickly(
     env: dict[str, str] | None = None,
     script: Path = SCRIPT,
 ) -> Outcome:
-    """As `launch`, without the launcher's own process: its environment, and ranks that need not
-    import everything.
+    """As `launch`, but without the launcher's process, in the environment that it would set.
 
-    They are forked from a process that has. Exit code 1 if one of theirs is not 0, as the
-    launcher's is.
+    The ranks are forked from a process that has imported everything already. Like the launcher's,
+    the exit code is 1 if a rank's is not 0.
     """
-    words = [*flags, "--output_dir", str(output)]
-    environment = {**launchers_environment(processes, config, words), **(env or {})}
+    argv = [*flags, "--output_dir", str(output)]
+    environment = {**launchers_environment(processes, config, argv), **(env or {})}
     with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(processes, environment, [str(script), *words], log.fileno())
+        codes = fork_ranks(processes, environment, [str(script), *argv], log.fileno())
         log.seek(0)
         return Outcome(int(any(codes)), log.read().decode(), read_record(output))
 
 
-def launchers_environment(processes: int, config: str, words: list[str]) -> dict[str, str]:
-    """What `accelerate launch` sets for its processes, by its own functions."""
+def launchers_environment(processes: int, config: str, argv: list[str]) -> dict[str, str]:
+    """The environment that `accelerate launch` sets for its processes, by its own functions."""
     from accelerate.commands import launch as launcher
 
     file = str(ROOT / "accelerate_configs" / config)
-    options = ["--config_file", file, "--num_processes", str(processes), str(SCRIPT), *words]
+    options = ["--config_file", file, "--num_processes", str(processes), str(SCRIPT), *argv]
     args, yaml, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(options))
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(yaml.deepspeed_config)
@@ -90,12 +89,10 @@ def launchers_environment(processes: int, config: str, words: list[str]) -> dict
 
 
 def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log: int) -> list[int]:
-    """Exit codes of the ranks of a world on this machine, each running the script `argv`, their
-    output in `log`.
-    """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    """Run the script `argv` in all ranks of a world on this machine. Returns their exit codes."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = []
     for rank in range(processes):
@@ -109,9 +106,7 @@ def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log
 
 
 def fork(environment: dict[str, str], argv: list[str], log: int) -> BaseProcess:
-    """`python argv...`, its output in `log`, started in a process that has imported everything
-    already.
-    """
+    """Start `python argv...` in a fork that has imported everything. Its output goes to `log`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preloaded"])
     process = context.Process(target=_run_script, args=(environment, argv, DupFd(log)))

@@ -25,8 +25,8 @@ GIB = 2**30
 STAND_IN = Path(__file__).parent / "stand_in"
 NOTE = "with a stand-in for the package datasets"
 STEPS = 30
-# Global batches that need more memory than there is, as one micro-batch: by the plan 0.5B would take
-# 232 GiB for 64 examples. In a rehearsal RAM is limited, in GB.
+# Global batches that need more memory than there is, as one micro-batch: the plan for 0.5B and 64
+# examples is 232 GiB. In a rehearsal RAM is limited, in GB.
 BATCH, REHEARSED_BATCH, LIMIT = 64, 8, 1.7
 
 
@@ -137,7 +137,7 @@ def _material(setup: Setup, size: str, lengths: list[int]) -> tuple[Path, Path]:
 def _memory_hungry(setup: Setup) -> tuple[Path, Path, int, list[str]]:
     """A model, data, the length of its texts, and flags for a global batch.
 
-    As one micro-batch it is meant to be too large: for the GPU, or in a rehearsal for a limit of RAM.
+    As one micro-batch it is too large: for the GPU, or in a rehearsal for a limit of RAM.
     """
     if not setup.rehearse:
         model, data = _material(setup, "0.5B", [speed.LENGTH] * 2 * BATCH)

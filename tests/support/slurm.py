@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import itertools
 import os
 import shutil
 import signal
@@ -68,8 +69,11 @@ class Cluster:
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
-        for words in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
-            self.run(*words)
+        self.run("slurmctld", "-c")
+        # One core per node, which its jobs inherit: threads of two nodes on the same cores would
+        # mostly wait for each other, the more the busier the machine is.
+        for node, core in zip(("n1", "n2"), itertools.cycle(range(os.cpu_count() or 1)), strict=False):
+            self.run("taskset", "--cpu-list", str(core), "slurmd", "-N", node)
         states = ("sinfo", "-h", "-N", "-p", "low", "-o", "%T")
         self.wait_until("two idle nodes", lambda: self.run(*states).split() == ["idle"] * 2, 120)
 

@@ -25,12 +25,9 @@ STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 6
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
-    one_core = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # two nodes: the jobs inherit the cores they may use from here
     cluster.start()
     yield cluster
     cluster.stop()
-    os.sched_setaffinity(0, one_core)
 
 
 def recipes(cluster: Cluster, folder, *words: str) -> Outcome:
@@ -123,7 +120,7 @@ def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, te
 
 @dataclass
 class Cancelled:
-    """A run of two nodes, cancelled after its third step, and what the commands printed, in order."""
+    """A run of two nodes, cancelled after its third step, and what the commands printed."""
 
     folder: Path
     job: str

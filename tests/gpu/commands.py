@@ -60,7 +60,7 @@ def doctor(setup: Setup) -> Figures:
 def parts_of_a_step(recipe: str, processes: int, setup: Setup) -> Figures:
     """Milliseconds of each part of a step, from the row that `train.py --measure` writes."""
     from recipes.catalog import RECIPES
-    from recipes.scaling.timings import PARTS, WARM_UP_STEPS, read
+    from recipes.scaling.timings import PARTS, WARM_UP_STEPS
 
     size, length, steps = ("tiny", 64, 6) if setup.rehearse else ("0.5B", speed.LENGTH, STEPS)
     model, data = _material(setup, size, [length] * speed.GLOBAL_BATCH * (steps + WARM_UP_STEPS))
@@ -69,9 +69,9 @@ def parts_of_a_step(recipe: str, processes: int, setup: Setup) -> Figures:
     flags += ["--max_steps", str(steps + WARM_UP_STEPS), "--global_batch_size", str(speed.GLOBAL_BATCH)]
     config = "single.yaml" if processes == 1 else RECIPES[recipe]().engine
     _require_success(launch(*flags, output=output, processes=processes, config=config, env=_environment()))
-    row = vars(read([output / "timings.jsonl"])[-1])
+    row = json.loads((output / "timings.jsonl").read_text())
     shutil.rmtree(output)
-    times = {f"{name}_ms": 1000 * row[name] for name in ("step_time", "pass_overhead", *PARTS) if row[name] is not None}
+    times = {f"{name}_ms": 1000 * row[name] for name in ("step_time", "pass_overhead", *PARTS) if name in row}
     return {**times, "peak_gib": row["peak_memory"] / GIB, **_note()}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from zlib import crc32
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from tests.gpu.cases import Case, all_cases
 from tests.gpu.results import LATE, NOT_RUN, OUT_OF_MEMORY, Results, tables
 from tests.support.running import ROOT
 
-# Runs the cases given as NAME=COMMAND. The last word of a name is the expected seconds.
+# Runs the cases given as NAME=COMMAND: a name ends with the expected seconds.
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -30,7 +31,9 @@ from tests.gpu.results import Results
 folder, budget, deadline = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 (folder / "logs").mkdir(exist_ok=True)
 words = dict(word.split("=", 1) for word in sys.argv[4:])
-cases = [Case("doctor", name, int(name.rpartition(" ")[2]), deadline, None) for name in words]
+cases = []
+for name in words:
+    cases.append(Case("doctor", name, int(name.split()[1]), deadline if "long" in name else 300, None))
 started = time.monotonic()
 
 def start(case, seconds):
@@ -41,7 +44,6 @@ adopt_orphans()
 run_cases(cases, Results(folder), start, lambda: budget - (time.monotonic() - started))
 """
 FINE = """echo '{"status": "ok", "figures": {"checks": 3}}' > RESULT"""
-FOREVER = "setsid sleep 600 & setsid bash -c 'sleep 601' & sleep 602"  # sessions of their own, as launchers start
 
 
 def run_script(folder: Path, *cases: str, budget: float = 1000, deadline: int = 300) -> dict:
@@ -51,13 +53,21 @@ def run_script(folder: Path, *cases: str, budget: float = 1000, deadline: int = 
     return Results(folder).last
 
 
-def sleepers() -> list[int]:
-    """Process ids of the sleeps of `FOREVER`, whoever started them."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][0] == "sleep" and process.info["cmdline"][1][:2] == "60":
-            found.append(process.pid)
-    return found
+def forever(folder: Path) -> str:
+    """Start three processes that do not end. Two have their own sessions, as under a launcher."""
+    sleep = f"sleep {_unique(folder)}"
+    return f"setsid {sleep} & setsid bash -c '{sleep}' & {sleep}"
+
+
+def sleepers(folder: Path) -> int:
+    """How many processes of `forever` are there."""
+    wanted = ["sleep", _unique(folder)]
+    return sum(process.info["cmdline"] == wanted for process in psutil.process_iter(["cmdline"]))
+
+
+def _unique(folder: Path) -> str:
+    """Seconds that no other test sleeps: another worker may run one at the same time."""
+    return f"600.{crc32(str(folder).encode())}"
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -76,10 +86,9 @@ def test_each_case_leaves_a_row_and_a_table(tmp_path):
 
 
 def test_a_case_over_its_deadline_is_killed_with_all_that_it_started(tmp_path):
-    before = set(sleepers())
-    rows = run_script(tmp_path, f"long 1={FOREVER}", f"next 1={FINE}", deadline=3)
+    rows = run_script(tmp_path, f"long 1={forever(tmp_path)}", f"next 1={FINE}", deadline=5)
     assert rows["long 1"]["status"].startswith(LATE) and rows["next 1"]["status"] == "ok"
-    assert set(sleepers()) <= before
+    assert sleepers(tmp_path) == 0
 
 
 def test_what_does_not_fit_into_the_budget_is_not_started(tmp_path):
@@ -89,24 +98,22 @@ def test_what_does_not_fit_into_the_budget_is_not_started(tmp_path):
 
 
 def test_the_budget_ends_a_case_that_takes_longer_than_expected(tmp_path):
-    before, started = set(sleepers()), time.monotonic()
-    rows = run_script(tmp_path, f"long 1={FOREVER}", budget=4)
-    assert rows["long 1"]["status"] == NOT_RUN and time.monotonic() - started < 120
-    assert set(sleepers()) <= before
+    rows = run_script(tmp_path, f"long 1={forever(tmp_path)}", budget=5)
+    assert rows["long 1"]["status"] == NOT_RUN
+    assert sleepers(tmp_path) == 0
 
 
 def test_an_interrupt_keeps_what_was_written_and_leaves_no_process(tmp_path):
-    before = set(sleepers())
-    words = [f"good 1={FINE}", f"long 1={FOREVER}"]
+    words = [f"good 1={FINE}", f"long 1={forever(tmp_path)}"]
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), "1000", "300", *words]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     limit = time.monotonic() + 120
-    while len(set(sleepers()) - before) < 3:
+    while sleepers(tmp_path) < 3:
         assert time.monotonic() < limit, "waited for the second case to start its processes"
         time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(60) != 0
-    assert set(sleepers()) <= before and [row["case"] for row in lines_of(tmp_path)] == ["good 1"]
+    assert sleepers(tmp_path) == 0 and [row["case"] for row in lines_of(tmp_path)] == ["good 1"]
 
 
 # --- The next call -------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What is done with a recipe: train.py, the `recipes` command, loading data and models, recording runs."""
+"""What is done with a recipe: training, the `recipes` command, jobs, measuring, reports."""

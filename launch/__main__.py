@@ -1,4 +1,4 @@
-"""`python -m launch` and `python launch` are the `recipes` command: the second where this package is not installed."""
+"""The `recipes` command: `python -m launch`, or `python launch` in a clone without an install."""
 
 import sys
 from pathlib import Path

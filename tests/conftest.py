@@ -1,4 +1,4 @@
-"""Small real things that the tests train on: a tiny model with its tokenizer, texts, and a checkpoint of Trainer's."""
+"""What tests train on: a tiny model with its tokenizer, texts, and a checkpoint by Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 if not any("gpu" in word for word in sys.argv):  # the tests describe a CPU; `pytest tests/gpu` is for the rest
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# DeepSpeed's compiled parts beside the environment they were compiled for: two environments would undo each other's.
+# DeepSpeed's compiled parts belong to one environment: two would overwrite each other's.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -23,15 +23,16 @@ if worker and hasattr(os, "sched_setaffinity"):  # a core each: threads of tiny 
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that the workers end together; first Slurm's, which mostly waits."""
-    longest = "test_slurm test_deepspeed_json test_parallelism test_train_engines test_preemption test_submit"
-    longest += " test_same_training test_fit test_scale test_doctor test_explain test_out_of_memory"
+    """The longest files first, so that the workers end together; DeepSpeed compiles at once."""
+    longest = "test_every_recipe test_slurm test_optimizer test_train_engines test_style test_rehearsal test_scale"
+    longest += " test_deepspeed_json test_parallelism test_preemption test_submit test_same_training test_fit"
+    longest += " test_resident test_doctor test_explain test_out_of_memory test_train_switches test_trace"
     order = longest.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))
 
 
 def pytest_collection_finish():
-    """What is imported now stays. Trainer collects garbage at every start, and would look at all of it each time."""
+    """What is imported by now stays, so that garbage collections need not look at it again."""
     gc.freeze()
 
 

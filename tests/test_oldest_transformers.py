@@ -33,6 +33,7 @@ def oldest(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_same_tests_pass_with_the_oldest_supported_version(oldest):
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS)]
     done = subprocess.run(
@@ -42,6 +43,7 @@ def test_the_same_tests_pass_with_the_oldest_supported_version(oldest):
     assert done.returncode == 0, "\n".join(f"  {line}" for line in done.stdout.splitlines()[-60:])
 
 
+@pytest.mark.slow
 def test_it_really_is_the_oldest(oldest):
     code = "import transformers; print(transformers.__version__)"
     environment = {**os.environ, "PYTHONPATH": str(oldest)}

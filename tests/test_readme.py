@@ -1,4 +1,4 @@
-"""README says what is true: its two commands are the ones CI runs, and everything it names exists."""
+"""README is true: CI runs its two commands, its quick commands work, and its files exist."""
 
 import re
 import shlex

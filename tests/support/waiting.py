@@ -12,7 +12,7 @@ PATIENCE = 600  # seconds; only a failure takes as long, on however many cores
 
 
 def wait_for(what: str, happened: Callable[[], T], seconds: float = PATIENCE) -> T:
-    """What `happened` returns once that is true. Fails with `what` was waited for after `seconds`."""
+    """The first true result of `happened`. After `seconds` the test fails and names `what`."""
     deadline = time.monotonic() + seconds
     while not (result := happened()):
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}"

@@ -45,7 +45,6 @@ def both():
 # --- Accumulation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_ddp_synchronises_at_each_micro_batch_except_in_no_sync(accumulation):
     assert [row["synchronisations"] for row in accumulation] == [1, 8, 1, 1]
 

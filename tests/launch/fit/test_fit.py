@@ -55,6 +55,7 @@ def found(second_rank_has_less):
 # --- What is found --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_run_does_not_fit(found):
     larger, largest = found["probes"]
     assert (larger["micro_batch"], larger["fits"], larger["ranks"][1]) == (2, False, "out_of_memory")
@@ -63,6 +64,7 @@ def test_what_one_rank_cannot_run_does_not_fit(found):
     assert 0 < found["peak_bytes"] <= found["limit_bytes"] == LIMIT * 1e9
 
 
+@pytest.mark.slow
 def test_the_run_that_follows_trains_with_it_at_the_same_global_batch(second_rank_has_less, found):
     settings = second_rank_has_less[1].record["settings"]
     assert second_rank_has_less[1].record["status"] == "finished"
@@ -73,6 +75,7 @@ def test_the_run_that_follows_trains_with_it_at_the_same_global_batch(second_ran
     assert settings["global_batch_size"]["value"] == found["global_batch_size"] == 4
 
 
+@pytest.mark.slow
 def test_the_next_run_takes_it_without_another_probe(second_rank_has_less, training):
     folder, first = second_rank_has_less
     longer = ["4" if word == "3" else word for word in training]
@@ -231,6 +234,7 @@ def test_a_probe_killed_by_the_kernel_ran_out_of_memory(ranks_agree):
     assert (agreed["fits"], agreed["words"]) == (False, "killed by the kernel's OOM killer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGSEGV)", "sys.exit('no kernel image for it')"])
 def test_another_failure_says_nothing_about_memory(ranks_agree, end):
     failed = ranks_agree(f"print('loading the model', flush=True)\nif rank: {end}\ntime.sleep(1)\nleave('fits')")
@@ -242,6 +246,7 @@ def test_a_mistake_that_a_probe_finds_is_told_as_one(ranks_agree):
     assert isinstance(ranks_agree("leave('mistake')"), UserError)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_fit_that_is_told_to_stop(training, tmp_path):
     one = ["1" if word == "4" else word for word in training]
     words = [sys.executable, str(ROOT / "launch" / "train.py"), *one, "--fit", "--output_dir", str(tmp_path)]

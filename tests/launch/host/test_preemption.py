@@ -147,6 +147,7 @@ TELL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "whom"),
     [
@@ -162,6 +163,7 @@ def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, whom, flags,
     assert 5 <= assert_resumable(tmp_path) < 100
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_try_again(flags, tmp_path):
     run = Run(flags, tmp_path)
     output = stopped(run, TELL["SIGTERM"])
@@ -177,6 +179,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(flags, tiny_model, texts, t
     assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_which_the_last_was_told_go_on_as_if_it_had_not_been(flags, tmp_path, uninterrupted):
     stopped(TWO_RANKS(flags, tmp_path), TELL["the last rank"])
     again = launch_quickly(*flags, output=tmp_path, processes=2)
@@ -184,6 +187,7 @@ def test_two_ranks_of_which_the_last_was_told_go_on_as_if_it_had_not_been(flags,
     assert losses(again) == pytest.approx(losses(uninterrupted), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_save_lets_it_end(flags, tmp_path):
     def during_a_save(run):
         deadline = time.monotonic() + 60
@@ -207,6 +211,7 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_the_checkpoint_survives_beside_the_best_one(tiny_model, texts, tmp_path):
     """At its end Trainer deletes the last checkpoint where another one is the best and one is to
     be kept.

@@ -110,6 +110,7 @@ def as_azure_runs_it(body: dict, outputs: str, **inputs: object) -> str:
     return re.sub(r"\$\{\{([\w.]+)\}\}", lambda found: values[found.group(1)], body["command"])
 
 
+@pytest.mark.slow
 def test_arguments_arrive_as_they_were_typed(rendered, tmp_path):
     body = sent(rendered(azure_job.render(job(argv=HOSTILE), Azure(compute="c"))))
     (tmp_path / "launch").mkdir()
@@ -140,6 +141,7 @@ def test_another_command_line_has_another_place_for_its_checkpoints():
     assert place("--seed", "1", job_name="mine") == place("--seed", "2", job_name="mine")
 
 
+@pytest.mark.slow
 def test_a_job_of_two_nodes_with_two_processes_each_trains_as_one_world(rendered, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--max_steps", "2", "--report_to", "none"]
     body = sent(rendered(azure_job.render(job(nodes=2, processes=2, argv=flags), Azure(compute="c"))))

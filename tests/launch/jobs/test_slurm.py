@@ -87,6 +87,14 @@ def preempted(cluster, slow_flags, tmp_path_factory):
     return folder, job, outcome
 
 
+def test_a_job_of_two_nodes_trains(cluster, tiny_model, texts, tmp_path):
+    flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(texts), "--max_length", "64"]
+    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--", *flags, "--max_steps", "2", "--output_dir", "run")
+    assert cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", log(tmp_path)
+    assert finished(tmp_path).record["world_size"] == 2
+
+
+@pytest.mark.slow
 def test_what_is_submitted_is_named_with_its_log(preempted):
     folder, job, outcome = preempted
     assert (
@@ -96,15 +104,18 @@ def test_what_is_submitted_is_named_with_its_log(preempted):
     )
 
 
+@pytest.mark.slow
 def test_two_nodes_are_one_world_and_train_what_one_process_trains(preempted, uninterrupted):
     assert finished(preempted[0]).record["world_size"] == 2
     assert losses(finished(preempted[0])) == pytest.approx(losses(uninterrupted), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_preempted_run_is_requeued_and_goes_on(preempted):
     assert "told to stop by SIGTERM at step" in log(preempted[0]) and "resuming from" in log(preempted[0])
 
 
+@pytest.mark.slow
 def test_a_time_limited_run_is_requeued_until_it_is_done(cluster, tiny_model, texts, tmp_path):
     # Slurm's shortest limit is a minute: at most 9 steps of 6 seconds; the third start is quick.
     model = write_slow_model(tmp_path / "slow", tiny_model, 3.0, restarts=2)
@@ -145,6 +156,7 @@ def cancelled(cluster, slow_flags, tmp_path_factory):
     return Cancelled(folder, job, outcome.output, refused, running, followed, ended)
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, cancelled):
     assert cluster.wait_for(cancelled.job, "COMPLETED", "CANCELLED") == "CANCELLED"
     run = cancelled.folder / "run"
@@ -152,6 +164,7 @@ def test_a_cancelled_run_has_saved_and_stays_cancelled(cluster, cancelled):
     assert "requeued" not in log(cancelled.folder)
 
 
+@pytest.mark.slow
 def test_a_run_is_found_again(cancelled):
     assert "recipes logs -f run" in cancelled.submitted
     assert f"slurm {cancelled.job}" in cancelled.running and "RUNNING" in cancelled.running
@@ -160,11 +173,13 @@ def test_a_run_is_found_again(cancelled):
     assert "CANCELLED, preempted" in cancelled.ended
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(cancelled):
     refused = cancelled.refused
     assert refused.code == 2 and f"job {cancelled.job} is still running and writes to run" in refused.output
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):
     job, _ = submit(cluster, tmp_path, "--", "--dataset_name", str(tmp_path / "missing.jsonl"))
     assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
@@ -186,6 +201,7 @@ def test_a_silent_controller_is_one_line(cluster, tmp_path):
     assert outcome.code == 2 and "scontrol ping" in outcome.output.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_arguments_arrive_as_they_were_typed(cluster, tmp_path):
     file = tmp_path / "job.sh"
     file.write_text(script_that_prints_its_words("slurm", HOSTILE, tmp_path))

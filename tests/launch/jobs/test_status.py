@@ -73,6 +73,7 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
     assert read_record(folder)["status"] == "preempted" and "preempted" in status(folder, capsys)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_not_running(orphan, capsys):
     folder, _ = orphan
     kill_writers(folder / "train.log")

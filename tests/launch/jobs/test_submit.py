@@ -80,21 +80,25 @@ def rehearsed(tiny_model, texts, tmp_path_factory):
     return run(["bash", str(folder / "job.sh")], folder / "out", cwd=folder)
 
 
+@pytest.mark.slow
 def test_what_a_dry_run_prints_trains_when_it_is_run_by_hand(rehearsed):
     assert (rehearsed.code, rehearsed.record.get("status")) == (0, "finished"), rehearsed.output
 
 
+@pytest.mark.slow
 def test_two_local_nodes_are_one_world_and_train_what_one_process_trains(rehearsed, tiny_model, texts, tmp_path):
     assert rehearsed.record["world_size"] == 4
     alone = train_here(tiny_model, texts, tmp_path / "alone", *STEPS)
     assert losses(rehearsed) == pytest.approx(losses(alone), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_no_rank_aborts_at_its_end(rehearsed):
     """As gloo does where DDP's buckets outlive the process group."""
     assert "terminate called" not in rehearsed.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")], ids=["ctrl-c", "SIGTERM"]
 )

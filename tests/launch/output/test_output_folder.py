@@ -85,6 +85,7 @@ def test_the_folder_is_free_again_after_a_run(finished, tiny_model, texts):
     assert train_here(tiny_model, texts, finished, *FOUR_STEPS).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

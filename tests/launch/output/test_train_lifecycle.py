@@ -106,6 +106,7 @@ def test_an_optimizer_of_another_model_is_refused(stopped_at_four, tiny_model, t
     assert refused.code == 2 and "does not fit this model" in refused.output
 
 
+@pytest.mark.slow
 def test_without_a_valid_checkpoint_training_starts_over(stopped_at_four, tiny_model, texts):
     (stopped_at_four / "checkpoint-4" / "trainer_state.json").write_text("{")
     resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
@@ -134,6 +135,7 @@ def test_more_steps_go_on_from_where_it_ended(whole_run, tmp_path, tiny_model, t
     assert longer.record["global_step"] == 10
 
 
+@pytest.mark.slow
 def test_settings_that_a_resume_ignores_are_reported(stopped_at_four, tiny_model, texts):
     changed = ["2e-3" if word == "1e-3" else word for word in EIGHT_STEPS]
     assert (
@@ -146,6 +148,7 @@ def test_another_training_in_the_same_folder_is_refused(whole_run, tiny_model, t
     assert other.code == 2 and "another --output_dir, or --fresh" in other.output
 
 
+@pytest.mark.slow
 def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
     flags = "--save_only_model --save_steps 2 --learning_rate 1e-3".split()
     train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
@@ -185,6 +188,7 @@ def test_fresh_starts_over_and_deletes_nothing(whole_run, tmp_path, tiny_model, 
     assert (tmp_path / "run.old-1" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"settings": 3, "world_size": "two"}'])
 def test_a_damaged_record_never_stops_a_run(content, stopped_at_four, tiny_model, texts):
     (stopped_at_four / "run.json").write_text(content)

@@ -124,7 +124,6 @@ def test_bytes_of_an_exchange_are_those_of_the_gradients(healthy, tiny_model):
     assert healthy.exchange.bytes == pytest.approx(4 * parameters, rel=0.01)
 
 
-@pytest.mark.slow
 def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
     from tests.support.running import losses, train_here
 

@@ -92,6 +92,7 @@ def test_less_memory_than_the_libraries_take_is_reported_as_well(flags, tmp_path
 # --- The next attempt ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp_path):
     ours = [*flags, "8", "--memory_limit", str(AMONG_8), "--fresh", "--output_dir", str(tmp_path / "out")]
     words = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--on_oom", "next", "--", *ours]

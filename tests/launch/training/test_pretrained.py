@@ -35,6 +35,7 @@ def reviews(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_is_fine_tuned_to_tell_good_from_bad(minilm, reviews, tmp_path):
     flags = "--task sequence_classification --recipe standard --max_steps 12 --learning_rate 5e-4 --eval_strategy steps"
     slices = ["--dataset_train_split", "train[:48]", "--dataset_test_split", "train[48:]", "--eval_steps", "12"]

@@ -45,23 +45,27 @@ def offloaded(request, tiny_model, texts, tmp_path_factory):
     return start(*flags, *STEPS, output=output, processes=2, config=config), flags, output, config
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_zero_with_offload_trains_on_two_ranks(offloaded):
     outcome = offloaded[0]
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_zero_says_the_stage_that_was_launched(offloaded):
     stage = "ZeRO-3" if "memory_zero3" in offloaded[1] else "ZeRO-2"
     assert stage in offloaded[0].record["engine"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_zero_in_bf16_follows_the_fp32_training(offloaded, one_process):
     assert losses(offloaded[0]) == pytest.approx(losses(one_process), rel=0.02)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_zero_leaves_a_whole_model(offloaded):
     from safetensors import safe_open
@@ -71,6 +75,7 @@ def test_zero_leaves_a_whole_model(offloaded):
     assert shapes and all(0 not in shape for shape in shapes)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_zero_resumes_where_it_stopped(offloaded):
     _, flags, output, config = offloaded
@@ -82,6 +87,7 @@ def test_zero_resumes_where_it_stopped(offloaded):
     assert losses(resumed)[6:] == pytest.approx(losses(whole)[6:], rel=2e-3)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, texts, tmp_path):
     flags = ["--recipe", "memory", *model_flags(tiny_model, texts), *STEPS]

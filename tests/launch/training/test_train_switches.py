@@ -78,6 +78,7 @@ def test_a_classifier_reports_its_accuracy(tiny_model, reviews, tmp_path):
     assert 0 <= outcome.record["eval_accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_early_stopping_stops(tiny_model, texts, tmp_path):
     flags = "--eval_strategy steps --eval_steps 1 --save_steps 1 --load_best_model_at_end --early_stopping_patience 2"
     slices = ["--dataset_train_split", "train[:200]", "--dataset_test_split", "train[200:]"]
@@ -86,18 +87,21 @@ def test_early_stopping_stops(tiny_model, texts, tmp_path):
     assert outcome.record["global_step"] == 3
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_losses(tiny_model, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
     train_here(tiny_model, texts, tmp_path / "out", *STEPS, "--report_to", "tensorboard")
     assert list((tmp_path / "events").rglob("events.out.tfevents.*"))
 
 
+@pytest.mark.slow
 def test_activations_are_recomputed_without_changing_the_loss(tiny_model, texts, tmp_path):
     plain = train_here(tiny_model, texts, tmp_path / "plain", *STEPS)
     recomputed = train_here(tiny_model, texts, tmp_path / "recomputed", *STEPS, "--gradient_checkpointing")
     assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(tiny_model, texts, tmp_path):
     plain = train_here(tiny_model, texts, tmp_path / "plain", *STEPS)
     bf16 = train_here(tiny_model, texts, tmp_path / "bf16", *STEPS, "--bf16")

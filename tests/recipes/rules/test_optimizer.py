@@ -135,6 +135,7 @@ def test_offload_replaces_the_optimizer_silently(optimizer, adamw_mode, monkeypa
         assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": named})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [

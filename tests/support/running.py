@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "train.py"
 
@@ -100,7 +102,7 @@ def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log
         own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         ranks.append(fork(own, argv, log))
     for process in ranks:
-        process.join(540)  # DeepSpeed's first run compiles
+        process.join(PATIENCE)  # DeepSpeed's first run compiles
         process.kill()
     return [process.exitcode for process in ranks]
 
@@ -130,7 +132,7 @@ def run(command: list[str], output: Path, env: dict[str, str] | None = None, cwd
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, **(env or {})},
-        timeout=500,
+        timeout=PATIENCE,
         cwd=cwd,
     )
     return Outcome(done.returncode, done.stdout, read_record(output))

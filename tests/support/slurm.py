@@ -9,9 +9,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.waiting import PATIENCE, wait_for
 
 DAEMONS = ("slurmctld", "slurmd")
 
@@ -75,7 +76,7 @@ class Cluster:
         for node, core in zip(("n1", "n2"), itertools.cycle(range(os.cpu_count() or 1)), strict=False):
             self.run("taskset", "--cpu-list", str(core), "slurmd", "-N", node)
         states = ("sinfo", "-h", "-N", "-p", "low", "-o", "%T")
-        self.wait_until("two idle nodes", lambda: self.run(*states).split() == ["idle"] * 2, 120)
+        self.wait_until("two idle nodes", lambda: self.run(*states).split() == ["idle"] * 2)
 
     def stop(self) -> None:
         for file in self.folder.glob("*.pid"):
@@ -85,7 +86,8 @@ class Cluster:
                 continue
 
     def run(self, *words: str) -> str:
-        done = subprocess.run(words, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60)
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, (words, done.stderr, self.logs())
         return done.stdout
 
@@ -93,15 +95,15 @@ class Cluster:
         words = self.run("scontrol", "show", "job", job_id, "-o").split()
         return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
 
-    def wait_for(self, job_id: str, *states: str, seconds: float = 500) -> str:
-        self.wait_until(f"job {job_id} to be {' or '.join(states)}", lambda: self.state(job_id) in states, seconds)
+    def wait_for(self, job_id: str, *states: str) -> str:
+        self.wait_until(f"job {job_id} to be {' or '.join(states)}", lambda: self.state(job_id) in states)
         return self.state(job_id)
 
-    def wait_until(self, what: str, true: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline, f"waited {seconds} s for {what}\n{self.logs()}"
-            time.sleep(0.2)
+    def wait_until(self, what: str, happened: Callable[[], bool]) -> None:
+        try:
+            wait_for(what, happened)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def logs(self) -> str:
         return "\n".join(file.read_text()[-2000:] for file in self.folder.glob("*.log"))

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 600  # seconds; only a failure takes as long, on however many cores
+PATIENCE = 1200  # seconds; only a failure takes as long, on however many cores
 
 
 def wait_for(what: str, happened: Callable[[], T], seconds: float = PATIENCE) -> T:

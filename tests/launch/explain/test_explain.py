@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from launch.cli import main
 from launch.explain.reasons import cpu_computes_in, reason_for
 from launch.explain.topics import TOPICS, Measured, Row
+from tests.support.waiting import PATIENCE, wait_for
 
 COMMAND = [sys.executable, "-m", "launch", "explain", "both"]
 
@@ -116,12 +116,8 @@ def started():
     """The command, running, and the process ids of its two ranks."""
     process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 300
-    while len(ranks := [int(word) for word in children.read_text().split()]) < 2:
-        assert process.poll() is None, "the command ended before both ranks had started"
-        assert time.monotonic() < deadline, "waited 300 s for two ranks"
-        time.sleep(0.05)
-    yield process, ranks
+    wait_for("two ranks, or the end", lambda: len(children.read_text().split()) == 2 or process.poll() is not None)
+    yield process, [int(word) for word in children.read_text().split()]
     process.kill()
     process.communicate()
 
@@ -138,7 +134,7 @@ def has_ended(pid) -> bool:
 def test_ctrl_c_ends_both_ranks(started):
     process, ranks = started
     process.send_signal(signal.SIGINT)
-    assert process.wait(300) == 130
+    assert process.wait(PATIENCE) == 130
     assert all(has_ended(rank) for rank in ranks)
 
 
@@ -147,7 +143,7 @@ def test_ctrl_c_ends_both_ranks(started):
 def test_a_rank_that_dies_is_named(started):
     process, ranks = started
     os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (1, "rank 1 was killed by SIGKILL\n")
     assert all(has_ended(rank) for rank in ranks)
 

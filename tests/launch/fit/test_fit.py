@@ -19,6 +19,7 @@ from launch.host.world import World
 from recipes.errors import UserError
 from recipes.run import resolve, with_fit
 from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
+from tests.support.waiting import PATIENCE, wait_for
 from tests.support.wide import LENGTH, texts_of, wide_model
 
 LIMIT = 1.64  # GB: a process runs a micro-batch of 2, and one that has already taken `BALLAST` runs 1
@@ -255,20 +256,12 @@ def test_nothing_is_left_of_a_fit_that_is_told_to_stop(training, tmp_path):
         assert any("from micro" in line for line in process.stdout)
         children = wait_for("the first probe", lambda: children_of(process.pid))
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert (process.returncode, "Traceback" in output) == (75, False), output
     wait_for("the end of the probe", lambda: not any(alive(child) for child in children))
     assert not (tmp_path / "fit.json").exists()
-
-
-def wait_for(what: str, found):
-    deadline = time.monotonic() + 300
-    while not (answer := found()):
-        assert time.monotonic() < deadline, f"waited 300 s for {what}"
-        time.sleep(0.05)
-    return answer
 
 
 def children_of(pid: int) -> list[str]:

@@ -3,6 +3,7 @@ goes on as if it had not been stopped.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from launch.host.signals import EXIT_CODE
 from launch.output.checkpoints import newest_valid
 from tests.support.running import ROOT, SCRIPT, fork, launch_quickly, losses, model_flags, read_record, train_here
+from tests.support.waiting import PATIENCE, wait_for
 
 STEPS = "--max_steps 100 --logging_steps 1 --learning_rate 1e-3 --save_steps 1000 --global_batch_size 4".split()
 
@@ -55,10 +57,11 @@ class Run:
         return os.pread(self.log.fileno(), 1 << 20, 0).decode()
 
     def wait_for_output(self, words: str) -> None:
-        deadline = time.monotonic() + 120
-        while words not in self.output_so_far():
-            assert time.monotonic() < deadline, f"{words!r} was never printed:\n{self.output_so_far()}"
-            time.sleep(0.01)
+        wait_for(f"{words!r} in the output, or the end", lambda: words in self.output_so_far() or self.has_ended())
+        assert words in self.output_so_far(), self.output_so_far()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     def ranks(self) -> list[int]:
         """Processes of the training script; the launcher, which names it too, is not among them."""
@@ -75,10 +78,8 @@ class Run:
 
     def end(self) -> str:
         """Everything it printed, once it and all its ranks have ended."""
-        self.process.wait(120)
-        deadline = time.monotonic() + 60
-        while self.ranks() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        self.process.wait(PATIENCE)
+        wait_for("the end of all ranks", lambda: not self.ranks())
         return self.output_so_far()
 
 
@@ -93,11 +94,14 @@ class Forked(Run):
     def __exit__(self, *exception):
         self.process.kill()
 
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None
+
     def ranks(self) -> list[int]:
         return [self.process.pid]
 
     def end(self) -> str:
-        self.process.join(120)
+        self.process.join(PATIENCE)
         return self.output_so_far()
 
 
@@ -190,12 +194,10 @@ def test_two_ranks_of_which_the_last_was_told_go_on_as_if_it_had_not_been(flags,
 @pytest.mark.slow
 def test_a_signal_during_a_save_lets_it_end(flags, tmp_path):
     def during_a_save(run):
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            unfinished = [f for f in tmp_path.glob("checkpoint-*") if not (f / "trainer_state.json").exists()]
-            if unfinished:
-                return os.kill(run.ranks()[0], signal.SIGTERM)
-        raise AssertionError("no save was seen")
+        deadline = time.monotonic() + PATIENCE
+        while not any(not (f / "trainer_state.json").exists() for f in tmp_path.glob("checkpoint-*")):
+            assert time.monotonic() < deadline, "no save was seen"  # it is short: look without a pause
+        os.kill(run.ranks()[0], signal.SIGTERM)
 
     often = ["2" if word == "1000" else word for word in flags]
     stopped(Forked([*often, "--save_total_limit", "1000"], tmp_path), during_a_save)
@@ -204,11 +206,17 @@ def test_a_signal_during_a_save_lets_it_end(flags, tmp_path):
 
 def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
     with Run(flags, tmp_path) as run:
-        time.sleep(2)
+        wait_for("its handler of SIGTERM", lambda: handles_sigterm(run.process.pid))
         os.kill(run.process.pid, signal.SIGTERM)
         output = run.end()
     assert run.process.returncode == EXIT_CODE, output
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Whether the process has a handler of its own, from the mask of caught signals in proc(5)."""
+    mask = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), flags=re.M)
+    return bool(int(mask.group(1), 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.slow

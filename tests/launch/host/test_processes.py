@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from launch.host import processes
 from tests.support.running import ROOT
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -37,13 +37,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_for(what: str, happened) -> None:
-    deadline = time.monotonic() + 300
-    while not happened():
-        assert time.monotonic() < deadline, f"waited 300 s for {what}"
-        time.sleep(0.05)
 
 
 def test_a_module_gets_its_arguments_as_text_and_its_result_is_the_exit_code(module, tmp_path):

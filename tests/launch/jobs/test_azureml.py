@@ -28,6 +28,7 @@ from recipes.run.hardware import Gpu, Hardware
 from tests.support.azure import NAMES, in_a_job, loopback
 from tests.support.hostile import HOSTILE
 from tests.support.running import ROOT, launch, losses, model_flags, read_record
+from tests.support.waiting import PATIENCE
 
 FOLDER = ROOT / "azureml"
 SHIPPED = ["standard", "fast", "memory"]
@@ -154,7 +155,7 @@ def test_a_job_of_two_nodes_with_two_processes_each_trains_as_one_world(rendered
         )
         for rank in ("0", "1")
     ]
-    assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    assert [node.wait(timeout=PATIENCE) for node in nodes] == [0, 0]
     assert (read_record(tmp_path / "out")["world_size"], read_record(tmp_path / "out")["status"]) == (4, "finished")
 
 

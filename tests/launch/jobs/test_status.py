@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,10 @@ from launch.jobs.targets import submitted
 from launch.output import record, submission
 from launch.output.submission import Submission
 from tests.support.running import model_flags, read_record, train_here
+from tests.support.waiting import wait_for
 
 NOTE = '{"target": "%s", "title": "a", "log": %s}'
 RECIPES = [sys.executable, "-m", "launch"]
-
-
-def wait_until(what, true, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.1)
 
 
 def status(folder, capsys) -> str:
@@ -42,7 +35,7 @@ def orphan(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--max_steps", "100000", "--output_dir", str(folder)]
     submit = subprocess.Popen([*RECIPES, "submit", "local", "--", *flags], stdout=subprocess.DEVNULL)
     log = folder / "train.log"
-    wait_until("step 5", lambda: log.exists() and "step 5/" in log.read_text())
+    wait_for("step 5", lambda: log.exists() and "step 5/" in log.read_text())
     group = int(Path(f"/proc/{submit.pid}/task/{submit.pid}/children").read_text())
     submit.kill()
     submit.wait()
@@ -66,7 +59,7 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
     second = ["submit", "local", "--", *model_flags(tiny_model, texts), "--output_dir", str(folder)]
     assert main(second) == 2 and "another run is writing to" in capsys.readouterr().err
     steps = len((folder / "train.log").read_text())
-    wait_until("a longer log", lambda: len((folder / "train.log").read_text()) > steps)
+    wait_for("a longer log", lambda: len((folder / "train.log").read_text()) > steps)
     os.kill(group, signal.SIGTERM)
     assert main(["logs", "-f", str(folder)]) == 0
     assert "told to stop by SIGTERM at step" in capsys.readouterr().out
@@ -77,7 +70,7 @@ def test_a_run_goes_on_without_its_terminal_and_is_found_again(orphan, tiny_mode
 def test_a_run_that_was_killed_is_not_running(orphan, capsys):
     folder, _ = orphan
     kill_writers(folder / "train.log")
-    wait_until("the lock of the log", lambda: not is_written(folder / "train.log"))
+    wait_for("the lock of the log", lambda: not is_written(folder / "train.log"))
     assert read_record(folder)["status"] == "running"  # it could not write anything else
     assert "ended unexpectedly (killed?)" in status(folder, capsys)
 

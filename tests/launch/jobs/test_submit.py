@@ -16,6 +16,7 @@ from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
 from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
+from tests.support.waiting import PATIENCE
 
 GOLDEN = ROOT / "tests" / "launch" / "jobs" / "golden"
 STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
@@ -112,7 +113,7 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
             if "step 5/" in line:
                 break
         job.send_signal(number)
-        job.communicate(timeout=300)
+        job.communicate(timeout=PATIENCE)
     assert job.returncode != 0
     assert read_record(tmp_path)["status"] == "preempted"
     assert list(tmp_path.glob("checkpoint-*/trainer_state.json"))

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.running import SCRIPT, fork, losses, model_flags, read_record, train_here
+from tests.support.waiting import PATIENCE, wait_for
 
 EIGHT_STEPS = "--max_steps 8 --save_steps 4 --save_total_limit 2 --learning_rate 1e-3 --logging_steps 1".split()
 
@@ -209,11 +209,9 @@ def test_ctrl_c_is_recorded_and_the_next_start_resumes(tiny_model, texts, tmp_pa
     endless = ["--max_steps", "100000", "--num_train_epochs", "9999"]
     with tempfile.TemporaryFile("w+") as log:
         process = fork(dict(os.environ), [str(SCRIPT), *flags, *endless], log.fileno())
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for("a checkpoint", lambda: list(tmp_path.glob("checkpoint-*/trainer_state.json")))
         os.kill(process.pid, signal.SIGINT)
-        process.join(60)
+        process.join(PATIENCE)
         process.kill()
         log.seek(0)
         output = log.read()

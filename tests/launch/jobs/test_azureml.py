@@ -162,7 +162,12 @@ def test_a_job_of_two_nodes_with_two_processes_each_trains_as_one_world(rendered
 def test_the_upload_holds_the_code_and_nothing_else(tmp_path):
     assets = pytest.importorskip("azure.ai.ml._utils._asset_utils")
     ignore = assets.get_ignore_file(str(ROOT))
-    for path in (".git/HEAD", ".venv/bin/python", "outputs/fast/checkpoint-2/model.safetensors", "tests/running.py"):
+    for path in (
+        ".git/HEAD",
+        ".venv/bin/python",
+        "outputs/fast/checkpoint-2/model.safetensors",
+        "tests/support/running.py",
+    ):
         assert ignore.is_file_excluded(str(ROOT / path)), path
     for path in ("launch/train.py", "recipes/catalog.py", "accelerate_configs/fast.yaml"):
         assert not ignore.is_file_excluded(str(ROOT / path)), path

@@ -18,7 +18,7 @@ def fail(*_):
     ("broken", "doing"),
     [
         ("launch.training.banner._summary", "printing its summary"),
-        ("launch.training.timing.add_timing", "adding a row to"),
+        ("launch.training.timings_row.add_timings_row", "adding a row to"),
     ],
 )
 def test_what_fails_after_the_training_is_one_note(broken, doing, monkeypatch, tiny_model, texts, tmp_path):

@@ -1,6 +1,6 @@
 """Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [flags]`.
 
-The file reads like what it does: resolve, check, join the process group, load, train, record.
+Its steps, in order: resolve, check, join the process group, load, train, record.
 Without a model and data it trains a small byte-level decoder on Python's own source.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 failed, 2 the user's mistake, 75 told to stop, 130 interrupted."""
+    """Exit code: 0 finished, 1 failed, 2 the user's mistake, 75 stopped by a signal, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())

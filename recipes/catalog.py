@@ -65,10 +65,13 @@ def standard() -> Recipe:
             logging_first_step=(True, "the loss before training, to see it fall"),
             logging_nan_inf_filter=(
                 False,
-                "it would hide a NaN, at two host syncs a micro-batch; here a logged NaN stops the run",
+                "true hides a NaN and costs two host syncs per micro-batch; here a logged NaN stops the run",
             ),
             save_total_limit=(1, "a resume needs only the newest checkpoint"),
-            ddp_find_unused_parameters=(False, "searches the graph every step; only models that skip layers need it"),
+            ddp_find_unused_parameters=(
+                False,
+                "true searches the graph every step; only models that skip layers need it",
+            ),
             ddp_bucket_cap_mb=(25, "torch's default: large enough for bandwidth, small enough to overlap with compute"),
             dataloader_num_workers=workers_that_leave_cores,
             dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
@@ -123,7 +126,7 @@ RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, memo
 # For a run that names neither a model nor data: a small byte-level decoder learns Python's source.
 DEMONSTRATION: Mapping[str, Decision] = dict(
     max_steps=(200, "about a minute on two CPU cores"),
-    learning_rate=(3e-3, "a small model from scratch takes a high one"),
+    learning_rate=(3e-3, "a small model trained from scratch tolerates a high one"),
     warmup_steps=(20, "a tenth of the steps"),
     lr_scheduler_type=("cosine", "ends near zero, so that the loss settles"),
     max_length=(256, "bytes of context"),

@@ -148,7 +148,7 @@ def line(number: int, check: Check, signs: Mapping[str, str]) -> str:
 def signs_for(stream: Any) -> Mapping[str, str]:
     """Ticks and crosses, or letters if the terminal cannot print them.
 
-    Such a terminal gets ? for what it lacks.
+    What that terminal cannot encode is printed as ?.
     """
     try:
         "".join(_SIGNS.values()).encode(stream.encoding or "ascii")

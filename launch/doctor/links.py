@@ -99,7 +99,7 @@ def _candidate_interfaces(request: Request) -> list[str]:
 def _own_address(request: Request) -> str:
     """This node's address on its way to node 0, "" if unknown.
 
-    To connect a datagram socket sends nothing.
+    Connecting a UDP socket sends no packet.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launch.doctor.network import invalid_gpu
 from launch.host import memory
-from launch.terminal import memory_size
+from launch.terminal import memory_size, plural
 from recipes.legal.source import version
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
@@ -290,9 +290,9 @@ def pcie() -> tuple[int, int] | None:
 def host_memory(request: Request) -> Check:
     known = [size for size in (memory.free_ram(), *_left_in_cgroups()) if size is not None]
     if not known:
-        return Check("warning", "RAM", "free memory is unknown", "see for yourself whether it is enough")
+        return Check("warning", "RAM", "free memory is unknown", "check it by hand, with `free -h` for instance")
     free, count = min(known), request.processes_per_node
-    words = f"{memory_size(free)} free for {count} process{'es' * (count > 1)}"
+    words = f"{memory_size(free)} free for {plural(count, 'process')}"
     if free < count * _GIB:  # the imports alone take half of it
         return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory")
     if free < 4 * count * _GIB:

@@ -19,9 +19,9 @@ from launch.host import processes
 
 LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _STAGES = "launch.doctor.stages"
-_GRACE = 2.0  # seconds in which the other ranks may still note what they lost, when one has failed
+_GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
 _OF_LINKS = ("connection", "all_reduce", "bandwidth", "latency", "ddp_step", "end")
-# Stages that a cold disk or a late node may delay have so many times the timeout of a collective.
+# Factors on the timeout of a collective, for stages that a cold disk or a late node delays.
 _TIMES_LONGER = {"start": 6, "workers": 6, "rendezvous": 6, "ddp_step": 6}
 _TITLES = {"start": "torch", "device": "GPU", "workers": "DataLoader", "ddp_step": "DDP step", "matmul": "matrices"}
 
@@ -88,7 +88,7 @@ def probe_run(
 def _wait(ranks: list[subprocess.Popen[bytes]], folders: list[Path], timeout: int) -> None:
     """Return when all ranks have ended or none gets any further.
 
-    If one fails, the others have a moment to note what they lost.
+    After the first failure the other ranks have a moment to report their errors.
     """
     noted, since, order = "", time.monotonic(), list(STAGES)
     last_chance = float("inf")

@@ -1,7 +1,7 @@
 """The target `azureml`: the YAML that `az ml job create -f` takes, and sending it.
 
-The job has one process per node, which calls `accelerate launch`. Azure applies an Accelerate YAML,
-where DeepSpeed and FSDP are chosen, in no other form.
+The job has one process per node, which calls `accelerate launch`: Azure ML itself reads no
+Accelerate YAML, and DeepSpeed and FSDP are chosen there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Azure:
 
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
-    spot: bool = flag(False, "serverless compute that may be taken away")
+    spot: bool = flag(False, "spot (preemptible) serverless compute")
     data: str | None = flag(None, "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name")
     output_uri: str | None = flag(None, "datastore path for checkpoints, the same for every start of this run")
     environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
@@ -192,7 +192,7 @@ def submit(text: str, job: Job, azure: Azure) -> int:
     name, address = azure_workspace.submit(client, text, FOLDER)
     workspace = asdict(azure_workspace.workspace_of(client))
     submission = Submission("azureml", job.title, address, name, workspace=workspace)
-    found_at = {"studio": address, "output": f"{output_of(job, azure)}: submitted again, it resumes from there"}
+    found_at = {"studio": address, "output": f"{output_of(job, azure)}: submit the same job again to resume from there"}
     announce(Path("outputs") / name, submission, found_at, cancel=f"az ml job cancel --name {name}")
     return 0
 

@@ -202,7 +202,7 @@ def _innermost(text: str) -> dict[str, Any]:
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
     """Every error with its place.
 
-    Alternatives come as a list of mappings: of these, the one that was meant.
+    A list of mappings holds the errors of alternatives: only those of the likely one are taken.
     """
     if isinstance(node, dict):
         for name, inner in node.items():

@@ -90,7 +90,7 @@ def body(job: Job) -> dict[str, Any]:
 def connected(workspace: Workspace | None) -> MLClient:
     """A client with the login of `az login`, of a managed identity, or of the environment.
 
-    It connects later. The workspace None is that of a config.json, here or in a folder above.
+    It connects lazily. Without `workspace`, a config.json here or in a folder above names it.
     """
     require_sdk()
     with silence(), _asking():

@@ -104,7 +104,7 @@ def _go_on_with_less(job: Job, code: int) -> int:
         attempt = out_of_memory.next_flags(job.folder)
         if attempt is None or attempt in tried:
             if tried:
-                print("\nno smaller micro-batch is left that goes on with the same training", file=sys.stderr)
+                print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
             break
         tried.append(attempt)
         job = _with_flags(job, attempt)

@@ -57,7 +57,7 @@ class Slurm:
     module: tuple[str, ...] = flag((), "environment modules to load, in this order")
     venv: str | None = flag(None, "virtual environment to activate on the nodes")
     container_image: str | None = flag(None, "image for srun --container-image (pyxis)")
-    signal_seconds: int = flag(120, "how long before the time limit the run is told to stop [120]")
+    signal_seconds: int = flag(120, "seconds before the time limit at which the run gets SIGUSR1, to save [120]")
     max_restarts: int = flag(10, "how often a preempted or timed-out run is requeued [10]")
 
     @property
@@ -172,7 +172,11 @@ def _plain(key: str, value: object) -> str:
     text = str(value)
     if re.fullmatch(r"[\w.,:/@%+=&|*()\[\]-]+", text):
         return text
-    raise mistake(key.replace("-", "_"), f"{text!r} cannot stand in an #SBATCH line", "letters, digits and .,:/@%+=-")
+    raise mistake(
+        key.replace("-", "_"),
+        f"{text!r} holds characters that an #SBATCH line cannot have",
+        "letters, digits and .,:/@%+=-",
+    )
 
 
 def check(text: str, job: Job, slurm: Slurm) -> None:

@@ -73,8 +73,8 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
     `failed`.
 
-    Rank 0 writes it. If another rank runs out of memory, rank 0 only loses that rank, and finds
-    the file it left.
+    Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
+    out_of_memory.json, which that rank has left, tells the cause.
     """
     record, content = Record(), started(run, world.size)
     status, error_text = "failed", None

@@ -209,7 +209,7 @@ def _require_same_training(run: RunSpec, world: World, old: dict[str, Any]) -> N
 
 
 def _asks_for_more(run: RunSpec, old: dict[str, Any]) -> bool:
-    """Whether the run may be longer than the finished one. If only training can tell, it may."""
+    """Whether the run is longer than the finished one. True if only training can tell."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
         return run["max_steps"] == -1 or run["max_steps"] > old.get("global_step", 0)

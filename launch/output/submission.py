@@ -20,7 +20,7 @@ KEPT_HERE = (NAME, LOCAL_LOG, FIT)
 
 @dataclass(frozen=True)
 class Submission:
-    """`target` names a target, `job` is its own id or name of the job, `log` a file or an address.
+    """`job` is the id or name that the target gave the job, `log` a file or an address.
 
     `exit_code` is that of a local run. None until it ends.
     """

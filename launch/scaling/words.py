@@ -176,7 +176,7 @@ def losses(series: Series) -> Table | None:
         of_key = [{cause.key: cause.seconds for cause in verdict.causes}.get(key) for verdict in verdicts]
         columns[title] = [_milliseconds(seconds) for seconds in of_key]
     columns["lost in total"] = [_milliseconds(verdict.lost) for verdict in verdicts]
-    columns["of that unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
+    columns["unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
     return _filled(f"{series.title}: time lost in an optimizer step, ms", columns)
 
 

@@ -17,7 +17,7 @@ from recipes.scaling.timings import WARM_UP_STEPS
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """Hugging Face's, and a run resumed from the checkpoint at which it stopped stays stopped."""
+    """Early stopping that stays stopped when the run is resumed from where it stopped."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)

@@ -1,4 +1,4 @@
-"""How a run ended that did not finish: explained, with how to resume it, and as an exit code."""
+"""Runs that failed or were interrupted: the message, how to resume, and the exit code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _failed(error: BaseException, run: RunSpec) -> str | None:
     if _disk_is_full(error, run):
         return "the disk is full"
     if _lost_a_rank(error):
-        return "another rank was lost, its own message says why"
+        return "another rank failed: see the error that it printed"
     return None
 
 

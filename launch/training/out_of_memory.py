@@ -115,7 +115,7 @@ def _newest_checkpoint(run: RunSpec) -> str | None:
 
 
 def _is_first(run: RunSpec) -> bool:
-    """Whether this rank is the first to report it. The file tells rank 0 why it lost this one."""
+    """Whether this rank reports it first. out_of_memory.json tells rank 0 why it lost this rank."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
@@ -193,7 +193,7 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     checkpointing = "" if checkpointed else "--gradient_checkpointing true, "
     if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
         return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
-    another = "with another --output_dir, as its checkpoints are of another kind"
+    another = "with another --output_dir, since its checkpoints have another format"
     if run.engine.kind != "deepspeed":
         return f"{checkpointing}--recipe memory {another}, then memory_zero3"
     if run.engine.zero_stage < 3:

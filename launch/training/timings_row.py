@@ -1,9 +1,9 @@
 """`--measure`: the row of timings of a training.
 
 After the training, and without touching its weights, one of its steps is repeated in pairs: with
-the exchange of gradients, and on the bare model without. The difference is what a step waits for
-the exchange; the bare step is as fast as a perfect network could make it, and the time that it
-takes longer beside other processes than alone is contention.
+the exchange of gradients, and on the bare model without. The difference is the exposed
+communication time. The step without exchange is what a perfect network would give; what it takes
+longer beside other processes than alone is contention.
 """
 
 from __future__ import annotations

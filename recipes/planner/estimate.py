@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Estimator:
-    """Memory of one model's micro-batches. Traces are cached: two of them give all others."""
+    """Memory of one model's micro-batches. Two cached traces give every other size."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)

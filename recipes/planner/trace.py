@@ -278,7 +278,7 @@ class _Linear4bit(torch.nn.Linear):
 
 
 def _quantise(model: Any, compute: torch.dtype) -> None:
-    """What loading in 4 bits and peft do: linear layers but the head in 4 bits, the rest fp32."""
+    """As loading in 4 bits and peft do: linear layers except the head in 4 bits, the rest fp32."""
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]

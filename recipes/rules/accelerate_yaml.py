@@ -30,7 +30,7 @@ _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 @rule
 def nested_yaml_keys_are_known(run):
-    """accelerate drops them: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` trains FSDP1."""
+    """accelerate drops unknown keys: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` trains FSDP1."""
     for name, section in sections(run):
         known = legal.accelerate_nested_keys(name)
         severity = "advice" if name in _LOOSE_SECTIONS else "error"
@@ -303,7 +303,7 @@ def _is_number(value: Any, kind: str) -> bool:
 
 @rule
 def nvme_paths_reach_the_workers(run):
-    """The launcher does not pass it on: DeepSpeed swaps to ./none/zero_stage_3 instead."""
+    """The launcher does not pass the NVMe path on: DeepSpeed swaps to ./none/zero_stage_3."""
     for kind in ("optimizer", "param"):
         if str(deepspeed_section(run).get(f"offload_{kind}_device")).lower() == "nvme":
             fix = "a deepspeed_config_file with nvme_path, or device cpu"

@@ -9,7 +9,7 @@ To add a rule, write one function in the file of its subject:
             yield problem(run, "tf32", "needs a GPU of compute capability 8.0", "leave it out")
 
 Its name says what holds in a legal run, its docstring which failure it prevents. An error stops
-the run, an advice does not. A rule never refuses a run that would train as asked: if a setting is
+the run, advice does not. A rule never refuses a run that would train as asked: if a setting is
 only ignored, the rule advises. Its test is one entry in CASES of the subject's test file: a run in
 which the rule fires, and the nearest one in which it does not. Only a new file of rules must be
 made known, in `check.RULE_MODULES`.
@@ -42,12 +42,12 @@ def problem(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
 
 
 def advice(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
-    """The same, as an advice."""
+    """Advice about the setting `subject`, with where its value came from."""
     return Problem(subject, what, fix, run.setting(subject).source, severity="advice")
 
 
 def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
-    """A package is not installed: an error, or an advice if the run goes to another machine."""
+    """A package is not installed: an error, or advice if the run goes to another machine."""
     what = what or f"needs the package {package}"
     if run.elsewhere is not None:
         return advice(run, subject, f"{what}, and it is not installed here", f"have {package} where it will run")

@@ -121,7 +121,7 @@ def fsdp_version_two_is_chosen(run):
 def efficient_loading_needs_synchronisation(run):
     """`When using --fsdp_cpu_ram_efficient_loading set --fsdp_sync_module_states to True`
 
-    The first is the default.
+    `fsdp_cpu_ram_efficient_loading` is true by default.
     """
     section = dict(sections(run)).get("fsdp_config", {})
     synchronises = section.get("fsdp_sync_module_states", section.get("sync_module_states", True))

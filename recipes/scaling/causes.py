@@ -24,7 +24,7 @@ CAUSES = {
     "logging": "logging",
     "saving": "checkpoints and evaluations",
 }
-# Workers load during these. Logs and checkpoints are rare, and last longer than workers load ahead.
+# Data workers prefetch during these. Logging and saving are rare, and outlast the prefetch queue.
 _OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
 
 

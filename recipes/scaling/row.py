@@ -123,7 +123,7 @@ class Timing:
     tokens: int | None = None  # in epoch_time
     loss: float | None = None  # of the evaluation
 
-    step_time: float | None = None  # of an optimizer step, as all that follows
+    step_time: float | None = None  # of an optimizer step, as are the times below
     parts: Parts = Parts()
     data_wait_max: float | None = None  # of the slowest process
     no_sync: NoSync | None = None

@@ -63,7 +63,7 @@ class Verdict:
     cause: str | None
     causes: tuple[Cause, ...]
     lost: float | None  # seconds of a step beyond the reference
-    unexplained: float | None  # of them
+    unexplained: float | None  # seconds of `lost` that no cause explains
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 finished, 1 failed, 2 the user's mistake, 75 stopped by a signal, 130 interrupted."""
+    """Exit code: 0 finished, 1 failed, 2 a mistake, 75 stopped by a signal, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(train_help())

@@ -172,11 +172,8 @@ def _plain(key: str, value: object) -> str:
     text = str(value)
     if re.fullmatch(r"[\w.,:/@%+=&|*()\[\]-]+", text):
         return text
-    raise mistake(
-        key.replace("-", "_"),
-        f"{text!r} holds characters that an #SBATCH line cannot have",
-        "letters, digits and .,:/@%+=-",
-    )
+    what = f"{text!r} holds characters that an #SBATCH line cannot have"
+    raise mistake(key.replace("-", "_"), what, "letters, digits and .,:/@%+=-")
 
 
 def check(text: str, job: Job, slurm: Slurm) -> None:

@@ -108,7 +108,7 @@ def _stored_bytes(run: RunSpec, weights: Weights) -> float:
 
 
 def _trained_bytes(run: RunSpec) -> int:
-    """Bytes of a trained parameter, and of its gradient. Adapters are fp32 except with DeepSpeed."""
+    """Bytes of a trained parameter and of its gradient. Adapters are fp32 except with DeepSpeed."""
     if run.engine.kind == "fsdp" or (run["use_peft"] and run.engine.kind != "deepspeed"):
         return FP32
     return weight_bytes(run)

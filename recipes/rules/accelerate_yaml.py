@@ -30,7 +30,7 @@ _LOOSE_SECTIONS = ("fp8_config", "megatron_lm_config")
 
 @rule
 def nested_yaml_keys_are_known(run):
-    """accelerate drops unknown keys: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` trains FSDP1."""
+    """accelerate drops unknown keys: `zero_stge: 3` trains stage 2, `fsdp_verion: 2` FSDP1."""
     for name, section in sections(run):
         known = legal.accelerate_nested_keys(name)
         severity = "advice" if name in _LOOSE_SECTIONS else "error"

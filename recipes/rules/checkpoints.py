@@ -83,7 +83,7 @@ def weights_alone_do_not_resume(run):
 
 @rule
 def signal_checkpoints_may_be_incomplete(run):
-    """`enable_jit_checkpoint` saves mid-step; if only one rank gets SIGTERM, it writes no checkpoint."""
+    """`enable_jit_checkpoint` saves mid-step, and nothing if one rank alone gets SIGTERM."""
     if run["enable_jit_checkpoint"]:
         what = "saves in the middle of a step, so a resume is not exact, and a checkpoint may be incomplete"
         yield advice(run, "enable_jit_checkpoint", what, "leave it out: train.py saves on SIGTERM by itself")

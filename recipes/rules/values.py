@@ -62,7 +62,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @rule
 def values_are_in_range(run):
-    """Other values fail in the first step or mean something else: `save_total_limit=0` keeps all."""
+    """Other values fail in the first step or mean another thing: `save_total_limit=0` keeps all."""
     for name, (is_legal, range_) in RANGES.items():
         if name not in legal.settings():
             continue

@@ -75,7 +75,7 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
     outcome = launch_quickly(*limited, output=tmp_path, processes=2)
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory"), outcome.output
     assert "rank 1: out of memory after step 5" in outcome.output and outcome.output.count("out of memory") == 1
-    assert "another rank was lost" in outcome.output and "2 x 2 x 2 = 8" in outcome.output
+    assert "another rank failed" in outcome.output and "2 x 2 x 2 = 8" in outcome.output
     note = json.loads((tmp_path / "out_of_memory.json").read_text())
     assert (note["rank"], note["step"], note["next"]) == (1, 5, {"per_device_train_batch_size": 2})
     assert note["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < note["peak_bytes"] < AMONG_4 * 1.1e9

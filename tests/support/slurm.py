@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -30,6 +31,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
+FirstJobId={first_job}
 MpiDefault=none
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -63,8 +65,16 @@ class Cluster:
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir(parents=True)
         control, first, second = _free_ports(3)
+        # A job's number becomes its port: two clusters on one machine must not count alike.
+        first_job = random.randrange(1, 20000)
         conf = _CONF.format(
-            folder=folder, control=control, first=first, second=second, user=getpass.getuser(), cpus=os.cpu_count()
+            first_job=first_job,
+            folder=folder,
+            control=control,
+            first=first,
+            second=second,
+            user=getpass.getuser(),
+            cpus=os.cpu_count(),
         )
         (folder / "slurm.conf").write_text(conf)
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}

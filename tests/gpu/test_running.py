@@ -85,6 +85,7 @@ def test_each_case_leaves_a_row_and_a_table(tmp_path):
     assert "| good 1 | 3 |" in table and "failed: exit code 3: last" in table
 
 
+@pytest.mark.slow
 def test_a_case_over_its_deadline_is_killed_with_all_that_it_started(tmp_path):
     rows = run_script(tmp_path, f"long 1={forever(tmp_path)}", f"next 1={FINE}", deadline=5)
     assert rows["long 1"]["status"].startswith(LATE) and rows["next 1"]["status"] == "ok"
@@ -97,6 +98,7 @@ def test_what_does_not_fit_into_the_budget_is_not_started(tmp_path):
     assert "| long 500 |" in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_budget_ends_a_case_that_takes_longer_than_expected(tmp_path):
     rows = run_script(tmp_path, f"long 1={forever(tmp_path)}", budget=5)
     assert rows["long 1"]["status"] == NOT_RUN

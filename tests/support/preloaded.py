@@ -3,7 +3,13 @@
 import gc
 import importlib
 
-for name in ("deepspeed", "torch.distributed", "launch.training.build", "launch.training.model", "launch.output.resume"):
+for name in (
+    "deepspeed",
+    "torch.distributed",
+    "launch.training.build",
+    "launch.training.model",
+    "launch.output.resume",
+):
     importlib.import_module(name)
 
 # It is all still there at the end of a rank: no collection need look at it, nor copy its pages.

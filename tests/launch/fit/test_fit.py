@@ -109,6 +109,7 @@ def micro_batch(argv, *more, processes=2):
     return setting.value, setting.source
 
 
+@pytest.mark.slow
 def test_a_fit_holds_for_its_own_training_alone(argv):
     assert micro_batch(argv) == micro_batch(argv, "--learning_rate", "1e-3") == (1, "fit.json")
     assert micro_batch(argv, processes=1) == (4, "batch arithmetic")
@@ -119,12 +120,14 @@ def test_a_fit_holds_for_its_own_training_alone(argv):
         assert micro_batch(other)[1] == "batch arithmetic", name
 
 
+@pytest.mark.slow
 def test_what_is_written_down_wins_over_a_fit(argv, tmp_path):
     (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 2\n")
     assert micro_batch(argv, "--per_device_train_batch_size", "2") == (2, "command line")
     assert micro_batch(argv, "--config", str(tmp_path / "run.yaml")) == (2, str(tmp_path / "run.yaml"))
 
 
+@pytest.mark.slow
 def test_the_check_shows_it(argv, capsys):
     from launch.cli import main
 
@@ -133,9 +136,9 @@ def test_the_check_shows_it(argv, capsys):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'])
-def test_a_damaged_fit_is_ignored(content, argv, tmp_path):
+def test_a_damaged_fit_is_ignored(content, training, tmp_path):
     (tmp_path / "fit.json").write_text(content)
-    assert micro_batch([*argv[:-1], str(tmp_path)]) == (2, "batch arithmetic")
+    assert micro_batch([*training, "--output_dir", str(tmp_path)]) == (2, "batch arithmetic")
 
 
 @pytest.mark.parametrize("flag", ["--per_device_train_batch_size", "--gradient_accumulation_steps"])

@@ -38,6 +38,7 @@ def test_a_demonstration_finishes_and_shows_a_sample(recipe, processes, tmp_path
     assert_finished(outcome, processes)
 
 
+@pytest.mark.slow
 def test_accelerate_starts_one_process_for_the_baseline_whatever_number_is_asked_for(tmp_path):
     outcome = launch("--recipe", "baseline", *TWO_STEPS, output=tmp_path, processes=2, config="single.yaml")
     assert_finished(outcome, 1)

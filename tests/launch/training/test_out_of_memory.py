@@ -70,6 +70,7 @@ def test_it_gives_the_command_of_the_next_attempt_at_the_same_global_batch(ran_o
     assert after.batch.total == before.batch.total == 8 and after["output_dir"] == str(ran_out[0])
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "4", "--memory_limit", str(AMONG_4)]
     outcome = launch_quickly(*limited, output=tmp_path, processes=2)
@@ -81,6 +82,7 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
     assert note["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < note["peak_bytes"] < AMONG_4 * 1.1e9
 
 
+@pytest.mark.slow
 def test_less_memory_than_the_libraries_take_is_reported_as_well(flags, tmp_path):
     limited = ["--recipe", "standard", *flags, "1", "--memory_limit", "0.2"]
     outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")

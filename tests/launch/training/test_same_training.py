@@ -20,7 +20,14 @@ def labelled(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module", params=["causal_lm", "padding_free", "sequence_classification"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "causal_lm",
+        pytest.param("padding_free", marks=pytest.mark.slow),
+        pytest.param("sequence_classification", marks=pytest.mark.slow),
+    ],
+)
 def kind(request, tiny_model, texts, labelled):
     """Flags of a training whose epochs have 30 examples, and whose evaluations have 37."""
     if request.param == "sequence_classification":

@@ -34,6 +34,7 @@ def test_qlora_with_eight_bit_adam_trains_on_two_ranks(tiny_model, texts, tmp_pa
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
 
 
+@pytest.mark.slow
 def test_fast_trains_on_two_ranks_with_its_static_graph(tiny_model, texts, tmp_path):
     flags = ["--recipe", "fast", *model_flags(tiny_model, texts), *STEPS]
     outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="fast.yaml")
@@ -41,6 +42,7 @@ def test_fast_trains_on_two_ranks_with_its_static_graph(tiny_model, texts, tmp_p
     assert losses(outcome)[-1] < losses(outcome)[0]
 
 
+@pytest.mark.slow
 def test_gradient_compression_reaches_ddp(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS, "--ddp_comm_hook", "fp16"]
     outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
@@ -60,6 +62,7 @@ def first_step(outcome):
     return entry["loss"], entry["grad_norm"]
 
 
+@pytest.mark.slow
 def test_classification_has_one_loss_and_one_gradient_however_the_batch_is_split(tiny_model, reviews, tmp_path):
     flags = [*"--task sequence_classification --max_steps 1 --logging_steps 1".split()]
     whole = train_here(tiny_model, reviews, tmp_path / "16x1", *flags, "--per_device_train_batch_size", "16")

@@ -136,6 +136,7 @@ def resident():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 @pytest.mark.parametrize("case", CASES)
 def test_two_real_steps_take_as_much_resident_memory_as_planned(case, resident):

@@ -3,13 +3,8 @@
 import gc
 import importlib
 
-for name in (
-    "deepspeed",
-    "torch.distributed",
-    "launch.training.build",
-    "launch.training.model",
-    "launch.output.resume",
-):
+LAUNCH = ("launch.output.resume", "launch.training.build", "launch.training.model")
+for name in ("deepspeed", "torch.distributed", *LAUNCH):
     importlib.import_module(name)
 
 # It is all still there at the end of a rank: no collection need look at it, nor copy its pages.

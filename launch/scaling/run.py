@@ -30,7 +30,7 @@ from launch.jobs.secrets import without_secrets
 from launch.output import record
 from recipes import legal
 from recipes.errors import mistake
-from recipes.run import nearest, with_flags
+from recipes.run import Settings, nearest, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.scaling.advice import BEFORE, Advice, advise
 from recipes.scaling.causes import milliseconds
@@ -54,7 +54,7 @@ class Point:
     num_processes: int
     global_batch: int
     series: tuple[str, ...]
-    changed: dict[str, Any] = field(default_factory=dict)
+    changed: Settings = field(default_factory=dict)
     applied: str = ""
     predicted: float | None = None
 

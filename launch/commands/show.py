@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.flags import count, spellings
+from launch.flags import Commands, count, spellings
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import UserError, mistake
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from recipes.run import RunSpec, Setting
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     listing = commands.add_parser("list", allow_abbrev=False)
     listing.add_argument("--json", action="store_true")
     listing.set_defaults(run=list_recipes)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from launch.flags import count, whole
+from launch.flags import Commands, count, whole
 from recipes.errors import mistake
 from recipes.run import hardware
 
@@ -28,7 +28,7 @@ _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         allow_abbrev=False,

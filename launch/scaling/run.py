@@ -20,9 +20,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from launch.flags import count
+from launch.flags import Commands, count
 from launch.jobs import local as local_job
 from launch.jobs.here import job_here
 from launch.jobs.job import Job
@@ -64,7 +64,7 @@ class Point:
         return f"{self.applied or self.recipe}, {processes}, global batch {self.global_batch}"
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "run",
         prog="recipes scale run",

@@ -13,6 +13,7 @@ from jinja2 import TemplateError
 
 from launch.training.batches import IGNORED
 from recipes.errors import UserError, mistake
+from recipes.run import Settings
 
 Rows = Mapping[str, list]
 Encoder = Callable[[Rows], dict[str, list]]
@@ -22,7 +23,7 @@ TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the sec
 # --- Which encoding ------------------------------------------------------------------------------
 
 
-def encoder(run: Mapping[str, Any], tokenizer, rows: Dataset) -> Encoder:
+def encoder(run: Settings, tokenizer, rows: Dataset) -> Encoder:
     """How to tokenize this data, recognised by its columns."""
     columns = set(rows.column_names)
     if "input_ids" in columns:
@@ -93,7 +94,7 @@ def _require_known_tokens(rows: Dataset, tokenizer) -> None:
         )
 
 
-def _require_chat_template(tokenizer, run: Mapping[str, Any]) -> None:
+def _require_chat_template(tokenizer, run: Settings) -> None:
     if not tokenizer.chat_template:
         raise mistake(
             "model_name_or_path",

@@ -14,6 +14,7 @@ from launch.training.batches import IGNORED
 from launch.training.callbacks import Meter
 from launch.training.failure import NotANumber
 from recipes.errors import mistake
+from recipes.run import Settings
 
 
 class RecipeTrainer(Trainer):
@@ -163,7 +164,7 @@ def _tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
     return batch["input_ids"].numel()
 
 
-def apply_ddp_settings(trainer: Trainer, run: Mapping[str, Any]) -> None:
+def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     """Pass DDP the settings that TrainingArguments has no field for.
 
     Call it before `train()`, which wraps the model.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from launch.flags import Commands
 from launch.output import record
@@ -153,7 +152,7 @@ def _no_record_in(folder: Path) -> UserError:
     return mistake("RUN", f"{folder} holds no {record.NAME}", fix)
 
 
-def _is_record(content: Any) -> bool:
+def _is_record(content: object) -> bool:
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
     if not all(isinstance(content.get(part, {}), dict) for part in ("settings", "hardware", "versions")):
@@ -218,7 +217,7 @@ def _group(source: str) -> str:
     return source if source in _SOURCES else "file"
 
 
-def surroundings(runs: list[Run]) -> dict[str, list[Any]]:
+def surroundings(runs: list[Run]) -> dict[str, list]:
     """What differs besides settings: engine, world, hardware, versions, the data's contents."""
     found = {name: [run.record.get(name) for run in runs] for name in ("engine", "world_size", "data")}
     found["GPUs"] = [_gpus(run.record.get("hardware", {})) for run in runs]
@@ -245,7 +244,7 @@ def results(runs: list[Run]) -> dict[str, list[float | None]]:
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
 
 
-def _differs(values: list[Any]) -> bool:
+def _differs(values: list) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
@@ -289,7 +288,7 @@ def as_json(runs: list[Run], targets: list[Target]) -> Json:
     }
 
 
-def _finite(content: Any) -> Any:
+def _finite(content: object) -> object:
     """NaN and infinity become null: JSON has neither."""
     if isinstance(content, dict):
         return {name: _finite(value) for name, value in content.items()}
@@ -336,7 +335,7 @@ def _setting_rows(runs: list[Run]) -> list[list[str]]:
     return rows
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

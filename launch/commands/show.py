@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.flags import Commands, count, spellings
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import UserError, mistake
 
 if TYPE_CHECKING:
-    from recipes.run import RunSpec, Setting
+    from recipes.run import Json, RunSpec, Setting
 
 
 def add_parser(commands: Commands) -> None:
@@ -93,7 +93,7 @@ def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def as_json(run: RunSpec, settings: dict[str, Setting]) -> dict[str, Any]:
+def as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
     """A run and some of its settings for scripts; tokens are hidden."""
     from recipes.run import shown
 
@@ -155,5 +155,5 @@ def _print_table(headings: list[str], rows: list[list[str]]) -> None:
     print_table(headings, rows)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, (bool, dict, list)) or value is None else str(value)

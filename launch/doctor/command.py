@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from launch.flags import Commands, count, whole
 from recipes.errors import mistake
@@ -145,7 +145,7 @@ def line(number: int, check: Check, signs: Mapping[str, str]) -> str:
     return f"{number:2} {signs[check.status]} {check.title}: {check.found}{fix}"
 
 
-def signs_for(stream: Any) -> Mapping[str, str]:
+def signs_for(stream: TextIO) -> Mapping[str, str]:
     """Ticks and crosses, or letters if the terminal cannot print them.
 
     Such a terminal gets ? for what it lacks.

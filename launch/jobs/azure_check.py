@@ -214,7 +214,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, "; ".join(str(item).partition("\n")[0].rstrip(".:") for item in node)
 
 
-def _meant(alternatives: list[Any], path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
+def _meant(alternatives: list, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
     """The errors of the alternative with the written `type`; else one that names the choices."""
     other_kinds = {"type", "null", "_schema"}  # another type; no mapping at all
     of_type = [item for item in alternatives if isinstance(item, dict) and not other_kinds & item.keys()]

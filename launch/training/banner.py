@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,8 +15,15 @@ from launch.training.failure import only_noted
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.scaling.row import Timing
 
+if TYPE_CHECKING:
+    import torch
 
-def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
+    from launch.output.resume import Earlier
+    from launch.training.data import Data
+    from launch.training.trainer import RecipeTrainer
+
+
+def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
     from launch.training.results import parameter_count
 
@@ -64,7 +71,7 @@ def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
     out.print(_table({"timings": f"{run['measure']}: {result}"}))
 
 
-def show_results(results: Json, run: RunSpec, world: World, trainer: Any, argv: list[str]) -> None:
+def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer, argv: list[str]) -> None:
     """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
@@ -94,7 +101,7 @@ def show_sample(run: RunSpec, world: World) -> None:
             console().print(escape(text), highlight=False)
 
 
-def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
+def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
     """What the output folder already holds, and what that means for this run."""
     for note in earlier.notes:
         print_note(note, out)
@@ -107,7 +114,7 @@ def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
 
-def _table(lines: Json) -> Table:
+def _table(lines: Mapping[str, object]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import DataCollatorWithFlattening
 
-from launch.training.batches import Pad, pack, stack
+from launch.training.batches import Example, Pad, pack, stack
 from launch.training.encode import (
     TEXT_TYPES,
     columns_of,
@@ -41,7 +40,7 @@ class Data:
 
     train: Dataset
     eval: Dataset | None
-    collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
+    collator: Callable[[list[Example]], dict[str, torch.Tensor]]
     description: str
     labels: list[str] | None
 
@@ -227,7 +226,7 @@ def _class_names(rows: Dataset, field: str) -> list[str]:
     return names
 
 
-def _classified_rows(run: Settings, tokenizer, rows: Dataset, numbers: Mapping[Any, int], flag: str) -> Dataset:
+def _classified_rows(run: Settings, tokenizer, rows: Dataset, numbers: Mapping[str | int, int], flag: str) -> Dataset:
     require_text(rows, run["dataset_text_field"], "a text column")
     field = run["dataset_label_field"]
     if field not in rows.column_names:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import pyarrow.compute
 from datasets import Dataset
@@ -187,7 +186,7 @@ def encode_chat_completions(rows: Rows, tokenizer, completion_only: bool) -> dic
 
 
 def encode_classified(
-    rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[Any, int], longest: int, version: str
+    rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[str | int, int], longest: int, version: str
 ) -> dict[str, list]:
     """The tokenizer itself cuts long texts, so that its closing token stays.
 

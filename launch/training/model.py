@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -226,15 +225,15 @@ def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
         )
 
 
-def _auto_class(run: Settings) -> Any:
+def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
 
-def _origin(run: Settings) -> dict[str, Any]:
+def _origin(run: Settings) -> dict[str, object]:
     return {"revision": run["model_revision"], "trust_remote_code": run["trust_remote_code"]}
 
 
-def _attention(run: Settings) -> dict[str, Any]:
+def _attention(run: Settings) -> dict[str, object]:
     return {"attn_implementation": run["attn_implementation"]} if run["attn_implementation"] else {}
 
 
@@ -267,7 +266,7 @@ def _short(text: str) -> str:
 # --- 4 bits and adapters -------------------------------------------------------------------------
 
 
-def _in_4_bits(run: Settings) -> dict[str, Any]:
+def _in_4_bits(run: Settings) -> dict[str, object]:
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(

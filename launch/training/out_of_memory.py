@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from launch.host import memory
 from launch.host.memory import Shortage
@@ -27,6 +27,9 @@ from launch.terminal import memory_size
 from recipes.errors import Failure, UserError
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 @dataclass
@@ -40,7 +43,7 @@ class TrainingProgress:
     argv: list[str]
     world: World = World()
     run: RunSpec | None = None
-    trainer: Any = None
+    trainer: Trainer | None = None
 
     @property
     def step(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
 Flags = TypeVar("Flags")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
@@ -20,7 +23,7 @@ def installed() -> bool:
     return True
 
 
-def new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure of `width` x `height` inches, for files only: no display is needed.
 
     Raises `UserError` if matplotlib is not installed.

@@ -4,7 +4,7 @@ Importing this package imports neither torch nor transformers. Calling a recipe 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError
 
@@ -16,7 +16,7 @@ __all__ = ["Problem", "UserError", "baseline", "fast", "memory", "memory_zero3",
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Imports the factories and the planner when first asked for: `recipes list` needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

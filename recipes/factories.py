@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from recipes import catalog, legal
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec, Settings, resolve
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -51,7 +52,7 @@ def _factory(recipe: catalog.Recipe):
     return build
 
 
-def _require_a_place(args_class: type, given: dict[str, Any]) -> None:
+def _require_a_place(args_class: type, given: Iterable[str]) -> None:
     """Raises `UserError` for a setting that `args_class` has no field for: it would be ignored."""
     if not dataclasses.is_dataclass(args_class):
         raise mistake(
@@ -63,7 +64,7 @@ def _require_a_place(args_class: type, given: dict[str, Any]) -> None:
             raise mistake(name, what, "do it in your script, or train with launch/train.py")
 
 
-def arguments_for(run: RunSpec, args_class: type, own: dict[str, Any] | None = None) -> TrainingArguments:
+def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
     """An `args_class` with the values of a run. `own` are fields that only the subclass has."""
     extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
     shared = {name: value for name, value in extra.items() if _has(args_class, name)}  # SFTConfig has packing, ...

@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from launch.commands.show import as_json
-from launch.flags import count, spellings
+from launch.flags import Commands, count, spellings
 from recipes.errors import Problem
 from recipes.rules.check import check, check_deep
 from recipes.run import FIT, RunSpec, resolve, with_fit
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "check",
         allow_abbrev=False,

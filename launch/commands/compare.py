@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
+from launch.flags import Commands
 from launch.output import record
 from recipes.errors import UserError, mistake
-from recipes.run import BATCH, COMMAND_LINE, FIT, LIBRARY, nearest
+from recipes.run import BATCH, COMMAND_LINE, FIT, LIBRARY, Json, nearest
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (
@@ -53,10 +53,10 @@ class Run:
 
     name: str
     path: Path
-    record: dict[str, Any]
+    record: Json
 
     @property
-    def settings(self) -> dict[str, dict[str, Any]]:
+    def settings(self) -> dict[str, Json]:
         return self.record["settings"]
 
     @property
@@ -93,7 +93,7 @@ class Target:
         return f"{self.metric} {'at most' if self.less_is_better else 'at least'} {self.value:g}"
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "compare",
         allow_abbrev=False,
@@ -127,7 +127,7 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 # --- Reading --------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     """The record of a run that has ended. Raises `UserError` if there is none."""
     try:
         file = path / record.NAME if path.is_dir() else path
@@ -152,7 +152,7 @@ def _no_record_in(folder: Path) -> UserError:
     return mistake("RUN", f"{folder} holds no {record.NAME}", fix)
 
 
-def _is_record(content: Any) -> bool:
+def _is_record(content: object) -> bool:
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         return False
     if not all(isinstance(content.get(part, {}), dict) for part in ("settings", "hardware", "versions")):
@@ -196,12 +196,12 @@ def other_training(runs: list[Run]) -> list[str]:
     return found
 
 
-def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
     """Source -> setting -> its entry in each run.
 
     The source is the most deliberate one that it has in any of them.
     """
-    groups: dict[str, dict[str, list[dict[str, Any]]]] = {source: {} for source in _SOURCES}
+    groups: dict[str, dict[str, list[Json]]] = {source: {} for source in _SOURCES}
     for name in sorted({name for run in runs for name in run.settings} - _NO_DIFFERENCE):
         entries = [run.settings.get(name, _ABSENT) for run in runs]
         if _differs([entry["value"] for entry in entries]):
@@ -217,7 +217,7 @@ def _group(source: str) -> str:
     return source if source in _SOURCES else "file"
 
 
-def surroundings(runs: list[Run]) -> dict[str, list[Any]]:
+def surroundings(runs: list[Run]) -> dict[str, list]:
     """What differs besides settings: engine, world, hardware, versions, the data's contents."""
     found = {name: [run.record.get(name) for run in runs] for name in ("engine", "world_size", "data")}
     found["GPUs"] = [_gpus(run.record.get("hardware", {})) for run in runs]
@@ -229,7 +229,7 @@ def surroundings(runs: list[Run]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if _differs(values)}
 
 
-def _gpus(hardware: dict[str, Any]) -> str:
+def _gpus(hardware: Json) -> str:
     names = [gpu["name"] for gpu in hardware.get("gpus", [])]
     return f"{len(names)} x {names[0]}" if names else "none"
 
@@ -244,7 +244,7 @@ def results(runs: list[Run]) -> dict[str, list[float | None]]:
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
 
 
-def _differs(values: list[Any]) -> bool:
+def _differs(values: list) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
@@ -255,7 +255,7 @@ def _meet_all(runs: list[Run], targets: list[Target]) -> list[Run]:
 # --- Showing --------------------------------------------------------------------------------------
 
 
-def as_json(runs: list[Run], targets: list[Target]) -> dict[str, Any]:
+def as_json(runs: list[Run], targets: list[Target]) -> Json:
     """Lists are in the order of the runs.
 
     `margin`: by how much a target is met; negative if it is missed.
@@ -288,7 +288,7 @@ def as_json(runs: list[Run], targets: list[Target]) -> dict[str, Any]:
     }
 
 
-def _finite(content: Any) -> Any:
+def _finite(content: object) -> object:
     """NaN and infinity become null: JSON has neither."""
     if isinstance(content, dict):
         return {name: _finite(value) for name, value in content.items()}
@@ -335,7 +335,7 @@ def _setting_rows(runs: list[Run]) -> list[list[str]]:
     return rows
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 

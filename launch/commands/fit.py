@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from shlex import join
-from typing import Any
 
-from launch.flags import count, spellings
+from launch.flags import Commands, count, spellings
 from launch.jobs import here, local
 from launch.jobs.secrets import without_secrets
 from launch.jobs.submit import refuse_while_in_use
 from recipes.run import with_flags
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "fit",
         allow_abbrev=False,

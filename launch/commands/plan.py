@@ -8,15 +8,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launch import plots
-from launch.flags import count
+from launch.flags import Commands, count
 from recipes.errors import mistake
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
 from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.speed import ASSUMED_MFU
-from recipes.run import with_flags
+from recipes.run import Json, with_flags
 
 _GIB = 2**30
 _COLOURS = (plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.YELLOW, plots.PURPLE, plots.GREY)
@@ -31,7 +30,7 @@ _HEADS = {
 }
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         allow_abbrev=False,
@@ -100,7 +99,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> Json:
     """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown."""
     return {
         "model": {"name": plan.model, "parameters": plan.parameters},

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from launch.flags import count, spellings
+from launch.flags import Commands, count, spellings
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import UserError, mistake
 
 if TYPE_CHECKING:
-    from recipes.run import RunSpec, Setting
+    from recipes.run import Json, RunSpec, Setting
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     listing = commands.add_parser("list", allow_abbrev=False)
     listing.add_argument("--json", action="store_true")
     listing.set_defaults(run=list_recipes)
@@ -93,7 +93,7 @@ def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def as_json(run: RunSpec, settings: dict[str, Setting]) -> dict[str, Any]:
+def as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
     """A run and some of its settings for scripts; tokens are hidden."""
     from recipes.run import shown
 
@@ -155,5 +155,5 @@ def _print_table(headings: list[str], rows: list[list[str]]) -> None:
     print_table(headings, rows)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, (bool, dict, list)) or value is None else str(value)

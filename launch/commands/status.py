@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
+from launch.flags import Commands
 from launch.jobs import status
 from launch.jobs.targets import TARGETS
 from launch.terminal import print_table
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("status", allow_abbrev=False)
     parser.add_argument(
         "folder", metavar="FOLDER", nargs="?", default="outputs", help="of a run, or of several [outputs]"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
-from launch.flags import add_fields, count, from_fields, spellings
+from launch.flags import Commands, add_fields, count, from_fields, spellings
 from launch.jobs.submit import submit
 from launch.jobs.targets import TARGETS, Target
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "submit",
         allow_abbrev=False,
@@ -23,7 +22,7 @@ def add_parser(commands: Any) -> None:
         _add_target(targets, name, target)
 
 
-def _add_target(targets: Any, name: str, target: Target) -> None:
+def _add_target(targets: Commands, name: str, target: Target) -> None:
     parser = targets.add_parser(
         name,
         prog=f"recipes submit {name}",

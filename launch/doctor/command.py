@@ -15,9 +15,9 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
-from launch.flags import count, whole
+from launch.flags import Commands, count, whole
 from recipes.errors import mistake
 from recipes.run import hardware
 
@@ -28,7 +28,7 @@ _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         allow_abbrev=False,
@@ -145,7 +145,7 @@ def line(number: int, check: Check, signs: Mapping[str, str]) -> str:
     return f"{number:2} {signs[check.status]} {check.title}: {check.found}{fix}"
 
 
-def signs_for(stream: Any) -> Mapping[str, str]:
+def signs_for(stream: TextIO) -> Mapping[str, str]:
     """Ticks and crosses, or letters if the terminal cannot print them.
 
     What that terminal cannot encode is printed as ?.

@@ -10,12 +10,12 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch.doctor.machine import ENLARGE, Request
 from launch.doctor.network import Switch
 from launch.doctor.stages import NOTES, REQUEST, STAGES
 from launch.host import processes
+from recipes.run import Json
 
 LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _STAGES = "launch.doctor.stages"
@@ -42,7 +42,7 @@ class Report:
 
     rank: int
     stage: str = "start"
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Json = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
     error: str = ""
     failed_at: float = 0.0

@@ -13,17 +13,25 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import TCPStore
+
+    from recipes.run import Json
 
 REQUEST, NOTES = "request.json", "notes.jsonl"
 _NEVER = timedelta(days=1)  # ranks.py decides when a wait is too long, because it sees all ranks of the node
 _MIB = 1 << 20
 
-STAGES: dict[str, Callable[[Rank], Any]] = {}
+STAGES: dict[str, Callable[[Rank], Json | None]] = {}
 
 
 class Rank:
     """This process in the probe run: the `request` of ranks.py, and what its stages built."""
+
+    store: TCPStore  # from the stage `rendezvous` on
 
     def __init__(self, folder: Path) -> None:
         self.request = json.loads((folder / REQUEST).read_text())
@@ -32,10 +40,9 @@ class Rank:
         self.cuda = self.request["backend"] == "nccl"
         self.notes = (folder / NOTES).open("a")
         self.failed_node: int | None = self.request["failed_node"]  # this node, if one of its checks failed
-        self.store: Any = None
-        self.device: Any = "cpu"
+        self.device: torch.device | str = "cpu"
 
-    def note(self, **note: Any) -> None:
+    def note(self, **note: object) -> None:
         print(json.dumps({"time": time.time(), **note}), file=self.notes, flush=True)
 
     def wait(self) -> None:
@@ -73,14 +80,14 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def stage(function: Callable[[Rank], Any]) -> Callable[[Rank], Any]:
+def stage(function: Callable[[Rank], Json | None]) -> Callable[[Rank], Json | None]:
     """Register a stage, to run after those above. What it returns is noted as JSON."""
     STAGES[function.__name__] = function
     return function
 
 
 @stage
-def start(rank: Rank) -> dict[str, Any]:
+def start(rank: Rank) -> Json:
     """Import torch and note its versions."""
     import torch
 
@@ -90,7 +97,7 @@ def start(rank: Rank) -> dict[str, Any]:
 
 
 @stage
-def device(rank: Rank) -> dict[str, Any] | None:
+def device(rank: Rank) -> Json | None:
     """Use the GPU of this rank, and note which others of the node it cannot write to directly."""
     if not rank.cuda:
         return None
@@ -109,7 +116,7 @@ class _Samples:
     def __len__(self) -> int:
         return 2
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> torch.Tensor:
         import torch
 
         # Without share_memory_ a full /dev/shm shows only as a hang.
@@ -117,7 +124,7 @@ class _Samples:
 
 
 @stage
-def workers(rank: Rank) -> dict[str, Any] | None:
+def workers(rank: Rank) -> Json | None:
     """One DataLoader worker passes tensors through /dev/shm.
 
     The probe run goes on if that fails: links may work.
@@ -138,7 +145,7 @@ def workers(rank: Rank) -> dict[str, Any] | None:
 
 
 @stage
-def rendezvous(rank: Rank) -> dict[str, Any]:
+def rendezvous(rank: Rank) -> Json:
     """Every rank connects to the store of rank 0 and learns which nodes have a failed check."""
     from torch.distributed import TCPStore
 
@@ -188,7 +195,7 @@ def all_reduce(rank: Rank) -> None:
 
 
 @stage
-def bandwidth(rank: Rank) -> dict[str, Any]:
+def bandwidth(rank: Rank) -> Json:
     """The fastest of a few large all-reduces, each timed on its slowest rank."""
     import torch
     import torch.distributed as dist
@@ -209,7 +216,7 @@ def bandwidth(rank: Rank) -> dict[str, Any]:
 
 
 @stage
-def latency(rank: Rank) -> dict[str, Any]:
+def latency(rank: Rank) -> Json:
     """Seconds of the smallest all-reduce, the mean of many in a row."""
     import torch
     import torch.distributed as dist
@@ -251,7 +258,7 @@ def ddp_step(rank: Rank) -> None:
 
 
 @stage
-def matmul(rank: Rank) -> dict[str, Any]:
+def matmul(rank: Rank) -> Json:
     """Seconds of a product of large matrices on each rank, all running at the same time."""
     import torch
     import torch.distributed as dist

@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launch.explain.reasons import notes_on, reason_for, size_of
 from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Topic, Variant
+from launch.flags import Commands
 from launch.host import processes
 from recipes.errors import Failure
+from recipes.run import Json
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
@@ -26,7 +27,7 @@ class RankFailed(Failure):
     """A rank ended before it had measured everything."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("explain", allow_abbrev=False)
     topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", choices=TOPICS, help=topics)
@@ -105,7 +106,7 @@ def _pairs(topic: Topic, measured: Measured) -> list[tuple[Variant, Row]]:
     return list(zip(topic.variants, measured.rows, strict=True))
 
 
-def _as_json(topic: str, device: str, hardware: Hardware, measured: Measured, reasons: list[str]) -> dict[str, Any]:
+def _as_json(topic: str, device: str, hardware: Hardware, measured: Measured, reasons: list[str]) -> Json:
     rows = [
         {**asdict(variant), **asdict(row), "reason": reason}
         for (variant, row), reason in zip(_pairs(TOPICS[topic], measured), reasons, strict=True)

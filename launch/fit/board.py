@@ -6,10 +6,15 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.host.world import World
 from recipes.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+T = TypeVar("T")
 
 
 class Board:
@@ -19,7 +24,7 @@ class Board:
         self.world = world
         self.store = store
 
-    def post(self, name: str, value: Any) -> None:
+    def post(self, name: str, value: object) -> None:
         """Post a value that JSON can hold."""
         self.store.set(name, json.dumps(value))
 
@@ -36,13 +41,13 @@ class Board:
             time.sleep(0.05)
         return json.loads(self.store.get(name))
 
-    def all_ranks(self, name: str, value: Any) -> list[Any]:
+    def all_ranks(self, name: str, value: T) -> list[T]:
         """Post this rank's value and return the values of all ranks, in their order."""
         self.post(f"{name}/{self.world.rank}", value)
         return [self.wait(f"{name}/{rank}") for rank in range(self.world.size)]
 
-    def decide(self, name: str, decision: Callable[[], Any]) -> Any:
-        """The result of `decision`, called on rank 0 only.
+    def decide(self, name: str, decision: Callable[[], T]) -> T:
+        """The result of `decision`, called on rank 0 only; a tuple comes as a list.
 
         Its `UserError` is raised on every rank.
         """
@@ -67,7 +72,7 @@ class _LocalStore(dict):
         return all(name in self for name in names)
 
 
-_open_stores: list[Any] = []  # rank 0's store also serves the training that follows, at the same address
+_open_stores: list[TCPStore] = []  # rank 0's store also serves the training that follows, at the same address
 
 
 def open_board(world: World) -> Board:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launch.host.world import World, launched, on_launched_engine, prepare_environment, process_group
 from launch.output import record
 from recipes.errors import UserError
 from recipes.quiet import quiet_libraries, quiet_progress_bars
-from recipes.run import RunSpec, resolve
+from recipes.run import Json, RunSpec, resolve
 from recipes.run.batch import Batch
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ def main(path: str) -> int:
     return int(verdict["kind"] != "fits")
 
 
-def _requested(request: dict[str, Any], world: World, folder: Path) -> RunSpec:
+def _requested(request: Json, world: World, folder: Path) -> RunSpec:
     settings = {**_SETTINGS, "output_dir": str(folder)}
     run = resolve(request["argv"], settings=settings, world_size=world.size, local_world_size=world.local_size)
     batch = Batch(request["micro_batch"], request["accumulation"], world.size, "a probe of --fit")
     return on_launched_engine(run).at_batch(batch, "--fit")
 
 
-def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> dict[str, Any]:
+def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> Json:
     """The verdict that the run fits into the limit on this rank, with its peak.
 
     Raises all that is not about memory.

@@ -13,7 +13,6 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from launch import terminal
 from launch.fit.board import Board, open_board
@@ -24,7 +23,7 @@ from launch.output import record
 from launch.terminal import memory_size
 from launch.training.out_of_memory import other_ways
 from recipes.errors import Failure, Problem, UserError, mistake
-from recipes.run import FIT, RunSpec, fitted
+from recipes.run import FIT, Json, RunSpec, fitted
 
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
 PROBE = "launch.fit.probe"
@@ -52,13 +51,13 @@ def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> Run
     return run.at_batch(batch, FIT)
 
 
-def _kept(run: RunSpec) -> dict[str, Any]:
+def _kept(run: RunSpec) -> Json:
     """The content of fit.json if it holds for this run, else an empty dict."""
     content = fitted.read(run["output_dir"])
     return content if fitted.batch(run, content) else {}
 
 
-def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> dict[str, Any]:
+def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
     """Go up from the planner's guess while probes run, or down until one does.
 
     Returns the content of fit.json.
@@ -149,9 +148,7 @@ def _require_writable(run: RunSpec) -> None:
 # --- One candidate, on all ranks ------------------------------------------------------------------
 
 
-def _probe_on_all_ranks(
-    run: RunSpec, argv: list[str], world: World, board: Board, size: int, limit: int
-) -> dict[str, Any]:
+def _probe_on_all_ranks(run: RunSpec, argv: list[str], world: World, board: Board, size: int, limit: int) -> Json:
     """What became of a micro-batch on all ranks together: it fits if it ran on each."""
     accumulation = run.batch.micro * run.batch.accumulation // size
     request = {
@@ -170,7 +167,7 @@ def _probe_on_all_ranks(
     return {"fits": not short, "peak_bytes": peak, "words": short[0]["words"] if short else "", "ranks": ranks}
 
 
-def _require_no_failure(verdicts: list[dict[str, Any]], size: int) -> None:
+def _require_no_failure(verdicts: list[Json], size: int) -> None:
     mistaken = next((verdict for verdict in verdicts if verdict["kind"] == "mistake"), None)
     if mistaken:
         raise UserError(*(Problem(**problem) for problem in mistaken["problems"]))
@@ -184,7 +181,7 @@ def _require_no_failure(verdicts: list[dict[str, Any]], size: int) -> None:
         )
 
 
-def _probe_here(request: dict[str, Any], port: int, board: Board, size: int) -> dict[str, Any]:
+def _probe_here(request: Json, port: int, board: Board, size: int) -> Json:
     """Run this rank's part of a probe, and end it when the part of another rank has failed."""
     with tempfile.TemporaryDirectory(prefix="fit-", ignore_cleanup_errors=True) as scratch:
         folder, deadline = Path(scratch), float("inf")
@@ -217,7 +214,7 @@ def _environment(port: int) -> dict[str, str]:
     return environment
 
 
-def _verdict_in(folder: Path, code: int | None) -> dict[str, Any]:
+def _verdict_in(folder: Path, code: int | None) -> Json:
     """The verdict of a probe that has exited with `code`, None if it was killed from here."""
     try:
         return json.loads((folder / VERDICT).read_text())

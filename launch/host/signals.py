@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -49,7 +49,7 @@ class StopRequest:
         """From now on only remember a signal: the current step or save is completed first."""
         self._deferred = True
 
-    def _request_stop(self, number: int, frame: Any) -> None:
+    def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
             self.defer()  # a second signal must not interrupt the cleanup

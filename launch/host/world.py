@@ -157,7 +157,7 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
         return
     import torch.distributed as dist
 
-    sizes: list[Any] = [None] * world.size
+    sizes = [0] * world.size
     dist.all_gather_object(sizes, run.batch.micro)
     if len(set(sizes)) > 1:
         what = f"the ranks have micro-batches of {', '.join(str(size) for size in sorted(set(sizes)))}"

@@ -11,7 +11,7 @@ import re
 import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -21,7 +21,10 @@ from launch.jobs.job import SCRIPT, Job, Node, flag_lines, refuse_fresh
 from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
-from recipes.run import RunSpec
+from recipes.run import Json, RunSpec
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
 
 HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
 WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
@@ -72,7 +75,7 @@ def render(job: Job, azure: Azure) -> str:
     return yaml.dump(body(job, azure), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def body(job: Job, azure: Azure) -> dict[str, Any]:
+def body(job: Job, azure: Azure) -> Json:
     """The job as data, in the order a reader expects."""
     refuse_fresh(job, "another --output_uri")
     name = azure.job_name or job.run.recipe.name
@@ -82,7 +85,7 @@ def body(job: Job, azure: Azure) -> dict[str, Any]:
         raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
     if azure.spot and azure.compute:
         raise mistake("spot", "is for serverless compute; a cluster has its own tier", "--instance_type, or no --spot")
-    resources: dict[str, Any] = {"instance_count": job.nodes, "shm_size": azure.shm_size}
+    resources: Json = {"instance_count": job.nodes, "shm_size": azure.shm_size}
     resources |= {"instance_type": azure.instance_type} if azure.instance_type else {}
     return {
         "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
@@ -252,7 +255,7 @@ def last_line(submission: Submission) -> str:
     return submission.log  # the job's address: the log itself is not here
 
 
-def _client(submission: Submission) -> Any:
+def _client(submission: Submission) -> MLClient:
     try:
         workspace = Workspace(**submission.workspace)
     except TypeError:

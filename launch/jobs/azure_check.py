@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.jobs.secrets import SECRET
 from recipes.errors import Problem
+from recipes.run import Json
 
 _SIZE = re.compile(r"\d+[bkmg]")
 _COMPUTE = re.compile(r"(azureml:)?[A-Za-z][\w-]*|azureml:/subscriptions/\S+")  # a cluster's name, or its ARM id
@@ -19,13 +20,13 @@ _REFERENCE = re.compile(r"\$\{\{\s*(\w+)\.([^}\s]*)\s*\}\}")
 _OLD_REFERENCE = re.compile(r"(?<!\$)(?<!\{)\{(?:inputs|outputs)\.\w+\}(?!\})")
 
 
-def missed_by_azure(content: dict[str, Any]) -> list[Problem]:
+def missed_by_azure(content: Json) -> list[Problem]:
     """What is wrong with a job although Azure's SDK accepts it. `content` is the YAML as data."""
     checks = (_command, _compute, _environment, _resources, _environment_variables, _processes, _outputs, _secrets)
     return [problem for check in checks for problem in check(content)]
 
 
-def _command(content: dict[str, Any]) -> Iterator[Problem]:
+def _command(content: Json) -> Iterator[Problem]:
     command = str(content.get("command", ""))
     for kind, name in dict.fromkeys(_REFERENCE.findall(command)):
         known = _section(content, kind) if kind in ("inputs", "outputs") else {}
@@ -36,7 +37,7 @@ def _command(content: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("command", f"{old} is deprecated syntax: Azure passes it on literally", f"${{{old}}}")
 
 
-def _compute(content: dict[str, Any]) -> Iterator[Problem]:
+def _compute(content: Json) -> Iterator[Problem]:
     compute = content.get("compute")
     if compute is None and "instance_type" not in _section(content, "resources"):
         yield Problem("compute", "is missing", "compute: azureml:NAME, or resources.instance_type for serverless")
@@ -44,14 +45,14 @@ def _compute(content: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("compute", f"{compute!r} is not the name of a compute", "azureml:NAME")
 
 
-def _environment(content: dict[str, Any]) -> Iterator[Problem]:
+def _environment(content: Json) -> Iterator[Problem]:
     environment = content.get("environment")
     if isinstance(environment, str) and not _ENVIRONMENT.fullmatch(environment):
         fix = "azureml:NAME:VERSION, azureml:NAME@latest or azureml://registries/..."
         yield Problem("environment", f"{environment!r} is not the name of an environment", fix)
 
 
-def _resources(content: dict[str, Any]) -> Iterator[Problem]:
+def _resources(content: Json) -> Iterator[Problem]:
     resources = _section(content, "resources")
     size = resources.get("shm_size", "2g")
     if not _SIZE.fullmatch(str(size)):
@@ -61,13 +62,13 @@ def _resources(content: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("resources.instance_count", f"{count} nodes run nothing", "1 or more")
 
 
-def _environment_variables(content: dict[str, Any]) -> Iterator[Problem]:
+def _environment_variables(content: Json) -> Iterator[Problem]:
     for name, value in _section(content, "environment_variables").items():
         if not isinstance(value, (str, int, float)):
             yield Problem(f"environment_variables.{name}", f"{value!r} is not text", f"one value: {name}: '...'")
 
 
-def _processes(content: dict[str, Any]) -> Iterator[Problem]:
+def _processes(content: Json) -> Iterator[Problem]:
     if "accelerate launch" not in str(content.get("command")):
         return
     distribution = _section(content, "distribution")
@@ -81,7 +82,7 @@ def _processes(content: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("distribution.type", what, "type: pytorch, process_count_per_instance: 1")
 
 
-def _outputs(content: dict[str, Any]) -> Iterator[Problem]:
+def _outputs(content: Json) -> Iterator[Problem]:
     training = training_in(content)
     if training is None:
         return
@@ -95,14 +96,14 @@ def _outputs(content: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(f"outputs.{name}.mode", what, "rw_mount")
 
 
-def _secrets(content: dict[str, Any]) -> Iterator[Problem]:
+def _secrets(content: Json) -> Iterator[Problem]:
     for name, value in content.items():
         if SECRET.search(str(value)):
             what = "holds what looks like a secret, and everybody in the workspace can read it"
             yield Problem(str(name), what, "a secret of the workspace's key vault, read by the job")
 
 
-def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(content: Json, name: str) -> Json:
     """A mapping in the YAML; empty if missing or of another type, which Azure's parser reports."""
     section = content.get(name)
     return section if isinstance(section, dict) else {}
@@ -121,7 +122,7 @@ class Training:
     processes_per_node: int
 
 
-def training_in(content: dict[str, Any]) -> Training | None:
+def training_in(content: Json) -> Training | None:
     """The training in a job's command, inputs filled in; None if it does not start train.py."""
     inputs = _section(content, "inputs")
     command = _REFERENCE.sub(lambda found: _value(inputs, *found.groups()), str(content.get("command", "")))
@@ -167,7 +168,7 @@ def _commands(text: str) -> list[list[str]]:
     return commands
 
 
-def _value(inputs: dict[str, Any], kind: str, name: str) -> str:
+def _value(inputs: Json, kind: str, name: str) -> str:
     value = inputs.get(name) if kind == "inputs" else None
     return str(value) if isinstance(value, (str, int, float)) else f"/mnt/{kind}/{name}"
 
@@ -186,7 +187,7 @@ def as_problems(error: Exception) -> list[Problem]:
     return [Problem(subject, (named.group(1) if named else text.strip().partition("\n")[0]).rstrip("."))]
 
 
-def _innermost(text: str) -> dict[str, Any]:
+def _innermost(text: str) -> Json:
     """The JSON in an error's text; it holds one error whose text holds JSON again."""
     start = text.find("{")
     if start < 0:
@@ -213,7 +214,7 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield path, "; ".join(str(item).partition("\n")[0].rstrip(".:") for item in node)
 
 
-def _meant(alternatives: list[Any], path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
+def _meant(alternatives: list, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
     """The errors of the alternative with the written `type`; else one that names the choices."""
     other_kinds = {"type", "null", "_schema"}  # another type; no mapping at all
     of_type = [item for item in alternatives if isinstance(item, dict) and not other_kinds & item.keys()]

@@ -9,13 +9,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from launch.jobs.azure_check import as_problems, missed_by_azure
 from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
+from recipes.run import Json
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -78,7 +79,7 @@ def load(text: str, folder: Path) -> Job:
         return load_job(io.StringIO(text), relative_origin=str(folder / "job.yaml"))
 
 
-def body(job: Job) -> dict[str, Any]:
+def body(job: Job) -> Json:
     """The properties of the request that would be sent.
 
     Only private names lead there: the SDK's version is pinned.

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
-from typing import Any
 
 from launch.host.signals import EXIT_CODE
 from launch.jobs import here, tail
@@ -14,7 +13,7 @@ from launch.jobs.job import THIS_ACCELERATE, Job, Node, arguments, checked_job, 
 from launch.jobs.secrets import without_secrets
 from launch.output.submission import Submission
 from launch.training import out_of_memory
-from recipes.run import with_flags
+from recipes.run import Json, with_flags
 
 HELP = "this machine"
 WRITES_HERE = True
@@ -99,7 +98,7 @@ def submit(text: str, job: Job, flags: Local) -> int:
 
 def _go_on_with_less(job: Job, code: int) -> int:
     """Run again with less memory at the same global batch, until that is enough or impossible."""
-    tried: list[dict[str, Any]] = []
+    tried: list[Json] = []
     while code not in (0, EXIT_CODE):
         attempt = out_of_memory.next_flags(job.folder)
         if attempt is None or attempt in tried:
@@ -113,7 +112,7 @@ def _go_on_with_less(job: Job, code: int) -> int:
     return code
 
 
-def _with_flags(job: Job, flags: dict[str, Any]) -> Job:
+def _with_flags(job: Job, flags: Json) -> Job:
     _, recipe, *argv = job.argv
     again = Node(job.run.hardware, job.processes_per_node)
     return checked_job(recipe, with_flags(argv, flags), again, job.nodes, job.preflight)

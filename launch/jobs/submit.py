@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from launch.jobs.here import refuse_while_written
 from launch.jobs.job import checked_job
@@ -19,7 +18,7 @@ from recipes.errors import mistake
 
 def submit(
     target: Target,
-    flags: Any,
+    flags: object,
     argv: Sequence[str],
     *,
     recipe: str | None = None,

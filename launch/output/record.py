@@ -16,7 +16,7 @@ from launch.host.memory import ran_out
 from launch.host.signals import Preempted
 from launch.host.world import World
 from recipes import legal
-from recipes.run import HIDDEN, RunSpec, Setting, shown
+from recipes.run import HIDDEN, Json, RunSpec, Setting, shown
 from recipes.run.fitted import fingerprint
 
 NAME = "run.json"
@@ -41,7 +41,7 @@ CHANGES_COURSE = (
 ).split()
 
 
-def read(folder: str | Path) -> dict[str, Any]:
+def read(folder: str | Path) -> Json:
     """The record in a folder. Empty if it is missing or damaged."""
     try:
         content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def read(folder: str | Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def write(folder: str | Path, record: dict[str, Any], name: str = NAME) -> None:
+def write(folder: str | Path, record: Json, name: str = NAME) -> None:
     """Replace the record in one step, so that a reader or a crash never sees half of it."""
     write_whole(Path(folder) / name, json.dumps(record, indent=2, default=str).encode())
 
@@ -65,7 +65,7 @@ def forget_out_of_memory(folder: Path) -> None:
 class Record:
     """The record of one run. The training fills in its `results`."""
 
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Json = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
             write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
 
 
-def started(run: RunSpec, world_size: int) -> dict[str, Any]:
+def started(run: RunSpec, world_size: int) -> Json:
     """The record of a run that begins now."""
     return {
         "status": "running",
@@ -113,7 +113,7 @@ def started(run: RunSpec, world_size: int) -> dict[str, Any]:
     }
 
 
-def changes(old: dict[str, Any], run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
+def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
     """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
     settings = old.get("settings")
     recorded = settings.items() if isinstance(settings, dict) else ()
@@ -121,7 +121,7 @@ def changes(old: dict[str, Any], run: RunSpec, names: list[str]) -> dict[str, tu
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 
 
-def _as_dict(name: str, setting: Setting) -> dict[str, Any]:
+def _as_dict(name: str, setting: Setting) -> Json:
     return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
 
 

@@ -9,14 +9,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch.host.world import World
 from launch.output import record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
 from launch.terminal import memory_size
 from recipes.errors import UserError, mistake
-from recipes.run import RunSpec
+from recipes.run import Json, RunSpec
 from recipes.scaling.timings import require_room
 
 
@@ -185,7 +184,7 @@ def _skip(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
-def _require_same_training(run: RunSpec, world: World, old: dict[str, Any]) -> None:
+def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     data = record.fingerprint(run["dataset_name"])
     if not changed and data and old.get("data") not in (None, data):
@@ -208,7 +207,7 @@ def _require_same_training(run: RunSpec, world: World, old: dict[str, Any]) -> N
         )
 
 
-def _asks_for_more(run: RunSpec, old: dict[str, Any]) -> bool:
+def _asks_for_more(run: RunSpec, old: Json) -> bool:
     """Whether the run is longer than the finished one. True if only training can tell."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
@@ -217,7 +216,7 @@ def _asks_for_more(run: RunSpec, old: dict[str, Any]) -> bool:
     return run["max_steps"] == -1 and now > then
 
 
-def _changes(run: RunSpec, old: dict[str, Any], everything: bool = False) -> list[str]:
+def _changes(run: RunSpec, old: Json, everything: bool = False) -> list[str]:
     kept = record.changes(old, run, record.KEPT_BY_RESUME)
     course = record.changes(old, run, record.CHANGES_COURSE)
     if everything:

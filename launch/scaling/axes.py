@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.plots import GREY
 from recipes.scaling.row import Timing
 from recipes.scaling.verdicts import Series, Size, Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a linear axis
 
@@ -35,7 +39,7 @@ def side_by_side(lines: Sequence[Line]) -> list[tuple[Line, float]]:
     return [(line, gap * (index - (len(lines) - 1) / 2)) for index, line in enumerate(lines)]
 
 
-def dots(axes: Any, lines: Sequence[Line], of_row: Callable[..., Any], of_size: Callable[..., Any]) -> None:
+def dots(axes: Axes, lines: Sequence[Line], of_row: Callable[[Timing], Any], of_size: Callable[[Size], Any]) -> None:
     """A dot for each row, in front of the hollow marker of its world size.
 
     World sizes are evenly spaced.
@@ -44,7 +48,7 @@ def dots(axes: Any, lines: Sequence[Line], of_row: Callable[..., Any], of_size: 
     for line, offset in side_by_side(lines):
         sizes = [size for size in line.series.sizes if of_size(size) is not None]
         places = [worlds.index(size.num_processes) + offset for size in sizes]
-        look = {"color": line.colour, "marker": line.marker, "linewidth": 1.2, "label": line.label}
+        look: dict = {"color": line.colour, "marker": line.marker, "linewidth": 1.2, "label": line.label}
         axes.plot(places, [of_size(size) for size in sizes], markerfacecolor="white", markersize=9, zorder=2, **look)
         rows = [row for row in line.rows if of_row(row) is not None]
         places = [worlds.index(row.num_processes) + offset for row in rows]
@@ -52,21 +56,21 @@ def dots(axes: Any, lines: Sequence[Line], of_row: Callable[..., Any], of_size: 
     name_worlds(axes, worlds)
 
 
-def name_worlds(axes: Any, worlds: Sequence[int]) -> None:
+def name_worlds(axes: Axes, worlds: Sequence[int]) -> None:
     every = ceil(len(worlds) / 10)
     axes.set_xticks(range(0, len(worlds), every), [str(world) for world in worlds[::every]])
     axes.set_xlim(-0.5, len(worlds) - 0.5)
     axes.set_xlabel("processes")
 
 
-def with_errors(axes: Any, line: Line, of_size: Callable[[Size], Spread | None]) -> None:
+def with_errors(axes: Axes, line: Line, of_size: Callable[[Size], Spread | None]) -> None:
     """Medians with their quartiles, which a single measurement does not have."""
     found = [(size, spread) for size in line.series.sizes if (spread := of_size(size))]
     worlds = [size.num_processes for size, _ in found]
     below = [spread.median - spread.low if size.repeats > 1 else 0.0 for size, spread in found]
     above = [spread.high - spread.median if size.repeats > 1 else 0.0 for size, spread in found]
     errors = [below, above] if any(below + above) else None
-    look = {"color": line.colour, "marker": line.marker, "markersize": 5, "linewidth": 1.2, "capsize": 4}
+    look: dict = {"color": line.colour, "marker": line.marker, "markersize": 5, "linewidth": 1.2, "capsize": 4}
     axes.errorbar(worlds, [spread.median for _, spread in found], yerr=errors, label=line.label, **look)
 
 
@@ -87,7 +91,7 @@ def _is_wide(worlds: Sequence[int]) -> bool:
     return worlds[-1] / worlds[0] > _WIDE
 
 
-def process_axis(axes: Any, lines: Sequence[Line]) -> None:
+def process_axis(axes: Axes, lines: Sequence[Line]) -> None:
     """Ticks at the measured world sizes, without those whose numbers would overlap."""
     worlds = worlds_of(lines)
     place: Callable[[float], float] = log2 if _is_wide(worlds) else float
@@ -110,7 +114,7 @@ def points_between(first: int, last: int) -> list[float]:
     return [first * (last / first) ** (step / 50) for step in range(51)]
 
 
-def value_axis(axes: Any, worlds: Sequence[int]) -> None:
+def value_axis(axes: Axes, worlds: Sequence[int]) -> None:
     """From 0; or logarithmic if a wide range of values would press the small ones flat."""
     low, high = axes.dataLim.intervaly
     if _is_wide(worlds) and high > _WIDE * low:
@@ -120,13 +124,13 @@ def value_axis(axes: Any, worlds: Sequence[int]) -> None:
         axes.set_ylim(0, high * 1.06)
 
 
-def ideal_in_legend(axes: Any, worlds: Sequence[int]) -> None:
+def ideal_in_legend(axes: Axes, worlds: Sequence[int]) -> None:
     """One entry for all dashed lines, whatever their colours; a single size has none."""
     if len(worlds) > 1:
         axes.plot([], [], "--", color=GREY, linewidth=1, label="ideal")
 
 
-def legend(figure: Any, axes: Any) -> None:
+def legend(figure: Figure, axes: Axes) -> None:
     """Below the axes, so that it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 4 if max(map(len, labels)) < 20 else 2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from textwrap import fill, shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, new_figure
 from launch.scaling.axes import (
@@ -28,6 +28,10 @@ from recipes.quiet import silence
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import PARTS, Timing
 from recipes.scaling.verdicts import EXCELLENT, GOOD, Series, Size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 150  # inches, and dots in one
 _STYLE: Any = {
@@ -125,7 +129,7 @@ def _lines(series: Sequence[Series], rows: Sequence[Timing]) -> list[Line]:
     return lines
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: Figure) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=_DPI)
     return stream.getvalue()
@@ -134,7 +138,7 @@ def _png(figure: Any) -> bytes:
 # --- The pictures: each draws into a figure and returns its numbers in words ---------------------
 
 
-def _draw_epoch_times(figure: Any, lines: Sequence[Line]) -> str:
+def _draw_epoch_times(figure: Figure, lines: Sequence[Line]) -> str:
     """Each epoch as a dot, the medians, and the deviations from them if epochs were repeated."""
     repeated = any(size.repeats > 1 for line in lines for size in line.series.sizes)
     times, *deviations = figure.subplots(1, 1 + repeated, squeeze=False)[0]
@@ -152,7 +156,7 @@ def _draw_epoch_times(figure: Any, lines: Sequence[Line]) -> str:
     return in_words(lines, lambda size: f"{size.epoch_time.median:.3g} s")
 
 
-def _deviations(axes: Any, lines: Sequence[Line]) -> None:
+def _deviations(axes: Axes, lines: Sequence[Line]) -> None:
     medians = {id(line): {size.num_processes: size.epoch_time.median for size in line.series.sizes} for line in lines}
     for line, offset in side_by_side(lines):
         middle = medians[id(line)]
@@ -175,7 +179,7 @@ def _ideal_times(series: Series) -> list[float]:
     return ideal
 
 
-def _draw_speedup(figure: Any, lines: Sequence[Line]) -> str:
+def _draw_speedup(figure: Figure, lines: Sequence[Line]) -> str:
     speedups, efficiencies = figure.subplots(1, 2)
     lines = [line for line in lines if len(line.series.sizes) > 1]
     for line in lines:
@@ -197,7 +201,7 @@ def _draw_speedup(figure: Any, lines: Sequence[Line]) -> str:
     return in_words(lines, lambda size: f"{size.speedup.median:.2f} times, {size.efficiency.median:.1%}")
 
 
-def _bands(axes: Any, highest: float) -> None:
+def _bands(axes: Axes, highest: float) -> None:
     """The bands of efficiency as shades, named beside the right edge."""
     from matplotlib.ticker import PercentFormatter
 
@@ -205,7 +209,7 @@ def _bands(axes: Any, highest: float) -> None:
     edges = {"poor": (0.0, GOOD, "0.88"), "good": (GOOD, EXCELLENT, "0.94"), "excellent": (EXCELLENT, top, "1")}
     for name, (low, high, shade) in edges.items():
         axes.axhspan(low, high, color=shade, zorder=0)
-        place = {"transform": axes.get_yaxis_transform(), "rotation": 270, "va": "center", "fontsize": 9}
+        place: dict = {"transform": axes.get_yaxis_transform(), "rotation": 270, "va": "center", "fontsize": 9}
         axes.text(1.02, (low + high) / 2, name, **place)
     axes.axhline(1, color=GREY, linestyle="--", linewidth=1, zorder=1)
     axes.set_ylim(0, top)
@@ -215,7 +219,7 @@ def _bands(axes: Any, highest: float) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
-def _draw_throughput(figure: Any, lines: Sequence[Line]) -> str:
+def _draw_throughput(figure: Figure, lines: Sequence[Line]) -> str:
     axes = figure.subplots()
     lines = [line for line in lines if any(size.samples_per_second for size in line.series.sizes)]
     for line in lines:
@@ -236,7 +240,7 @@ def _samples_in_words(size: Size) -> str:
     return f"{size.samples_per_second.median:.4g} samples/s" if size.samples_per_second else ""
 
 
-def _draw_accuracy(figure: Any, lines: Sequence[Line]) -> str:
+def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> str:
     axes = figure.subplots()
     lines = [line for line in lines if any(size.accuracy is not None for size in line.series.sizes)]
     dots(axes, lines, lambda row: row.accuracy, lambda size: size.accuracy)
@@ -245,7 +249,7 @@ def _draw_accuracy(figure: Any, lines: Sequence[Line]) -> str:
     return in_words(lines, lambda size: "" if size.accuracy is None else f"{size.accuracy:.4g}")
 
 
-def _draw_step_times(figure: Any, lines: Sequence[Line]) -> str:
+def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> str:
     axes = figure.subplots()
     bars = [(line, size) for line in lines for size in line.series.sizes if size.typical.parts.known()]
     names = [f"{line.label}, {size.num_processes}" for line, size in bars]
@@ -276,7 +280,7 @@ def _parts_in_words(size: Size) -> str:
     )
 
 
-_KINDS: dict[str, tuple[str, str, Callable[[Any, Sequence[Line]], str]]] = {
+_KINDS: dict[str, tuple[str, str, Callable[[Figure, Sequence[Line]], str]]] = {
     "epoch_time_detailed": (
         "time of an epoch",
         "Dots: epochs; hollow markers: the median at each world size; right: deviations from that median. Dashed: "

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from launch import plots
+from launch.flags import Commands
 from launch.host.files import write_whole
 from launch.scaling import page as scale_page
 from launch.scaling import plots as scale_plots
@@ -36,6 +36,7 @@ from launch.scaling.words import (
     tried,
 )
 from recipes.errors import mistake
+from recipes.run import Json
 from recipes.scaling import timings
 from recipes.scaling.row import to_columns
 from recipes.scaling.verdicts import Series
@@ -44,7 +45,7 @@ _WIDTH = 110  # of the text's lines
 _STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "report",
         prog="recipes scale report",
@@ -99,7 +100,7 @@ def report(found: Findings, folder: Path) -> list[Path]:
     return [folder / name for name in content]
 
 
-def as_json(found: Findings) -> dict[str, Any]:
+def as_json(found: Findings) -> Json:
     """Every number of the report, in seconds, samples, bytes and ratios."""
     return {
         "series": [_series(found, series) for series in found.series],
@@ -107,12 +108,12 @@ def as_json(found: Findings) -> dict[str, Any]:
     }
 
 
-def _series(found: Findings, series: Series) -> dict[str, Any]:
+def _series(found: Findings, series: Series) -> Json:
     sizes = [{**asdict(size), "typical": to_columns(size.typical)} for size in series.sizes]
     return {**asdict(series), "sizes": sizes, "advice": _advice(found, series)}
 
 
-def _advice(found: Findings, series: Series) -> list[dict[str, Any]]:
+def _advice(found: Findings, series: Series) -> list[Json]:
     return [
         {"at": size.num_processes, **asdict(advice), "commands": commands(found, series, size, advice)}
         for size, advice in suggestions(series)

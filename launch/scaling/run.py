@@ -20,9 +20,9 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from launch.flags import count
+from launch.flags import Commands, count
 from launch.jobs import local as local_job
 from launch.jobs.here import job_here
 from launch.jobs.job import Job
@@ -30,7 +30,7 @@ from launch.jobs.secrets import without_secrets
 from launch.output import record
 from recipes import legal
 from recipes.errors import mistake
-from recipes.run import nearest, with_flags
+from recipes.run import Settings, nearest, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.scaling.advice import BEFORE, Advice, advise
 from recipes.scaling.causes import milliseconds
@@ -54,7 +54,7 @@ class Point:
     num_processes: int
     global_batch: int
     series: tuple[str, ...]
-    changed: dict[str, Any] = field(default_factory=dict)
+    changed: Settings = field(default_factory=dict)
     applied: str = ""
     predicted: float | None = None
 
@@ -64,7 +64,7 @@ class Point:
         return f"{self.applied or self.recipe}, {processes}, global batch {self.global_batch}"
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "run",
         prog="recipes scale run",

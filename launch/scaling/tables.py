@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import unicodedata
-from typing import Any
 
 from launch.scaling.words import Findings, number
 from recipes.scaling.causes import CAUSES
@@ -25,7 +24,7 @@ def summary_csv(found: Findings) -> str:
     return stream.getvalue()
 
 
-def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, Any]:
+def _flat(series: Series, size: Size, verdict: Verdict) -> dict[str, object]:
     seconds = {cause.key: cause.seconds for cause in verdict.causes}
     typical = to_columns(size.typical)
     names = ("samples", "global_batch", "micro_batch", "accumulation", "step_time", *PARTS, "loss", "peak_memory")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,11 +12,18 @@ from rich.table import Table
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
-from recipes.run import FIT, RunSpec, shown
+from recipes.run import FIT, Json, RunSpec, shown
 from recipes.scaling.row import Timing
 
+if TYPE_CHECKING:
+    import torch
 
-def banner(run: RunSpec, model: Any, data: Any, out: Console) -> None:
+    from launch.output.resume import Earlier
+    from launch.training.data import Data
+    from launch.training.trainer import RecipeTrainer
+
+
+def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
     from launch.training.results import parameter_count
 
@@ -51,7 +58,7 @@ def precision(run: RunSpec) -> str:
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
 
 
-def _summary(results: dict[str, Any], run: RunSpec, out: Console) -> None:
+def _summary(results: Json, run: RunSpec, out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
     lines = {**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}
     out.print()
@@ -64,7 +71,7 @@ def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
     out.print(_table({"timings": f"{run['measure']}: {result}"}))
 
 
-def show_results(results: dict[str, Any], run: RunSpec, world: World, trainer: Any, argv: list[str]) -> None:
+def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer, argv: list[str]) -> None:
     """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
@@ -94,7 +101,7 @@ def show_sample(run: RunSpec, world: World) -> None:
             console().print(escape(text), highlight=False)
 
 
-def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
+def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
     """What the output folder already holds, and what that means for this run."""
     for note in earlier.notes:
         print_note(note, out)
@@ -107,7 +114,7 @@ def print_earlier(earlier: Any, run: RunSpec, out: Console) -> None:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
 
-def _table(lines: dict[str, Any]) -> Table:
+def _table(lines: Mapping[str, object]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -116,7 +123,7 @@ def _table(lines: dict[str, Any]) -> Table:
     return table
 
 
-def _summary_lines(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
+def _summary_lines(results: Json) -> Iterable[tuple[str, str]]:
     yield "steps", f"{results['global_step']:,}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are 
 IGNORED = -100  # the label that cross-entropy skips
 MULTIPLE = 8  # tensor cores want lengths divisible by 8
 
+Example = dict[str, Any]  # input_ids, and labels: one for each token, or one class
+
 
 def pack(examples: Dataset, length: int) -> Dataset:
     """Join the examples end to end and cut them into rows of exactly `length` tokens.
@@ -54,7 +56,7 @@ def _list_array(rows: np.ndarray) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(rows.ravel(), type=pa.int32()))
 
 
-def stack(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def stack(rows: list[Example]) -> dict[str, torch.Tensor]:
     """Packed rows have one length and nothing to mask."""
     return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("input_ids", "labels")}
 
@@ -66,7 +68,7 @@ class Pad:
     pad_token_id: int
     longest: int  # no batch is padded beyond it: the model may have no more positions
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
         length = max(len(row["input_ids"]) for row in rows)
         width = min(-(-length // MULTIPLE) * MULTIPLE, self.longest)
         batch = {

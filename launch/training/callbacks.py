@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
@@ -14,6 +14,10 @@ from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
 from launch.training.failure import NotANumber
 from recipes.scaling.timings import WARM_UP_STEPS
+
+if TYPE_CHECKING:
+    from rich import progress
+    from torch.distributed import ProcessGroup
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -46,7 +50,7 @@ class StopWhenRequested(TrainerCallback):
     def __init__(self, request: StopRequest, world: World) -> None:
         self.request = request
         self.world = world
-        self.group: Any = None
+        self.group: ProcessGroup | None = None
         self.agreed = False
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -120,10 +124,11 @@ class Meter(TrainerCallback):
 class Progress(TrainerCallback):
     """A progress bar on a terminal; one line per log elsewhere."""
 
+    task: progress.TaskID  # of the bar, once there is one
+
     def __init__(self, console) -> None:
         self.console = console
-        self.bar: Any = None
-        self.task: Any = None
+        self.bar: progress.Progress | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not self.console.is_terminal:
@@ -162,7 +167,7 @@ class Progress(TrainerCallback):
             self.bar = None
 
 
-def _short(value: Any) -> str:
+def _short(value: float) -> str:
     return f"{float(value):.4g}"
 
 

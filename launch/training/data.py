@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import DataCollatorWithFlattening
 
-from launch.training.batches import Pad, pack, stack
+from launch.training.batches import Example, Pad, pack, stack
 from launch.training.encode import (
     TEXT_TYPES,
     columns_of,
@@ -26,6 +25,7 @@ from launch.training.encode import (
 from launch.training.sources import read_splits
 from recipes import __version__
 from recipes.errors import UserError, mistake
+from recipes.run import Settings
 
 TOKENIZED = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 CLASSIFIED = Features({"input_ids": List(Value("int32")), "labels": Value("int64")})
@@ -40,12 +40,12 @@ class Data:
 
     train: Dataset
     eval: Dataset | None
-    collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
+    collator: Callable[[list[Example]], dict[str, torch.Tensor]]
     description: str
     labels: list[str] | None
 
 
-def load_data(run: Mapping[str, Any], tokenizer, classes: Sequence[str] = ()) -> Data:
+def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:
     """The run's data, ready to train on. Raises `UserError` for anything the user can correct.
 
     `classes` are the names that the model was trained to tell apart, in its order.
@@ -93,7 +93,7 @@ def _local_main_first() -> Iterator[None]:
 # --- Language models -----------------------------------------------------------------------------
 
 
-def _causal_lm(run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Dataset | None) -> Data:
+def _causal_lm(run: Settings, tokenizer, train: Dataset, evaluation: Dataset | None) -> Data:
     ready, left_out = _token_rows(run, tokenizer, train, "dataset_train_split")
     ready_evaluation = None
     if evaluation is not None:
@@ -108,7 +108,7 @@ def _causal_lm(run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Da
     )
 
 
-def _collator(run: Mapping[str, Any], tokenizer) -> Callable:
+def _collator(run: Settings, tokenizer) -> Callable:
     if run["packing"]:
         return stack
     if run["padding_free"]:
@@ -116,12 +116,12 @@ def _collator(run: Mapping[str, Any], tokenizer) -> Callable:
     return _padding(run, tokenizer)
 
 
-def _padding(run: Mapping[str, Any], tokenizer) -> Pad:
+def _padding(run: Settings, tokenizer) -> Pad:
     # Padding is masked, so any token works.
     return Pad(tokenizer.pad_token_id or 0, run["max_length"])
 
 
-def _token_rows(run: Mapping[str, Any], tokenizer, rows: Dataset, flag: str) -> tuple[Dataset, int]:
+def _token_rows(run: Settings, tokenizer, rows: Dataset, flag: str) -> tuple[Dataset, int]:
     """Rows of `input_ids` and `labels`, and how many examples were left out: they have no label."""
     encode = encoder(run, tokenizer, rows)
     longest = None if run["packing"] else run["max_length"]
@@ -138,7 +138,7 @@ def _token_rows(run: Mapping[str, Any], tokenizer, rows: Dataset, flag: str) -> 
     return (_packed(run, examples, flag), left_out) if run["packing"] else (examples, left_out)
 
 
-def _packed(run: Mapping[str, Any], examples: Dataset, flag: str) -> Dataset:
+def _packed(run: Settings, examples: Dataset, flag: str) -> Dataset:
     packed = pack(examples, run["max_length"])
     if len(packed):
         return packed
@@ -152,7 +152,7 @@ def _packed(run: Mapping[str, Any], examples: Dataset, flag: str) -> Dataset:
     )
 
 
-def _nothing_to_learn(run: Mapping[str, Any], flag: str) -> UserError:
+def _nothing_to_learn(run: Settings, flag: str) -> UserError:
     return mistake(
         flag,
         f"no example has anything to learn within {run['max_length']:,} tokens: "
@@ -165,7 +165,7 @@ def _nothing_to_learn(run: Mapping[str, Any], flag: str) -> UserError:
 
 
 def _classification(
-    run: Mapping[str, Any], tokenizer, train: Dataset, evaluation: Dataset | None, classes: Sequence[str]
+    run: Settings, tokenizer, train: Dataset, evaluation: Dataset | None, classes: Sequence[str]
 ) -> Data:
     if not run["dataset_name"]:
         raise mistake("dataset_name", "is missing: classification needs labelled texts", "--dataset_name FILE_OR_ID")
@@ -226,9 +226,7 @@ def _class_names(rows: Dataset, field: str) -> list[str]:
     return names
 
 
-def _classified_rows(
-    run: Mapping[str, Any], tokenizer, rows: Dataset, numbers: Mapping[Any, int], flag: str
-) -> Dataset:
+def _classified_rows(run: Settings, tokenizer, rows: Dataset, numbers: Mapping[str | int, int], flag: str) -> Dataset:
     require_text(rows, run["dataset_text_field"], "a text column")
     field = run["dataset_label_field"]
     if field not in rows.column_names:
@@ -261,7 +259,7 @@ def _lengths(examples: Dataset) -> np.ndarray:
     return np.concatenate([chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks])
 
 
-def _describe(run: Mapping[str, Any], lengths: np.ndarray, left_out: int) -> str:
+def _describe(run: Settings, lengths: np.ndarray, left_out: int) -> str:
     name = run["dataset_name"] or "stdlib source"
     if run["packing"] and run["task"] == "causal_lm":
         text = f"{name}, {len(lengths):,} sequences of {run['max_length']:,} tokens"

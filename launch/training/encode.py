@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 import pyarrow.compute
 from datasets import Dataset
@@ -13,6 +12,7 @@ from jinja2 import TemplateError
 
 from launch.training.batches import IGNORED
 from recipes.errors import UserError, mistake
+from recipes.run import Settings
 
 Rows = Mapping[str, list]
 Encoder = Callable[[Rows], dict[str, list]]
@@ -22,7 +22,7 @@ TEXT_TYPES = ("string", "large_string")  # CSV and Parquet files load as the sec
 # --- Which encoding ------------------------------------------------------------------------------
 
 
-def encoder(run: Mapping[str, Any], tokenizer, rows: Dataset) -> Encoder:
+def encoder(run: Settings, tokenizer, rows: Dataset) -> Encoder:
     """How to tokenize this data, recognised by its columns."""
     columns = set(rows.column_names)
     if "input_ids" in columns:
@@ -93,7 +93,7 @@ def _require_known_tokens(rows: Dataset, tokenizer) -> None:
         )
 
 
-def _require_chat_template(tokenizer, run: Mapping[str, Any]) -> None:
+def _require_chat_template(tokenizer, run: Settings) -> None:
     if not tokenizer.chat_template:
         raise mistake(
             "model_name_or_path",
@@ -186,7 +186,7 @@ def encode_chat_completions(rows: Rows, tokenizer, completion_only: bool) -> dic
 
 
 def encode_classified(
-    rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[Any, int], longest: int, version: str
+    rows: Rows, tokenizer, columns: tuple[str, str], numbers: Mapping[str | int, int], longest: int, version: str
 ) -> dict[str, list]:
     """The tokenizer itself cuts long texts, so that its closing token stays.
 

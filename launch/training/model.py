@@ -5,9 +5,7 @@ asks for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer, has_weights
 from recipes.errors import UserError, mistake
-from recipes.run import RunSpec
+from recipes.run import RunSpec, Settings
 
 # These number positions from `pad_token_id + 1`, so that many of their position embeddings are
 # never used.
@@ -40,7 +38,7 @@ OFFSET_POSITIONS = {
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
 
 
-def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     """The model's tokenizer, always with a padding token.
 
     Raises `UserError` if it cannot be loaded.
@@ -61,7 +59,7 @@ def load_tokenizer(run: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
+def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
     """The model to train: a PreTrainedModel, or a PeftModel around it.
 
     Raises `UserError` if it cannot be loaded.
@@ -78,7 +76,7 @@ def load_model(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, data:
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
-def known_classes(run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The class names of a model that was trained to classify, in its order.
 
     Empty for any other model.
@@ -100,7 +98,7 @@ def limited_to_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpe
     return run
 
 
-def _require_fitting_length(run: Mapping[str, Any], positions: int | None) -> None:
+def _require_fitting_length(run: Settings, positions: int | None) -> None:
     if positions and run["max_length"] > positions:
         raise mistake(
             "max_length",
@@ -155,9 +153,7 @@ def _require_files(path: Path) -> None:
         )
 
 
-def load_config(
-    run: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None
-) -> PreTrainedConfig:
+def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None) -> PreTrainedConfig:
     """The configuration of the run's model, with `labels` as its classes."""
     name = run["model_name_or_path"]
     try:
@@ -175,7 +171,7 @@ def load_config(
     return config
 
 
-def _require_decoder(run: Mapping[str, Any], config: PreTrainedConfig) -> None:
+def _require_decoder(run: Settings, config: PreTrainedConfig) -> None:
     encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder
     if run["task"] == "causal_lm" and encoder and not getattr(config, "is_decoder", False):
         raise mistake(
@@ -185,7 +181,7 @@ def _require_decoder(run: Mapping[str, Any], config: PreTrainedConfig) -> None:
         )
 
 
-def _from_scratch(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedModel:
+def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     if run["load_in_4bit"]:
         raise mistake("load_in_4bit", "quantises trained weights, and there are none", "name a model_name_or_path")
     if run["use_peft"]:
@@ -193,7 +189,7 @@ def _from_scratch(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTraine
     return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
 
 
-def _pretrained(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedModel:
+def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options |= _in_4_bits(run)
@@ -205,7 +201,7 @@ def _pretrained(run: Mapping[str, Any], config: PreTrainedConfig) -> PreTrainedM
         raise _unloadable(run, "model", error) from None
 
 
-def _require_separate_sequences(run: Mapping[str, Any], model: PreTrainedModel) -> None:
+def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
     """Some models (OPT, BLOOM, Mamba, ...) silently let the sequences of a row attend to each
     other: try it.
     """
@@ -229,19 +225,19 @@ def _require_separate_sequences(run: Mapping[str, Any], model: PreTrainedModel) 
         )
 
 
-def _auto_class(run: Mapping[str, Any]) -> Any:
+def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
 
-def _origin(run: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(run: Settings) -> dict[str, object]:
     return {"revision": run["model_revision"], "trust_remote_code": run["trust_remote_code"]}
 
 
-def _attention(run: Mapping[str, Any]) -> dict[str, Any]:
+def _attention(run: Settings) -> dict[str, object]:
     return {"attn_implementation": run["attn_implementation"]} if run["attn_implementation"] else {}
 
 
-def _unloadable(run: Mapping[str, Any], what: str, error: Exception) -> UserError:
+def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
     """The library's message as one line, under the flag that it is about."""
     name, text = run["model_name_or_path"], " ".join(str(error).split())
     if "trust_remote_code" in text:
@@ -270,7 +266,7 @@ def _short(text: str) -> str:
 # --- 4 bits and adapters -------------------------------------------------------------------------
 
 
-def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
+def _in_4_bits(run: Settings) -> dict[str, object]:
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(
@@ -285,20 +281,20 @@ def _in_4_bits(run: Mapping[str, Any]) -> dict[str, Any]:
     return {"quantization_config": quantization, "device_map": {"": _device(run)}}
 
 
-def _compute_dtype(run: Mapping[str, Any]) -> torch.dtype:
+def _compute_dtype(run: Settings) -> torch.dtype:
     if run["bf16"]:
         return torch.bfloat16
     return torch.float16 if run["fp16"] else torch.float32
 
 
-def _device(run: Mapping[str, Any]) -> int | str:
+def _device(run: Settings) -> int | str:
     """The device of this process. Quantised weights move only once, while loading."""
     if run["use_cpu"] or not torch.cuda.is_available():
         return "cpu"
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.Module:
+def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
 
     checkpointing = bool(run["gradient_checkpointing"])
@@ -326,7 +322,7 @@ def _with_adapters(run: Mapping[str, Any], model: PreTrainedModel) -> torch.nn.M
         raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
 
 
-def _target_modules(run: Mapping[str, Any], model: PreTrainedModel) -> list[str] | str:
+def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
     """All linear layers, or the named ones.
 
     Raises `UserError` for a name that the model does not have.

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from launch.host import memory
 from launch.host.memory import Shortage
@@ -26,7 +26,10 @@ from launch.output.record import OUT_OF_MEMORY
 from launch.terminal import memory_size
 from recipes.errors import Failure, UserError
 from recipes.rules.check import check
-from recipes.run import COMMAND_LINE, RunSpec, resolve, with_flags
+from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 @dataclass
@@ -40,7 +43,7 @@ class TrainingProgress:
     argv: list[str]
     world: World = World()
     run: RunSpec | None = None
-    trainer: Any = None
+    trainer: Trainer | None = None
 
     @property
     def step(self) -> int:
@@ -51,7 +54,7 @@ class TrainingProgress:
 class OutOfMemory(Failure):
     """This rank ran out of memory. `first`: no other rank has reported it before."""
 
-    def __init__(self, run: RunSpec, argv: list[str], facts: dict[str, Any], first: bool) -> None:
+    def __init__(self, run: RunSpec, argv: list[str], facts: Json, first: bool) -> None:
         shortage = Shortage(facts["asked_bytes"], facts["free_bytes"])
         super().__init__(f"out of memory {_when(facts)}: {shortage_in_words(shortage)}")
         self.run = run
@@ -80,7 +83,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
             raise
         run, argv = progress.run, progress.argv
         shortage = memory.shortage(error)  # before anything is freed
-        facts: dict[str, Any] = {
+        facts: Json = {
             "rank": progress.world.rank,
             "step": progress.step,
             "asked_bytes": shortage.asked_bytes,
@@ -97,7 +100,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
         progress.trainer = None
 
 
-def next_flags(folder: Path) -> dict[str, Any] | None:
+def next_flags(folder: Path) -> Json | None:
     """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
     try:
         content = json.loads((folder / OUT_OF_MEMORY).read_text(encoding="utf-8"))
@@ -125,7 +128,7 @@ def _is_first(run: RunSpec) -> bool:
     return True
 
 
-def _write_note(run: RunSpec, facts: dict[str, Any]) -> None:
+def _write_note(run: RunSpec, facts: Json) -> None:
     """For `--on_oom next`; and into the record, because rank 0 may hang until it is killed."""
     folder = Path(run["output_dir"])
     with contextlib.suppress(OSError):
@@ -138,7 +141,7 @@ def _write_note(run: RunSpec, facts: dict[str, Any]) -> None:
 # --- The next attempt ----------------------------------------------------------------------------
 
 
-def next_attempt(run: RunSpec, argv: list[str]) -> dict[str, Any] | None:
+def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     """Flags for the same training in less memory, resumed from its checkpoints.
 
     None if no flags achieve that.
@@ -154,14 +157,14 @@ def next_attempt(run: RunSpec, argv: list[str]) -> dict[str, Any] | None:
     return next((flags for flags in candidates if _is_legal(run, argv, flags)), None)
 
 
-def _split_like(run: RunSpec, micro: int, accumulation: int) -> dict[str, Any]:
+def _split_like(run: RunSpec, micro: int, accumulation: int) -> Json:
     """Accumulation follows from the micro-batch, unless the user wrote it too."""
     if run.explicit("gradient_accumulation_steps"):
         return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
     return {"per_device_train_batch_size": micro}
 
 
-def _flags_to_resume(run: RunSpec) -> dict[str, Any]:
+def _flags_to_resume(run: RunSpec) -> Json:
     """Flags that prevent a resume from the newest checkpoint are left out, or overridden if a file
     sets them.
     """
@@ -170,7 +173,7 @@ def _flags_to_resume(run: RunSpec) -> dict[str, Any]:
     return {name: None if run.setting(name).source == COMMAND_LINE else value for name, value in named.items()}
 
 
-def _is_legal(run: RunSpec, argv: list[str], flags: dict[str, Any]) -> bool:
+def _is_legal(run: RunSpec, argv: list[str], flags: Json) -> bool:
     other = resolve(
         with_flags(argv, flags),
         world_size=run.world_size,
@@ -211,7 +214,7 @@ def shortage_in_words(shortage: Shortage) -> str:
     return f"asked for {asked}{free}"
 
 
-def _when(facts: dict[str, Any]) -> str:
+def _when(facts: Json) -> str:
     return f"after step {facts['step']}" if facts["step"] else "before the first step was done"
 
 
@@ -239,11 +242,11 @@ def _planned(run: RunSpec) -> str:
     return f"{memory_size(parts.total)} at micro-batch {run.batch.micro}: {', '.join(words)}"
 
 
-def _saved_lines(facts: dict[str, Any]) -> list[str]:
+def _saved_lines(facts: Json) -> list[str]:
     return [f"saved     {facts['checkpoint']}" if facts["checkpoint"] else "saved     no checkpoint yet"]
 
 
-def _next_lines(run: RunSpec, argv: list[str], facts: dict[str, Any]) -> list[str]:
+def _next_lines(run: RunSpec, argv: list[str], facts: Json) -> list[str]:
     flags = facts["next"]
     if flags is None:
         return [f"next      {other_ways(run)}"]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from launch.host import memory
 from launch.training.trainer import RecipeTrainer
 from recipes.planner.speed import flops_are_known, model_flops
-from recipes.run import RunSpec
+from recipes.run import Json, RunSpec
 
 
-def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> dict[str, Any]:
+def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
     """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory
     and MFU.
 
@@ -22,7 +20,7 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     steps = meter.steps_trained
     tokens_per_step = _total_tokens(trainer) / steps if steps else 0
-    entries: dict[str, Any] = {
+    entries: Json = {
         **metrics,
         "global_step": state.global_step,
         "epoch": state.epoch,
@@ -47,7 +45,7 @@ def _total_tokens(trainer: RecipeTrainer) -> int:
     return int(trainer.accelerator.gather(mine).sum())
 
 
-def peak_memory() -> dict[str, Any]:
+def peak_memory() -> Json:
     """The peak of this process in bytes: allocated on its GPU, else resident in RAM."""
     if torch.cuda.is_available():
         return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import datasets
 from datasets import Dataset, DatasetDict, ReadInstruction
 
 from launch.training.demo import demo_corpus, held_out
 from recipes.errors import UserError, mistake
+from recipes.run import Settings
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
-def read_splits(run: Mapping[str, Any]) -> tuple[Dataset, Dataset | None]:
+def read_splits(run: Settings) -> tuple[Dataset, Dataset | None]:
     """The rows to train on and to evaluate on (None if the run does not evaluate).
 
     Raises `UserError` if there is nothing to read, or no such split.
@@ -61,7 +61,7 @@ def _listed(splits: Mapping[str, Dataset]) -> str:
     return ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
 
 
-def _read(run: Mapping[str, Any]) -> dict[str, Dataset]:
+def _read(run: Settings) -> dict[str, Dataset]:
     """All splits of a local file, a local folder or a data set on the Hub, in this order."""
     name = run["dataset_name"]
     path = Path(name).expanduser()
@@ -75,7 +75,7 @@ def _read(run: Mapping[str, Any]) -> dict[str, Dataset]:
     return _read_hub(name, run["dataset_config"])
 
 
-def _require_no_config(run: Mapping[str, Any], path: Path) -> None:
+def _require_no_config(run: Settings, path: Path) -> None:
     if run["dataset_config"]:
         raise mistake("dataset_config", f"{run['dataset_config']} is not in {path}, a single file", "leave it out")
 

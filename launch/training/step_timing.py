@@ -79,11 +79,12 @@ class Sent:
 class TimedTrainer(RecipeTrainer):
     """A RecipeTrainer that times its steps after a warm-up, whose last step is counted."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.timer = StepTimer(self.args.device.type == "cuda")
         self.sent: Sent | None = None
-        self.first_batches: tuple[list[Any], Any] = ([], None)  # of the first timed step; an epoch's last is short
+        # The micro-batches of the first timed step, and their items: an epoch's last step is short.
+        self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
         self._profiler: profile | None = None
         self._steps_begun = 0
         self.add_callback(_AfterOptimizer(self.timer))

@@ -14,17 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, median_low
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from launch.host.world import World
 from launch.training.step_timing import TimedTrainer
-from recipes.run import RunSpec
+from recipes.run import Json, RunSpec
 from recipes.scaling.causes import wire_time
 from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Timing
 from recipes.scaling.timings import append, name_of
+
+T = TypeVar("T")
 
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 6
 _LINK_TRIES = 5
@@ -40,9 +42,7 @@ class Repeated:
     exchange: float
 
 
-def add_timings_row(
-    run: RunSpec, world: World, trainer: TimedTrainer, results: dict[str, Any], argv: list[str]
-) -> Timing | None:
+def add_timings_row(run: RunSpec, world: World, trainer: TimedTrainer, results: Json, argv: list[str]) -> Timing | None:
     """The row that was added to the file of `--measure`. All ranks call it.
 
     None if no step came after the warm-up. Raises `UserError` if the row cannot be added.
@@ -54,7 +54,7 @@ def add_timings_row(
     return row
 
 
-def _row(run: RunSpec, trainer: TimedTrainer, results: dict[str, Any], argv: list[str]) -> Timing:
+def _row(run: RunSpec, trainer: TimedTrainer, results: Json, argv: list[str]) -> Timing:
     steps = trainer.timed_steps
     everyones = _gathered({part: trainer.timer.seconds[part] / steps for part in PARTS})
     parts = _means(everyones)
@@ -130,7 +130,7 @@ def _exchange(run: RunSpec, trainer: TimedTrainer, communication: float | None, 
     return Exchange(overlap, sent.syncs, sent.collectives, sent.bytes)
 
 
-def _gathered(value: Any) -> list[Any]:
+def _gathered(value: T) -> list[T]:
     """The value of every process, in the order of their ranks."""
     if not dist.is_initialized():
         return [value]
@@ -183,7 +183,7 @@ def _pass_overhead(run: RunSpec, trainer: TimedTrainer) -> float | None:
     half = {name: tensor[: size // 2] for name, tensor in whole.items()}
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
 
-    def once(batch: dict[str, Any]) -> None:
+    def once(batch: dict[str, torch.Tensor]) -> None:
         trainer.training_step(model, dict(batch), items)
         model.zero_grad()
 
@@ -202,7 +202,7 @@ def _syncs_each(trainer: TimedTrainer) -> bool:
     return bool(trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False))
 
 
-def _timed(work: Callable[[], Any], device: torch.device) -> float:
+def _timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of `work`, which all processes begin together."""
     if dist.is_initialized():
         dist.barrier()

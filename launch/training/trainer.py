@@ -14,6 +14,7 @@ from launch.training.batches import IGNORED
 from launch.training.callbacks import Meter
 from launch.training.failure import NotANumber
 from recipes.errors import mistake
+from recipes.run import Settings
 
 
 class RecipeTrainer(Trainer):
@@ -53,7 +54,7 @@ class RecipeTrainer(Trainer):
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
         super()._issue_warnings_after_load(load_result)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
         """0: counting walks every parameter in each micro-batch.
 
         MFU comes from the token count instead.
@@ -73,7 +74,7 @@ class RecipeTrainer(Trainer):
             self._evaluated.items = items
         return items
 
-    def _forget_repeated_examples(self, batch: dict[str, Any]) -> None:
+    def _forget_repeated_examples(self, batch: dict[str, torch.Tensor]) -> None:
         """Mask the labels of the examples that only fill up this process's share of the last
         batch.
         """
@@ -139,7 +140,7 @@ def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing
     return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
-def _example_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
+def _example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """For each label the number of its example: the row, or the position in a padding-free row."""
     labels = batch["labels"]
     if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
@@ -153,7 +154,7 @@ def _in_one_line(error: Exception) -> str:
     return " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
 
 
-def _tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
+def _tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
     """Tokens of one micro-batch without padding.
 
     Counted from a mask, the number stays on the device.
@@ -163,7 +164,7 @@ def _tokens(batch: Mapping[str, Any]) -> torch.Tensor | int:
     return batch["input_ids"].numel()
 
 
-def apply_ddp_settings(trainer: Trainer, run: Mapping[str, Any]) -> None:
+def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     """Pass DDP the settings that TrainingArguments has no field for.
 
     Call it before `train()`, which wraps the model.

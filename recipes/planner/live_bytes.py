@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,9 @@ class LiveBytes(TorchDispatchMode):
         self.gradients += _rounded(parameter.grad)
         self._look()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         if func is torch.ops.prim.device.default:  # the most frequent call
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from recipes.errors import UserError
 from recipes.planner.estimate import Estimator
 from recipes.planner.fits import MARGIN, Usable, at_micro_batch
-from recipes.run import RunSpec, gpus, with_flags
+from recipes.run import RunSpec, Settings, gpus, with_flags
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ _HALF_LENGTH = "half of --max_length"
 _RECOMPUTED = "a third more compute (two forward passes)"
 
 # In the order to try them: the recipe, the changed flags (None: left out), and the cost.
-_STEPS: tuple[tuple[str, dict[str, Any], str], ...] = (
+_STEPS: tuple[tuple[str, Settings, str], ...] = (
     ("standard", _CHECKPOINTED, _RECOMPUTED),
     # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
     # without, on a V100.
@@ -80,7 +79,7 @@ def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: U
     yield from _larger_card(usable, before)
 
 
-def _words(recipe: str, changes: dict[str, Any], base: RunSpec) -> str:
+def _words(recipe: str, changes: Settings, base: RunSpec) -> str:
     """The flags to write, and those of the user's flags to leave out."""
     dropped = [name for name, value in changes.items() if value is None and base.explicit(name)]
     return " ".join(with_flags(["--recipe", recipe], changes)) + "".join(f", without --{name}" for name in dropped)

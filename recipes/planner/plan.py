@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.catalog import RECIPES
 from recipes.errors import UserError, mistake
@@ -132,7 +132,7 @@ class _Request:
     argv: tuple[str, ...]
     accelerate_config: str | None
 
-    def run(self, recipe: str, **flags: Any) -> RunSpec:
+    def run(self, recipe: str, **flags: object) -> RunSpec:
         """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
         local = self.num_processes // self.nodes
         own = str(shipped(RECIPES[recipe]().engine)) if recipe in RECIPES else None
@@ -191,7 +191,7 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     return Gpu(known.name, known.capability, known.torch_bytes)
 
 
-def _require_sizes(**sizes: Any) -> None:
+def _require_sizes(**sizes: float | None) -> None:
     for name, size in sizes.items():
         whole = name in ("num_processes", "nodes")
         right = isinstance(size, int) if whole else isinstance(size, (int, float)) and math.isfinite(size)

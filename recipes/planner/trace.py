@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from recipes.planner.live_bytes import LiveBytes
 from recipes.planner.shapes import ATTENTION, Adapters, Case, Moment, Traced, Weights
@@ -74,7 +74,7 @@ def _outermost(layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
     return [layer for layer in layers if id(layer) not in inner]
 
 
-def _auto_class(task: str) -> Any:
+def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if task == "sequence_classification" else AutoModelForCausalLM
 
 
@@ -100,7 +100,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     return model
 
 
-def _with_adapters(model: Any, adapters: Adapters) -> torch.nn.Module:
+def _with_adapters(model: PreTrainedModel, adapters: Adapters) -> torch.nn.Module:
     """Add LoRA as launch/training/model.py does: the same weights frozen, cast and quantised."""
     from peft import LoraConfig, get_peft_model
 
@@ -215,7 +215,9 @@ class _Operations(TorchFunctionMode):
         super().__init__()
         self.on_cuda = on_cuda
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
@@ -229,9 +231,10 @@ class _Operations(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def _in_fp32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+def _in_fp32(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
 
 
 # Mixtures of experts call these. On fake tensors torch's own version refuses fp32.
@@ -277,7 +280,7 @@ class _Linear4bit(torch.nn.Linear):
         return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
 
 
-def _quantise(model: Any, compute: torch.dtype) -> None:
+def _quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
     """As loading in 4 bits and peft do: linear layers except the head in 4 bits, the rest fp32."""
     from transformers.pytorch_utils import Conv1D
 
@@ -315,7 +318,14 @@ class _FusedAttention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **others: Any) -> Any:
+def _fused_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

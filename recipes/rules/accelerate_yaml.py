@@ -6,7 +6,7 @@ any value: most mistakes appear in the workers, or never.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes import legal
@@ -45,7 +45,7 @@ def nested_yaml_keys_are_known(run):
             yield in_yaml(run, str(key), f"{what}; in {name} it is dropped silently", fix, severity)
 
 
-def _where_it_belongs(key: str, known: Any) -> tuple[str, str]:
+def _where_it_belongs(key: str, known: Iterable[str]) -> tuple[str, str]:
     """What is wrong with an unknown key, and the argument, section or name to write instead."""
     argument = key if key in legal.settings() else belongs(key)
     if argument in legal.settings():
@@ -275,7 +275,7 @@ def nested_yaml_values_are_legal(run):
                 yield in_yaml(run, str(key), f"{value!r} is not one of its values", expected)
 
 
-def _expected(field: legal.Field, value: Any) -> str:
+def _expected(field: legal.Field, value: object) -> str:
     """The legal values of a key if `value` is not one of them, else empty."""
     text = str(value).lower()
     names = {field.name, f"fsdp_{field.name}", f"dynamo_{field.name}"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
@@ -82,7 +81,7 @@ def deepspeed_json_agrees_with_arguments(run):
         yield Problem(path, what, f'"{path.rpartition(".")[2]}": "auto"', _json_source(run))
 
 
-def _must_match(run: RunSpec) -> Iterator[tuple[str, Any, str]]:
+def _must_match(run: RunSpec) -> Iterator[tuple[str, object, str]]:
     """A path in the JSON, the value that it must have, and the argument that has this value."""
     yield "train_micro_batch_size_per_gpu", run["per_device_train_batch_size"], "per_device_train_batch_size"
     yield "gradient_accumulation_steps", run["gradient_accumulation_steps"], "gradient_accumulation_steps"
@@ -117,7 +116,7 @@ def zero_stages_exist(run):
         yield Problem("zero_optimization.stage", f"there is no stage {stage}", "0, 1, 2 or 3", _json_source(run))
 
 
-def _at(content: Any, path: str) -> Any:
+def _at(content: object, path: str) -> object:
     for name in path.split("."):
         content = content.get(name) if isinstance(content, dict) else None
     return content

@@ -21,11 +21,10 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from recipes.errors import Problem
 from recipes.run import RunSpec
-from recipes.run.engine import deepspeed_json
+from recipes.run.engine import Json, deepspeed_json
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
 
@@ -73,11 +72,11 @@ def uses_deepspeed(run: RunSpec) -> bool:
     return run.engine.kind == "deepspeed" or run["deepspeed"] is not None
 
 
-def deepspeed_section(run: RunSpec) -> Mapping[str, Any]:
+def deepspeed_section(run: RunSpec) -> Json:
     return dict(sections(run)).get("deepspeed_config", {})
 
 
-def deepspeed_file(run: RunSpec) -> dict[str, Any] | None:
+def deepspeed_file(run: RunSpec) -> Json | None:
     """The DeepSpeed JSON of `--deepspeed`, the YAML or the launcher. None without one."""
     if isinstance(run["deepspeed"], dict):
         return run["deepspeed"]
@@ -87,7 +86,7 @@ def deepspeed_file(run: RunSpec) -> dict[str, Any] | None:
     return deepspeed_json({"deepspeed_config_file": run["deepspeed"] or named or launched})
 
 
-def zero_section(run: RunSpec) -> dict[str, Any]:
+def zero_section(run: RunSpec) -> Json:
     section = (deepspeed_file(run) or {}).get("zero_optimization")
     return section if isinstance(section, dict) else {}
 
@@ -109,7 +108,7 @@ def uses_fsdp(run: RunSpec) -> bool:
     return run.engine.kind == "fsdp" or bool(run["fsdp"])
 
 
-def fsdp_section(run: RunSpec) -> dict[str, Any]:
+def fsdp_section(run: RunSpec) -> Json:
     """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`."""
     both = {**mapping(run.engine.raw.get("fsdp_config")), **mapping(run["fsdp_config"])}
     return {str(key).removeprefix("fsdp_"): value for key, value in both.items()}
@@ -129,11 +128,11 @@ def mixed_precision(run: RunSpec) -> str:
     return run.engine.mixed_precision
 
 
-def accelerator_config(run: RunSpec) -> dict[str, Any]:
+def accelerator_config(run: RunSpec) -> Json:
     return mapping(run["accelerator_config"])
 
 
-def gradient_accumulation_kwargs(run: RunSpec) -> dict[str, Any]:
+def gradient_accumulation_kwargs(run: RunSpec) -> Json:
     return mapping(accelerator_config(run).get("gradient_accumulation_kwargs"))
 
 
@@ -148,21 +147,21 @@ SECTIONS = (  # of an Accelerate YAML
 )
 
 
-def sections(run: RunSpec) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def sections(run: RunSpec) -> Iterator[tuple[str, Json]]:
     """The sections of the Accelerate YAML, by name."""
     for name in SECTIONS:
         if isinstance(run.engine.raw.get(name), Mapping):
             yield name, run.engine.raw[name]
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: object) -> Json:
     """`value` itself if it is a mapping, the content of the JSON file that it names, or {}."""
     if isinstance(value, Mapping):
         return dict(value)
     return read_json(value)[0] if isinstance(value, str) else {}
 
 
-def read_json(file: str) -> tuple[dict[str, Any], str]:
+def read_json(file: str) -> tuple[Json, str]:
     """The object in a JSON file, and what is wrong with the file: empty if nothing is."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -175,6 +174,6 @@ def read_json(file: str) -> tuple[dict[str, Any], str]:
     return content, ""
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """Whether a value from YAML, JSON or the environment means true."""
     return str(value).lower() in ("true", "1", "yes")

@@ -1,9 +1,10 @@
 """One run: what the user wrote, the recipe, the machine and the engine, put together."""
 
 from recipes.run.command_line import nearest, with_flags
+from recipes.run.engine import Json
 from recipes.run.fitted import with_fit
 from recipes.run.resolve import resolve
-from recipes.run.spec import BATCH, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, shown
+from recipes.run.spec import BATCH, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, Settings, shown
 
 __all__ = [
     "BATCH",
@@ -11,8 +12,10 @@ __all__ = [
     "FIT",
     "HIDDEN",
     "LIBRARY",
+    "Json",
     "RunSpec",
     "Setting",
+    "Settings",
     "nearest",
     "resolve",
     "shown",

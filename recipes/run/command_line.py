@@ -15,7 +15,7 @@ from recipes import legal
 from recipes.errors import Problem
 from recipes.legal import moved
 from recipes.run.engine import read_yaml
-from recipes.run.spec import COMMAND_LINE, Setting
+from recipes.run.spec import COMMAND_LINE, Setting, Settings
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
@@ -24,7 +24,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
     Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name is an
     underscore, as for Hugging Face's parser.
     """
-    raw: dict[str, Any] = {}
+    raw: dict[str, str | list[str] | bool | None] = {}
     rest = list(argv)
     while rest:
         flag = rest.pop(0)
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
     return accept(raw, COMMAND_LINE, problems)
 
 
-def with_flags(argv: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
+def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
     """A command line with these flags in place of its own; a flag that is None is left out."""
     changed, replaced = [], False
     for argument in argv:
@@ -71,7 +71,7 @@ def _is_bool(name: str) -> bool:
     return known is not None and "bool" in known.types
 
 
-def _join(name: str, values: list[str], problems: list[Problem]) -> Any:
+def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[str] | bool | None:
     known = legal.settings().get(name)
     if not values:
         return True if known is None or "bool" in known.types else None
@@ -82,7 +82,7 @@ def _join(name: str, values: list[str], problems: list[Problem]) -> Any:
     return values
 
 
-def read_config(path: Any, problems: list[Problem]) -> dict[str, Setting]:
+def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
     """The settings of a --config file. Raises `UserError` if it cannot be read."""
     content = read_yaml(path, "--config")
     if "config" in content:
@@ -142,7 +142,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 # --- Values ---------------------------------------------------------------------------------------
 
 
-def coerce(value: Any, known: legal.Field) -> Any:
+def coerce(value: object, known: legal.Field) -> Any:
     """`value` in the type of the field. Raises `ValueError` that says what is wrong.
 
     Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
@@ -166,7 +166,7 @@ def coerce(value: Any, known: legal.Field) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """The plain value of an enumeration's member, a path, a numpy number or a tuple."""
     if isinstance(value, Enum):
         return value.value
@@ -180,7 +180,7 @@ def _plain(value: Any) -> Any:
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
 
 
-def _from_text(text: str, types: frozenset[str]) -> Any:
+def _from_text(text: str, types: frozenset[str]) -> object:
     lowered = text.lower()
     if "bool" in types and lowered in (*_TRUE, *_FALSE) and not ("str" in types and lowered == "no"):
         return lowered in _TRUE

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
+
+if TYPE_CHECKING:
+    import yaml
+
+Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as it will be written
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Engine:
     mixed_precision: str = "no"
     dynamo_backend: str = "no"
     num_processes: int | None = None
-    raw: Mapping[str, Any] = field(default_factory=dict)
+    raw: Json = field(default_factory=dict)
 
     @property
     def offloads(self) -> bool:
@@ -53,7 +58,7 @@ def shipped(name: str) -> Path:
     return inside if inside.exists() else package.parent / "accelerate_configs" / name
 
 
-def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
+def read_yaml(path: str | Path, subject: str) -> Json:
     """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none."""
     import yaml
 
@@ -79,7 +84,7 @@ def read_yaml(path: str | Path, subject: str) -> dict[str, Any]:
 
 
 @cache
-def _loader() -> Any:
+def _loader() -> type[yaml.SafeLoader]:
     """PyYAML's safe loader, but `KeyError` for a key that is given twice."""
     import yaml
 
@@ -115,7 +120,7 @@ def from_yaml(path: str | Path) -> Engine:
     )
 
 
-def from_deepspeed(config: str | Mapping[str, Any]) -> Engine:
+def from_deepspeed(config: str | Json) -> Engine:
     """The engine of Trainer's own `--deepspeed`: a DeepSpeed JSON, or its content."""
     content = config if isinstance(config, Mapping) else deepspeed_json({"deepspeed_config_file": config}) or {}
     zero = _section(content, "zero_optimization")
@@ -170,18 +175,18 @@ def launch_environment(engine: Engine) -> dict[str, str]:
     return {"ACCELERATE_USE_DEEPSPEED": "true", **given}
 
 
-def _section(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _section(raw: Json, name: str) -> Json:
     section = raw.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def _zero_of_json(section: Mapping[str, Any]) -> dict[str, Any]:
+def _zero_of_json(section: Json) -> Json:
     content = deepspeed_json(section)
     zero = content.get("zero_optimization", {}) if content else {}
     return zero if isinstance(zero, dict) else {}
 
 
-def deepspeed_json(section: Mapping[str, Any]) -> dict[str, Any] | None:
+def deepspeed_json(section: Json) -> Json | None:
     """The DeepSpeed JSON that a YAML names; None if it names none, or it cannot be read."""
     import json
 
@@ -195,13 +200,13 @@ def deepspeed_json(section: Mapping[str, Any]) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _device(section: Any, plain: Any) -> str:
+def _device(section: object, plain: object) -> str:
     if isinstance(section, dict):
         return str(section.get("device", "none"))
     return str(plain).lower() if plain else "none"
 
 
-def _precision(value: Any) -> str:
+def _precision(value: object) -> str:
     return "no" if value in (None, False) else str(value).lower()
 
 

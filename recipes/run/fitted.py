@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from recipes.run.batch import Batch
+from recipes.run.engine import Json
 from recipes.run.spec import FIT, RunSpec
 
 _END_BYTES = 1 << 16
@@ -22,7 +22,7 @@ _SETTINGS = (
 ).split()
 
 
-def identity(run: RunSpec) -> dict[str, Any]:
+def identity(run: RunSpec) -> Json:
     """The training, world, devices and data that a fit holds for, as plain JSON values."""
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
@@ -32,7 +32,7 @@ def identity(run: RunSpec) -> dict[str, Any]:
     return json.loads(json.dumps(conditions, default=str))
 
 
-def read(folder: str | Path) -> dict[str, Any]:
+def read(folder: str | Path) -> Json:
     """The fit in a folder; empty if it is missing or damaged."""
     file = Path(folder) / FIT
     try:
@@ -50,16 +50,16 @@ def with_fit(run: RunSpec) -> RunSpec:
     return run.at_batch(fitted, FIT) if fitted else run
 
 
-def batch(run: RunSpec, fit: dict[str, Any]) -> Batch | None:
+def batch(run: RunSpec, fit: Json) -> Batch | None:
     """The batch of a fit that was found for exactly this run; None for any other fit."""
-    sizes: list[Any] = [fit.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
+    sizes = [fit.get(name) for name in ("micro_batch", "accumulation", "world_size", "peak_bytes")]
     if not all(type(size) is int and size > 0 for size in sizes) or fit.get("holds_for") != identity(run):
         return None
     split = as_batch(fit)
     return split if split.total == run.batch.total and split.world == run.world_size else None
 
 
-def as_batch(fit: dict[str, Any]) -> Batch:
+def as_batch(fit: Json) -> Batch:
     """The batch of a fit. Its reason is the measured peak of memory."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
     return Batch(fit["micro_batch"], fit["accumulation"], fit["world_size"], reason)

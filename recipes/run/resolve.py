@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from recipes import catalog, legal
 from recipes.catalog import Recipe
@@ -18,13 +17,13 @@ from recipes.run.command_line import accept, nearest, parse, read_config
 from recipes.run.engine import Engine, from_deepspeed, from_yaml, shipped
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
-from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting
+from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings
 
 
 def resolve(
     argv: Sequence[str] = (),
     *,
-    settings: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
     world_size: int | None = None,
     local_world_size: int | None = None,
     hardware: Hardware | None = None,

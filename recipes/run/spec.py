@@ -16,6 +16,8 @@ from recipes.run.batch import Batch
 from recipes.run.engine import Engine
 from recipes.run.hardware import Hardware
 
+Settings = Mapping[str, Any]  # values of settings by name: a RunSpec, or a plain mapping
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -34,7 +36,7 @@ BATCH_FIELDS = ("global_batch_size", "per_device_train_batch_size", "gradient_ac
 HIDDEN = "***"
 
 
-def shown(name: str, value: Any) -> Any:
+def shown(name: str, value: object) -> object:
     """A value as it may be printed and recorded: a token is hidden."""
     return HIDDEN if value and name.endswith("_token") else value
 

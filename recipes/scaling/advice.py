@@ -9,9 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from recipes.run import with_flags
+from recipes.run import Settings, with_flags
 from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, volume_bound
 from recipes.scaling.row import Timing
 from recipes.scaling.verdicts import Series, Size, Spread, spread
@@ -39,7 +38,7 @@ class Advice:
     why: str
     gain: float
     num_processes: int
-    flags: dict[str, Any] = field(default_factory=dict)
+    flags: Settings = field(default_factory=dict)
     same_training: bool = True
 
     @property
@@ -158,7 +157,7 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     for times in range(2, _MOST_ACCUMULATION + 1):
         longer = once + times * micro_batches
         if waits <= _SMALL_COMMUNICATION * longer:
-            flags: dict[str, Any] = {"global_batch_size": batch * times}
+            flags: dict[str, object] = {"global_batch_size": batch * times}
             flags |= {"gradient_accumulation_steps": accumulation * times}
             flags |= {"per_device_train_batch_size": row.batch.micro}
             why = f"brings communication to {waits / longer:.0%} of a step. This is a different training: the global "

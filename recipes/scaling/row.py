@@ -146,8 +146,10 @@ class Column(NamedTuple):
     group: str
     field: str
     kind: str  # as it is annotated: "int", "float | None", ...
-    default: Any
+    default: object
 
+
+Cells = Mapping[str, Any]  # a row as it is in a file: values by the names of its columns
 
 _GROUPS: dict[str, type] = {
     "batch": Batch,
@@ -173,13 +175,13 @@ def _columns_of(kind: type, group: str = "") -> dict[str, Column]:
 COLUMNS = _columns_of(Timing)  # in the order of a new .csv
 
 
-def to_columns(row: Timing) -> dict[str, Any]:
+def to_columns(row: Timing) -> Cells:
     """Every column of a row, None or empty if unknown."""
     objects = {"": row, **{group: getattr(row, group) for group in _GROUPS}}
     return {name: getattr(objects[one.group], one.field, None) for name, one in COLUMNS.items()}
 
 
-def from_columns(values: Mapping[str, Any]) -> Timing:
+def from_columns(values: Cells) -> Timing:
     """The row whose columns have these values; those that are left out, or None, are unknown."""
     objects: dict[str, dict[str, Any]] = {group: {} for group in ("", *_GROUPS)}
     for name, value in values.items():
@@ -189,6 +191,6 @@ def from_columns(values: Mapping[str, Any]) -> Timing:
     return Timing(**own, **{group: _GROUPS[group](**known) for group, known in objects.items() if known})
 
 
-def with_columns(row: Timing, **values: Any) -> Timing:
+def with_columns(row: Timing, **values: object) -> Timing:
     """The row with other values in some columns."""
     return from_columns({**to_columns(row), **values})

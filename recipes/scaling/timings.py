@@ -7,13 +7,14 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unicodedata import category
 
 from recipes.errors import Problem, UserError, mistake
-from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
+from recipes.run import Settings
+from recipes.scaling.row import COLUMNS, Cells, Timing, from_columns, to_columns
 
 SUFFIXES = (".csv", ".jsonl")
 WARM_UP_STEPS = 3  # of each run, which are not timed
@@ -22,7 +23,7 @@ _SHOWN = 200  # characters of a file's first line
 _LARGEST = 1e15  # of any number in a file, and 1/_LARGEST the smallest
 
 
-def name_of(run: Mapping[str, Any]) -> str:
+def name_of(run: Settings) -> str:
     """The name of a run's rows: its `run_name`, else the last part of its model's name."""
     model = run["model_name_or_path"]
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
@@ -56,7 +57,7 @@ def _gathered(problems: list[Problem]) -> Iterator[None]:
         problems += error.problems
 
 
-def parse_row(row: Mapping[str, Any], source: str) -> Timing:
+def parse_row(row: Cells, source: str) -> Timing:
     """A row as a Timing, without unknown columns.
 
     Raises `UserError` with every value that is not possible.
@@ -77,7 +78,7 @@ def parse_row(row: Mapping[str, Any], source: str) -> Timing:
     return from_columns(values)
 
 
-def _value(name: str, value: Any, source: str) -> Any:
+def _value(name: str, value: Any, source: str) -> str | float:
     kind = COLUMNS[name].kind
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
@@ -103,7 +104,7 @@ def _value(name: str, value: Any, source: str) -> Any:
     return number
 
 
-def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
+def _lines(file: Path) -> list[tuple[int, str | Cells]]:
     """The lines that are not empty, with their numbers; those of a .csv are split into cells."""
     if file.suffix not in SUFFIXES:
         raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a .csv or .jsonl file")
@@ -123,7 +124,7 @@ def _lines(file: Path) -> list[tuple[int, str | Mapping[str, Any]]]:
     return [(number, row) for number, row in rows if any(row.values())]
 
 
-def _cells(line: str | Mapping[str, Any], source: str) -> Mapping[str, Any]:
+def _cells(line: str | Cells, source: str) -> Cells:
     if not isinstance(line, str):
         return line
     try:

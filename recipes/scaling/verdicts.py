@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, median_low, quantiles
-from typing import Any
 
 from recipes.scaling.causes import CAUSES, WORTH_NAMING, Cause, causes_of, milliseconds, sets_the_pace
 from recipes.scaling.row import COLUMNS, Timing, from_columns, to_columns
@@ -150,7 +149,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def typical(rows: Sequence[Timing]) -> Timing:
     """The median of every numeric column, the lower one for counts; text as in the first row."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     columns = [to_columns(row) for row in rows]
     for name, column in COLUMNS.items():
         values = [value for row in columns if (value := row[name]) not in (None, "")]

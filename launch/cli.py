@@ -7,6 +7,7 @@ sets `run`: a function of the parsed options and of the other arguments, train.p
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from difflib import get_close_matches
@@ -61,7 +62,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0; 1 if the answer is no or something failed; 2 for a mistake."""
+    """Exit code: 0; 1 if the answer is no or something failed; 2 for a mistake; 130 interrupted."""
     own, passed_on = _split_at_dashes(sys.argv[1:] if argv is None else argv)
     name = own[0] if own else ""
     if name in ("-h", "--help", "--version"):
@@ -86,6 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"the disk is full: {error.filename or 'make room'}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -111,10 +120,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
     """The parser of one command, under the name and the usage of them all."""
     parser = argparse.ArgumentParser("recipes", usage=_USAGE, allow_abbrev=False)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
-    modules = [import_module(module) for module in COMMANDS[name].modules]
+    names = COMMANDS[name].modules
+    modules = [import_module(module) for module in names]
     if len(modules) > 1:
         nested = commands.add_parser(name, description=COMMANDS[name].summary, allow_abbrev=False)
-        commands = nested.add_subparsers(required=True, metavar="COMMAND")
+        commands = nested.add_subparsers(required=True, metavar="|".join(module.rpartition(".")[2] for module in names))
     for module in modules:
         module.add_parser(commands)
     return parser

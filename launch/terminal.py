@@ -1,15 +1,18 @@
-"""What a person reads: the console of one rank, tables, problems, and numbers with their units."""
+"""What a person reads: the console of one rank, tables, problems, and numbers with their units.
+
+rich is imported only to print: the quick commands use the numbers alone.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from recipes.errors import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _WIDTH = 110
 
@@ -28,11 +31,6 @@ def memory_size(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:,.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:,.1f} MiB"
 
 
-def data_size(size_bytes: float) -> str:
-    """Bytes that are sent, in powers of ten as bandwidths are: `12.3 MB`, `1.25 GB`."""
-    return f"{size_bytes / 1e9:,.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.1f} MB"
-
-
 def duration(seconds: float) -> str:
     """`12.3 ms`, `123 ms`, `1.25 s`, `125 s`: three digits are as much as a timing is worth."""
     value, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1000, "ms")
@@ -45,6 +43,8 @@ def duration(seconds: float) -> str:
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:
     """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns."""
+    from rich.console import Console
+
     stream = sys.stderr if stderr else sys.stdout
     return Console(
         file=stream, quiet=not is_main, width=None if stream.isatty() else _WIDTH, soft_wrap=not stream.isatty()
@@ -53,6 +53,8 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
 
 def print_table(headings: list[str], rows: list[list[str]]) -> None:
     """Names and what is known about them. The first column is for copying: it is never cut."""
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     longest = max((len(row[0]) for row in rows), default=0)
     for heading in headings:
@@ -64,6 +66,8 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:
     """One line per problem: what is wrong, where the value came from, and the fix."""
+    from rich.markup import escape
+
     for problem in problems:
         colour = "red" if problem.severity == "error" else "yellow"
         out.print(f"[{colour}]{problem.severity}[/{colour}]  {escape(str(problem))}", highlight=False)
@@ -71,4 +75,6 @@ def print_problems(problems: Iterable[Problem], out: Console) -> None:
 
 def print_note(text: str, out: Console) -> None:
     """One line that a person should read, though nothing is wrong with the run."""
+    from rich.markup import escape
+
     out.print(f"[yellow]note[/yellow]  {escape(text)}", highlight=False)

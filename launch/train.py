@@ -52,6 +52,7 @@ def fit_and_train(progress: TrainingProgress) -> None:
     run = resolve(progress.argv, world_size=world.size, local_world_size=world.local_size)
     run = progress.run = on_launched_engine(run)
     print_problems(require_legal(run), console(world.is_main))
+    quiet_libraries(run["verbose"])
     if run["fit"] or run["fit_only"]:
         run = progress.run = fit(run, progress.argv, world, again=run["fit_only"])
     if not run["fit_only"]:
@@ -60,7 +61,6 @@ def fit_and_train(progress: TrainingProgress) -> None:
 
 def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
     """Join the process group and train in it."""
-    quiet_libraries(run["verbose"])
     prepare_environment(run)
     # torch and transformers take seconds to import, so a mistake is reported before that.
     from launch.output.resume import output_folder

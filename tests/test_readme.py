@@ -1,5 +1,6 @@
 """README is true: CI runs its two commands, its quick commands work, and its files exist."""
 
+import importlib.util
 import re
 import shlex
 
@@ -21,6 +22,12 @@ def test_the_first_block_has_exactly_two_commands():
 )
 def test_every_file_it_names_exists(file):
     assert (ROOT / file).exists()
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", README))))
+def test_every_module_it_starts_can_be_started(module):
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and (not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"))
 
 
 QUICK = re.findall(r"^recipes (check .*|show .*|list|plan .*|submit .*--dry_run.*)$", README, flags=re.M)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launch.commands.show import as_json
 from launch.flags import Commands, count, spellings
+from launch.terminal import console, plural, print_problems
 from recipes.errors import Problem
 from recipes.rules.check import check, check_deep
 from recipes.run import FIT, RunSpec, resolve, with_fit
@@ -56,12 +57,10 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
 
 def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:
     if problems:
-        from launch.terminal import console, print_problems  # imports rich
-
         print_problems(problems, console(stderr=True))
     if errors:
-        print(f"{errors} error{'s' * (errors > 1)}: this run would not start.", file=sys.stderr)
+        print(f"{plural(errors, 'error')}: this run would not start.", file=sys.stderr)
         return
-    world = f"{run.world_size} process{'es' * (run.world_size > 1)}"
+    world = plural(run.world_size, "process")
     fitted = f": {run.batch.reason}" if run.batch_source == FIT else ""
     print(f"legal: {run.recipe.name} on {run.engine.title}, {world}, batch {run.batch}{fitted}")

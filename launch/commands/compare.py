@@ -12,6 +12,7 @@ from shlex import quote
 
 from launch.flags import Commands
 from launch.output import record
+from launch.terminal import memory_size, print_table
 from recipes.errors import UserError, mistake
 from recipes.run import BATCH, COMMAND_LINE, FIT, LIBRARY, Json, nearest
 
@@ -319,8 +320,6 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
 def _table(headings: list[str], rows: list[list[str]]) -> None:
     if not rows:
         return
-    from launch.terminal import print_table  # imports rich
-
     print_table(headings, rows)
     print()
 
@@ -357,7 +356,7 @@ def _cells(name: str, values: list[float | None]) -> list[str]:
 
 def _format(name: str) -> Callable[[float], str]:
     if name == "peak_memory_bytes":
-        return lambda value: f"{value / 2**30:.2f} GiB"
+        return memory_size
     if name == "mfu":
         return lambda value: f"{value:.1%}"
     unit = " s" if name in ("step_time", "train_runtime") else ""

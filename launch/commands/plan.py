@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch import plots
 from launch.flags import Commands, count
+from launch.terminal import print_table
 from recipes.errors import mistake
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
 from recipes.planner.plan import Plan, plan_memory
@@ -43,7 +44,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--gpu_memory", "--gpu-memory", metavar="GB", type=_size, help="usable GB of another card")
     ram = "GB of RAM per node [any is enough]"
     parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
-    parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="all GPUs [1]")
+    parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="number of GPUs [1]")
     parser.add_argument("--nodes", type=count, default=1, help="nodes that these GPUs are on [1]")
     parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe")
     parser.add_argument(
@@ -122,12 +123,6 @@ def as_json(plan: Plan) -> Json:
 
 def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
-
-
-def print_table(headings: list[str], rows: list[list[str]]) -> None:
-    from launch.terminal import print_table  # imports rich, which --json does without
-
-    print_table(headings, rows)
 
 
 def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:

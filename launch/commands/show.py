@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.flags import Commands, count, spellings
+from launch.terminal import plural, print_table
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import UserError, mistake
 
@@ -145,13 +146,11 @@ def _as_yaml(recipe: Recipe) -> str:
 
 def _print_heading(run: RunSpec) -> None:
     print(f"{run.recipe.name}: {run.recipe.purpose}")
-    world = f"{run.world_size} process{'es' * (run.world_size > 1)}"
+    world = plural(run.world_size, "process")
     print(f"on {run.hardware}, {world}, {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n")
 
 
 def _print_table(headings: list[str], rows: list[list[str]]) -> None:
-    from launch.terminal import print_table  # imports rich
-
     print_table(headings, rows)
 
 

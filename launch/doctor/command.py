@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
 from launch.flags import Commands, count, whole
+from launch.terminal import plural
 from recipes.errors import mistake
 from recipes.run import hardware
 
@@ -161,7 +162,7 @@ def signs_for(stream: TextIO) -> Mapping[str, str]:
 
 def _verdict(checks: list[Check]) -> str:
     errors, doubts = (sum(check.status == status for check in checks) for status in ("error", "warning"))
-    warnings = f", {doubts} warning{'s' * (doubts > 1)}" if doubts else ""
+    warnings = f", {plural(doubts, 'warning')}" if doubts else ""
     if errors:
         return f"failed: {errors} of {len(checks)} checks{warnings}"
     return f"healthy: {len(checks)} checks{warnings}"

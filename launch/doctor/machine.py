@@ -366,7 +366,7 @@ def cores(request: Request) -> Check:
     count, has = request.processes_per_node, request.hardware.cores
     run = resolve(world_size=request.processes, local_world_size=count, hardware=request.hardware, environment={})
     workers = run["dataloader_num_workers"]
-    words = f"{has} for {count} process{'es' * (count > 1)} with {workers} DataLoader worker{'s' * (workers != 1)} each"
+    words = f"{has} for {plural(count, 'process')} with {plural(workers, 'DataLoader worker')} each"
     if has < count:
         return Check("warning", "CPU cores", words, "--cpus-per-task, docker --cpus, or fewer processes")
     if has < count * workers:

@@ -15,6 +15,7 @@ from launch.explain.reasons import notes_on, reason_for, size_of
 from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Topic, Variant
 from launch.flags import Commands
 from launch.host import processes
+from launch.terminal import print_table
 from recipes.errors import Failure
 from recipes.run import Json
 from recipes.run.hardware import Hardware
@@ -125,8 +126,6 @@ def _as_json(topic: str, device: str, hardware: Hardware, measured: Measured, re
 
 
 def _print(topic: Topic, measured: Measured, reasons: list[str]) -> None:
-    from launch.terminal import print_table
-
     batch = f"{RANKS} ranks x {SEQUENCES} sequences of {measured.tokens} tokens"
     print(f"{measured.backend}, a decoder of {measured.parameters:,} parameters, {batch} per optimizer step\n")
     heads = ["", "memory", "samples/s", "speed", "syncs", "sent", "loss", "gradient", "off"]

@@ -75,7 +75,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
         out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False)
         return verdict["fits"]
 
-    out.print(f"fit   up to {memory_size(limit)} a process, from micro {guess}", highlight=False)
+    out.print(f"fit   up to {memory_size(limit)} per process, from micro {guess}", highlight=False)
     if runs(guess):
         for size in (size for size in sizes if size > guess):
             if not runs(size):

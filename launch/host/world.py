@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.host.processes import free_port
-from recipes.errors import UserError, mistake
+from recipes.errors import Failure, UserError, mistake
 from recipes.run import RunSpec, with_fit
 from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, launch_environment, shipped
 
@@ -38,7 +38,10 @@ class World:
         return self.rank % self.local_size == 0
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`."""
+        """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
+
+        If rank 0 fails otherwise, the other ranks raise a `Failure` instead of waiting for it.
+        """
         if self.size == 1:
             return decision()
         import torch.distributed as dist
@@ -49,11 +52,16 @@ class World:
                 answer = [decision(), None]
             except UserError as error:
                 answer = [None, error.problems]
+            except Exception:
+                dist.broadcast_object_list([None, ()], src=0)
+                raise
         dist.broadcast_object_list(answer, src=0)
         result, problems = answer
-        if problems is not None:
-            raise UserError(*problems)
-        return result
+        if problems is None:
+            return result
+        if not problems:
+            raise Failure("rank 0 failed: see the error that it printed")
+        raise UserError(*problems)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:

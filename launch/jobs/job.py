@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.secrets import refuse_secrets
-from launch.terminal import console, print_problems
+from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve, with_fit
@@ -67,13 +67,12 @@ class Job:
     @property
     def command(self) -> list[str]:
         """The script and its arguments. torch elastic fills in macros, and reads `$$` as `$`."""
-        words = [self.script, *self.argv]
-        return words if self.run.engine.kind == "single" else [word.replace("$", "$$") for word in words]
+        argv = [self.script, *self.argv]
+        return argv if self.run.engine.kind == "single" else [word.replace("$", "$$") for word in argv]
 
     @property
     def title(self) -> str:
-        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
-        world = f"{nodes} x {self.processes_per_node} process{'es' * (self.processes_per_node > 1)}"
+        world = f"{plural(self.nodes, 'node')} x {plural(self.processes_per_node, 'process')}"
         return f"{self.run.recipe.name} on {self.run.engine.title}, {world}, batch {self.run.batch}"
 
 
@@ -127,16 +126,16 @@ def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str,
 
     `rank`, `address` and `port` are bash expressions.
     """
-    words = [*quoted(accelerate), "--config_file", shlex.quote(job.config)]
-    words += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
+    argv = [*quoted(accelerate), "--config_file", shlex.quote(job.config)]
+    argv += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
     if job.nodes > 1:
-        words += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
-        words += ["--rdzv_backend", "static", "--same_network"]
+        argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
+        argv += ["--rdzv_backend", "static", "--same_network"]
         if job.run.engine.kind == "deepspeed":
-            words += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
+            argv += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
     elif job.run.engine.kind != "single":
-        words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
-    return words
+        argv += ["--main_process_port", "0"]  # any free port: two runs may share a machine
+    return argv
 
 
 def preflight_command(job: Job, python: str, rank: str, address: str, port: str) -> list[str]:
@@ -147,11 +146,11 @@ def preflight_command(job: Job, python: str, rank: str, address: str, port: str)
     if not job.preflight:
         return []
     # `python launch` runs the folder, as a script: this package need not be installed on the nodes.
-    words = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
-    words += ["--nodes", str(job.nodes), "--num_processes", str(job.processes)]
+    argv = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
+    argv += ["--nodes", str(job.nodes), "--num_processes", str(job.processes)]
     if job.nodes > 1:
-        words += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
-    return [*words, "&&"]
+        argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
+    return [*argv, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:

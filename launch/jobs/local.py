@@ -12,6 +12,7 @@ from launch.jobs import here, tail
 from launch.jobs.job import THIS_ACCELERATE, Job, Node, arguments, checked_job, launch_command, preflight_command
 from launch.jobs.secrets import without_secrets
 from launch.output.submission import Submission
+from launch.terminal import plural
 from launch.training import out_of_memory
 from recipes.run import Json, with_flags
 
@@ -91,7 +92,7 @@ def check(text: str, job: Job, flags: Local) -> None:
 def submit(text: str, job: Job, flags: Local) -> int:
     """Run the job to its end. Returns its exit code."""
     if not job.run.hardware.cuda:
-        print(f"no GPU here: {job.processes} process{'es' * (job.processes > 1)} on {job.run.hardware}", flush=True)
+        print(f"no GPU here: {plural(job.processes, 'process')} on {job.run.hardware}", flush=True)
     code = here.run_script(text, job)
     return _go_on_with_less(job, code) if flags.on_oom == "next" else code
 

@@ -28,6 +28,7 @@ from launch.jobs.here import job_here
 from launch.jobs.job import Job
 from launch.jobs.secrets import without_secrets
 from launch.output import record
+from launch.terminal import plural
 from recipes import legal
 from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
@@ -40,7 +41,7 @@ from recipes.scaling.verdicts import Series, Size, analyse
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
-_SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe")
+_SET_HERE = ("output_dir", "measure", "max_steps", "num_train_epochs", "recipe", "fit_only")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Point:
 
     @property
     def title(self) -> str:
-        processes = f"{self.num_processes} process{'es' * (self.num_processes > 1)}"
+        processes = plural(self.num_processes, "process")
         return f"{self.applied or self.recipe}, {processes}, global batch {self.global_batch}"
 
 

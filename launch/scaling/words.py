@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.scaling.run import TIMINGS
+from launch.terminal import plural
 from recipes.scaling.advice import Advice, Applied, advise, applied
 from recipes.scaling.causes import CAUSES, WORTH_NAMING
 from recipes.scaling.row import PARTS, Timing
@@ -79,7 +80,7 @@ def serial_words(series: Series) -> str:
             f"No serial fraction: Amdahl's law does not describe these sizes. The fitted fraction, {share:.1%}, limits "
             f"the speedup to {1 / share:.3g}, but {fastest:.3g} was measured."
         )
-    at = f"{smallest} process{'es' * (smallest > 1)}"
+    at = plural(smallest, "process")
     return (
         f"Serial fraction {share:.1%} (Amdahl's law, {len(series.sizes)} world sizes): that part of the time on {at} "
         f"does not shrink, so no number of processes can be more than {1 / share:.3g} times as fast."

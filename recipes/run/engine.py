@@ -34,10 +34,6 @@ class Engine:
     raw: Json = field(default_factory=dict)
 
     @property
-    def offloads(self) -> bool:
-        return (self.offload_optimizer, self.offload_param) != ("none", "none")
-
-    @property
     def title(self) -> str:
         """Its name for people, such as `DDP` or `DeepSpeed ZeRO-2, optimizer offload`."""
         names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}

@@ -44,7 +44,7 @@ def resolve(
     problems: list[Problem] = []
     given = parse(argv, problems)
     given |= accept(settings or {}, "argument", problems)
-    if "config" in given:
+    if "config" in given and given["config"].value is not None:
         given = {**read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None

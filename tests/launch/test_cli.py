@@ -1,5 +1,6 @@
 """The `recipes` command itself: help, mistakes, and that each command imports only itself."""
 
+import errno
 import subprocess
 import sys
 
@@ -92,3 +93,19 @@ def test_a_legal_check_prints_without_rich():
 
 def test_help_imports_no_command():
     assert not {name for name in imported("--help") if name.startswith("launch.commands.")}
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/train.log"), 1, "the disk is full: out/train.log"),
+    ],
+)
+def test_what_the_machine_does_to_a_command_is_one_line(raised, code, words, monkeypatch, capsys):
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr("launch.commands.show.list_recipes", fail)
+    assert main(["list"]) == code
+    assert capsys.readouterr().err == f"{words}\n"

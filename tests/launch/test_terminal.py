@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.terminal import data_size, duration, memory_size, plural
+from launch.terminal import duration, memory_size, plural
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,6 @@ def test_a_count_agrees_with_its_noun(count, noun, words):
 @pytest.mark.parametrize(("size", "words"), [(512 * 2**20, "512.0 MiB"), (3 * 2**29, "1.50 GiB")])
 def test_memory_is_counted_in_powers_of_two(size, words):
     assert memory_size(size) == words
-
-
-@pytest.mark.parametrize(("size", "words"), [(12_340_000, "12.3 MB"), (1_250_000_000, "1.25 GB")])
-def test_what_is_sent_is_counted_in_powers_of_ten(size, words):
-    assert data_size(size) == words
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """The world and the engine: read from what the launcher announced, and never guessed."""
 
+import os
+import tempfile
+
 import pytest
 
 from launch.host.world import World, launched, on_launched_engine
@@ -7,6 +10,7 @@ from recipes.errors import UserError
 from recipes.run import resolve
 from recipes.run.engine import from_environment
 from recipes.run.hardware import Hardware
+from tests.support.running import fork_ranks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 ZERO_3 = {
@@ -72,3 +76,40 @@ def test_another_recipe_takes_the_engine_that_was_launched():
 def test_trainers_own_deepspeed_argument_is_the_engine():
     content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert engine_of("standard", TORCHRUN, deepspeed=content).title == "DeepSpeed ZeRO-2, optimizer offload"
+
+
+DECIDE = """
+import torch.distributed as dist
+from launch.host.world import launched
+from recipes.errors import Failure, mistake
+
+def decision():
+    {decision}
+
+dist.init_process_group("gloo")
+world = launched()
+try:
+    result = world.decide(decision)
+except Exception as error:
+    result = type(error).__name__
+print(f"rank {{world.rank}}: {{result}}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("decision", "first", "second"),
+    [
+        ("return world.rank", "0", "0"),
+        ("raise mistake('output_dir', 'cannot be written', 'another folder')", "UserError", "UserError"),
+        ("raise PermissionError('no entry')", "PermissionError", "Failure"),
+    ],
+)
+def test_what_rank_0_decides_all_ranks_know(decision, first, second, tmp_path):
+    (tmp_path / "decide.py").write_text(DECIDE.format(decision=decision))
+    with tempfile.TemporaryFile() as log:
+        codes = fork_ranks(2, dict(os.environ), [str(tmp_path / "decide.py")], log.fileno())
+        log.seek(0)
+        lines = log.read().decode().splitlines()
+    assert codes == [0, 0], lines
+    assert {f"rank 0: {first}", f"rank 1: {second}"} <= set(lines)

@@ -1,9 +1,15 @@
 """Resolving: precedence, the engine, the machine, and nothing lost on the way."""
 
+import contextlib
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes import legal
 from recipes.catalog import RECIPES
+from recipes.errors import UserError
+from recipes.rules.check import check
 from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.runs import resolved
@@ -44,3 +50,10 @@ def test_trainers_own_deepspeed_argument_names_the_engine(tmp_path):
 def test_epochs_that_were_asked_for_win_over_the_demonstrations_steps():
     run = resolve(["--num_train_epochs", "3"], hardware=Hardware(), environment={})
     assert (run["num_train_epochs"], run["max_steps"]) == (3, -1)
+
+
+@pytest.mark.parametrize("value", ["none", "0", "-1", "true", "", "{}", "[]", "nan", "1e400", "/nonexistent", "a b"])
+def test_no_value_of_any_setting_breaks_the_check(value):
+    for name in legal.settings():
+        with contextlib.suppress(UserError):
+            check(resolved([f"--{name}", value]))

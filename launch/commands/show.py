@@ -42,7 +42,7 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
         print(json.dumps([{name: getattr(recipe, name) for name in fields} for recipe in recipes], indent=2))
         return 0
     rows = [[recipe.name, recipe.engine, recipe.purpose] for recipe in recipes]
-    _print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
+    print_table(["recipe", "accelerate_configs/", "what it is for"], rows)
     return 0
 
 
@@ -56,7 +56,7 @@ def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
         return 0
     _print_heading(run)
     rows = [[name, _text(setting.value), setting.source, setting.reason] for name, setting in settings.items()]
-    _print_table(["setting", "value", "from", "reason"], rows)
+    print_table(["setting", "value", "from", "reason"], rows)
     return 0
 
 
@@ -70,7 +70,7 @@ def _show_difference(run: RunSpec, other: RunSpec, as_json: bool) -> int:
     rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
     if run.recipe.engine != other.recipe.engine:
         rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine.title])
-    _print_table(["setting", run.recipe.name, other.recipe.name, "reason"], rows)
+    print_table(["setting", run.recipe.name, other.recipe.name, "reason"], rows)
     return 0
 
 
@@ -148,10 +148,6 @@ def _print_heading(run: RunSpec) -> None:
     print(f"{run.recipe.name}: {run.recipe.purpose}")
     world = plural(run.world_size, "process")
     print(f"on {run.hardware}, {world}, {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n")
-
-
-def _print_table(headings: list[str], rows: list[list[str]]) -> None:
-    print_table(headings, rows)
 
 
 def _text(value: object) -> str:

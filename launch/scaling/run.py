@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.flags import Commands, count
+from launch.host import processes
 from launch.jobs import local as local_job
 from launch.jobs.here import job_here
 from launch.jobs.job import Job
@@ -61,8 +61,8 @@ class Point:
 
     @property
     def title(self) -> str:
-        processes = plural(self.num_processes, "process")
-        return f"{self.applied or self.recipe}, {processes}, global batch {self.global_batch}"
+        world = plural(self.num_processes, "process")
+        return f"{self.applied or self.recipe}, {world}, global batch {self.global_batch}"
 
 
 def add_parser(commands: Commands) -> None:
@@ -248,19 +248,13 @@ def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: 
         if code == 0:
             return read([Path(place) / TIMINGS])[0]
     print(f"{point.title}: failed, exit code {code}; the end of {log}:", file=sys.stderr)
-    print("\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:]), file=sys.stderr, flush=True)
+    print("\n".join(processes.last_lines(log, _LAST_LINES)), file=sys.stderr, flush=True)
     return None
 
 
 def _run(text: str, log: IO[bytes]) -> int:
     """The exit code of a job's script. An interrupt of this process ends the training first."""
-    process = subprocess.Popen(
-        ["bash", "-c", text, "recipes"],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    process = processes.start(["bash", "-c", text, "recipes"], log)
     try:
         return process.wait()
     except BaseException:
@@ -270,13 +264,13 @@ def _run(text: str, log: IO[bytes]) -> int:
 
 
 @contextlib.contextmanager
-def _on_cores(processes: int, most: int) -> Iterator[None]:
+def _on_cores(world_size: int, most: int) -> Iterator[None]:
     """Without GPUs: as many cores per process as each has in the largest world."""
     if read_hardware().cuda or not hasattr(os, "sched_setaffinity"):
         yield
         return
     all_cores = os.sched_getaffinity(0)
-    own = sorted(all_cores)[: max(1, len(all_cores) // most) * processes]
+    own = sorted(all_cores)[: max(1, len(all_cores) // most) * world_size]
     os.sched_setaffinity(0, own)
     try:
         yield

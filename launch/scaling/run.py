@@ -118,6 +118,9 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         kept = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
         print(f"\ninterrupted; {kept}", file=sys.stderr)
         return 130
+    if not file.stat().st_size:
+        print("\nnothing was measured: every run failed", file=sys.stderr)
+        return 1
     print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
     return 1 if failed else 0
 

@@ -177,6 +177,17 @@ def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsy
     assert says in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
+def test_if_every_run_fails_it_says_so_and_recommends_no_report(tmp_path, capsys):
+    from launch.cli import main
+
+    words = ["--num_processes", "1", "--repeats", "1", "--dataset_name", str(tmp_path / "missing.jsonl")]
+    assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr()
+    assert "nothing was measured: every run failed" in printed.err
+    assert "scale report" not in printed.out
+
+
 def test_timings_of_another_training_are_not_mixed(alone_row, tmp_path, capsys):
     from launch.cli import main
 

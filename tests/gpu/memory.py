@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from launch.host.processes import free_port
 from tests.gpu.cases import Figures, Setup
 
 STEPS, RATE, GIB = 2, 1e-4, 2**30
@@ -246,10 +246,7 @@ def _be_a_rank() -> None:
     """Join a world of one process, and have accelerate wrap the model in DDP all the same."""
     from accelerate import PartialState
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in world.items()}}
     PartialState.use_distributed = property(lambda self: True)
 

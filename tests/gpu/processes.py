@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from launch.host.processes import start
+
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -30,15 +32,7 @@ def run_alone(command: Sequence[str], log: Path, deadline: float, env: Mapping[s
     """
     with log.open("wb") as stream:
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must reach this process only, which kills the others
-                env={**os.environ, **(env or {})},
-            )
-            return process.wait(deadline)
+            return start([*command], stream, {**os.environ, **(env or {})}).wait(deadline)
         except subprocess.TimeoutExpired:
             return None
         finally:

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
+from launch.host.processes import free_port
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,10 +92,8 @@ def launchers_environment(processes: int, config: str, argv: list[str]) -> dict[
 
 def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log: int) -> list[int]:
     """Run the script `argv` in all ranks of a world on this machine. Returns their exit codes."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = []
     for rank in range(processes):
         own = {**environment, **{name: str(value) for name, value in world.items()}}

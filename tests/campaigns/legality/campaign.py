@@ -62,9 +62,8 @@ class Campaign:
         result = Result(number, judgement.legal, outcome.finished, case, found, output=outcome.output)
         if found is None:
             return result
-        signature = found.kind + re.sub(r"\d+", "0", found.what)
-        if signature not in self.shrunk:
-            self.shrunk.add(signature)
+        if found.signature not in self.shrunk:
+            self.shrunk.add(found.signature)
             result.case = shrink(case, lambda other: self._still(other, found))
             _, outcome, result.disagreement = self._once(result.case)
             result.output = outcome.output

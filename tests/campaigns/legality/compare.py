@@ -18,6 +18,11 @@ class Disagreement:
     kind: str
     what: str
 
+    @property
+    def signature(self) -> str:
+        """Equal for disagreements that probably have the same cause."""
+        return self.kind + re.sub(r"\d+", "0", self.what)
+
 
 # Mistakes that train.py may report although check called the run legal: (subject, message, why).
 LATE = [

@@ -36,14 +36,11 @@ def judge(case: Case) -> Judgement:
     """As `recipes check` does, in the current folder, which must be the case's own."""
     try:
         run = with_fit(resolve(flags(case), world_size=case.processes, accelerate_config=YAML if case.yaml else None))
-        judgement = _of(run)
-        if judgement.legal or case.launcher == "accelerate":
-            return judgement
-        # Not the launch that `recipes check` expects, so train.py's own check counts.
-        environment = dict(run.environment)
-        if case.launcher == "torchrun":
-            environment |= {"RANK": "0", "WORLD_SIZE": str(case.processes)}
-        return _of(on_launched_engine(replace(run, environment=environment)))
+        if case.launcher == "accelerate":
+            return _of(run)
+        # Another launch than `recipes check` expects, so train.py's own check counts.
+        announced = {"RANK": "0", "WORLD_SIZE": str(case.processes)} if case.launcher == "torchrun" else {}
+        return _of(on_launched_engine(replace(run, environment={**run.environment, **announced})))
     except UserError as error:
         return Judgement({PARSING: list(error.problems)})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.campaigns.legality.case import Case
+from tests.campaigns.legality.case import FILES, Case
 
 
 def shrink(case: Case, remains: Callable[[Case], bool]) -> Case:
@@ -17,6 +17,11 @@ def shrink(case: Case, remains: Callable[[Case], bool]) -> Case:
 
 def _smaller(case: Case) -> Iterator[Case]:
     """The case with one thing dropped or made simpler; each is nearer to the plain run."""
+    for where in FILES:  # all flags at once, or all of a file
+        if other := case.of(where):
+            yield case.without(other)
+    if case.of("flag"):
+        yield case.without(case.of("flag"))
     if len(case.changes) > 3:  # half of them at once
         middle = len(case.changes) // 2
         yield case.without(case.changes[:middle])

@@ -67,7 +67,15 @@ def _out_of_range(case: Case, judgement: Judgement, outcome: Outcome) -> str:
 _VALUES: dict[str, str | Callable[[Outcome], str]] = {
     "save_total_limit": lambda outcome: "keeps them all" if outcome.seen[0]["checkpoints"] else "",
     "include_num_input_tokens_seen": "any other word counts as `all`",
+    "early_stopping_patience": "0 stops nothing early",
+    "max_steps": "any number below 0 means num_train_epochs",
 }
+
+
+def _another_optimizer(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    asked, used = judgement.run["optim"], outcome.seen[0]["optimizer"]
+    return f"{used} instead of {asked}" if "CPUAdam" in used and not asked.startswith("adamw_torch") else ""
+
 
 SHOWN_BY: dict[str, Proof] = {
     PARSING: _as_written,
@@ -77,7 +85,11 @@ SHOWN_BY: dict[str, Proof] = {
     "single_engine_starts_one_process": _another_world,
     "batches_are_not_split": _another_batch,
     "accumulation_is_said_once": _another_batch,
+    "offload_needs_adamw": _another_optimizer,
+    "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",
+    "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
     "values_are_in_range": _out_of_range,
+    "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",
     "nested_settings_are_known": lambda *_: "nothing reads that key",
     "nested_yaml_keys_are_known": lambda *_: "nothing reads that key",
     "packing_frees_the_padding": lambda *_: "rows are packed, and padding_free is dropped",

@@ -74,7 +74,10 @@ def _accelerate(words: list[str]) -> int:
             self.pid = forked(lambda: rank.main(command[2:]), env)
 
         def wait(self) -> None:
-            self.returncode = _exit_code(os.waitpid(self.pid, 0)[1])
+            code = _exit_code(os.waitpid(self.pid, 0)[1])
+            if code:
+                raise SystemExit(code)
+            self.returncode = 0
 
     torchrun.run = start_ranks
     launcher.subprocess = SimpleNamespace(Popen=Started, CalledProcessError=subprocess.CalledProcessError)

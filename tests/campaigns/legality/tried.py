@@ -21,7 +21,8 @@ from tests.campaigns.legality.case import Case, flags, launch
 from tests.campaigns.legality.start import forked, start
 
 SECONDS = 90  # a run takes one or two; only a hang takes as long
-_LAUNCHERS_OWN = ("main_process_port", "rdzv_backend", "main_process_ip", "machine_rank")
+# Keys that only the real launcher reads: it takes ten seconds.
+LAUNCHERS_OWN = ("main_process_port", "rdzv_backend", "main_process_ip", "machine_rank")
 
 
 @dataclass
@@ -48,8 +49,9 @@ class Outcome:
 
     @property
     def mistake(self) -> bool:
-        """Whether train.py refused it as a mistake of the user's, in one line."""
-        return self.code == 2 and not self.traceback
+        """Whether train.py refused it as a mistake of the user's, without a traceback."""
+        before, printed, _ = f"\n{self.output}".partition("\nerror  ")
+        return bool(self.code and printed) and "Traceback" not in before
 
     @property
     def processes(self) -> int:
@@ -61,7 +63,7 @@ class Outcome:
     def batch(self) -> int:
         """Examples of the first step over all ranks. Ranks that share their examples count once."""
         rows = [rank["rows"].get("1", []) for rank in self.seen]
-        shared = len(rows) > 1 and all(own == rows[0] for own in rows)
+        shared = len(rows) > 1 and all(own == rows[0] for own in rows) and len(set(rows[0])) > 1
         return len(rows[0]) if shared else sum(len(own) for own in rows)
 
     def last_words(self) -> str:
@@ -75,7 +77,7 @@ class Outcome:
 def tried(case: Case, folder: Path, *, checked: bool, really: bool = False) -> Outcome:
     """Run a case that is written in the current `folder`; with `really` by the real launcher."""
     log = folder / "log.txt"
-    really = really or any(change.name in _LAUNCHERS_OWN for change in case.of("yaml"))
+    really = really or any(change.name in LAUNCHERS_OWN for change in case.of("yaml"))
     with log.open("wb") as stream:
         pid = _started(case, checked, really, stream.fileno())
         code = _ended(pid, SECONDS * (2 if really else 1))

@@ -50,7 +50,10 @@ def _work(seed: str, numbers: list[int], folder: Path, place: int, queue) -> Non
 
     try:
         campaign = Campaign(seed, folder / f"worker-{place}", _material(folder, place))
+        parent = multiprocessing.parent_process()
         for number in numbers:
+            if parent is None or not parent.is_alive():
+                return
             for result in campaign.run(number):
                 queue.put(result)
         queue.put(None)
@@ -102,11 +105,11 @@ class Totals:
             self._report(result)
 
     def _report(self, result) -> None:
-        text = described(result.case)
+        signature, text = result.disagreement.signature, described(result.case)
         self.disagreements.append(text)
-        if text in self.seen:
+        if signature in self.seen:
             return
-        self.seen.add(text)
+        self.seen.add(signature)
         print(f"\n=== run {result.number}: {result.disagreement.kind}\n{result.disagreement.what}\n{text}")
         print(f"--case '{result.case.as_json()}'", flush=True)
 

@@ -165,6 +165,12 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
+def debug_options() -> tuple[str, ...]:
+    """Legal words in `debug`."""
+    return enumerations(parse_file("transformers", "debug_utils.py"))["DebugOption"]
+
+
+@cache
 def schedule_keys() -> dict[str, dict[str, bool]]:
     """Legal keys of `lr_scheduler_kwargs` by schedule, and whether each must be given.
 

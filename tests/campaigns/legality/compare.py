@@ -30,6 +30,7 @@ LATE = [
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
     (r"completion_only_loss|assistant_only_loss", r"needs", "depends on the columns of the data"),
     (r"max_length", r"the data of", "depends on the length of the data"),
+    (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
     (r"padding_free", r".* lets the sequences", "found by a forward pass of the real model"),
 ]
 # Advice that says before the start that another world or batch will train, and why it is no error.

@@ -76,7 +76,8 @@ def fsdp(*lines: str) -> str:
 
 
 def ds_json(**content) -> dict:
-    return {"ds.json": {"zero_optimization": {"stage": 2}, **content}}
+    batch = {"train_micro_batch_size_per_gpu": "auto"}
+    return {"ds.json": {"zero_optimization": {"stage": 2}, **batch, **content}}
 
 
 DS = "--deepspeed ds.json"

@@ -104,6 +104,8 @@ SHOWN_BY: dict[str, Proof] = {
     "values_are_in_range": _out_of_range,
     "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",
     "nested_settings_are_known": lambda *_: "nothing reads that key",
+    "deepspeed_json_keys_are_known": lambda *_: "nothing reads that key",
+    "zero_stages_exist": lambda *_: "accelerate compares the stage with a number, and sees none",
     "nested_yaml_keys_are_known": lambda *_: "nothing reads that key",
     "packing_frees_the_padding": lambda *_: "rows are packed, and padding_free is dropped",
 }

@@ -53,7 +53,7 @@ def resolve(
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
     if engine is None:
         engine = yaml_engine or _engine(recipe, given, environment, launched)
-        engine = _with_parallelism(engine, given, {} if yaml_engine else environment)
+        engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
     world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
@@ -92,15 +92,15 @@ def _engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], lau
     return around or from_yaml(shipped("single.yaml"))
 
 
-def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str]) -> Engine:
+def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str], named: bool) -> Engine:
     """The engine with parallelism that its own YAML or JSON does not tell.
 
     Trainer prefers the arguments `parallelism_config` and `deepspeed` to what the launcher exports.
+    The launcher hands on the variables that it finds, unless its YAML (`named`) has sizes.
     """
-    launched = from_environment(environment)
-    around = launched.parallelism if launched else from_variables(environment)
-    sizes = around if around.source else engine.parallelism
-    autotp = engine.parallelism.autotp if around.autotp == 1 else around.autotp
+    sizes = engine.parallelism if engine.parallelism.source else from_variables(environment)
+    around = None if named else from_environment(environment)
+    autotp = engine.parallelism.autotp if around is None else around.parallelism.autotp
     config, own = (given[name].value if name in given else None for name in ("parallelism_config", "deepspeed"))
     if config is not None:
         sizes = from_config(config)

@@ -104,6 +104,7 @@ def started(run: RunSpec, world_size: int) -> Json:
         "recipe": run.recipe.name,
         "engine": run.engine.title,
         "world_size": world_size,
+        "data_parallel_size": run.data_parallel_size,
         "started": now(),
         "command": [shown_argument(run, argument) for argument in sys.argv],
         "data": fingerprint(run["dataset_name"]),

@@ -34,8 +34,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
         "data": data.description,
         "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
-        "batch": f"micro {run.batch.micro} x accumulation {run.batch.accumulation} x world {run.batch.world}"
-        f" = global {run.batch.total}" + (f", {run.batch.reason}" if run.batch_source == FIT else ""),
+        "batch": batch(run),
         "precision": precision(run),
         "output": run["output_dir"],
     }
@@ -48,6 +47,17 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     if idle > 0:
         are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
         out.print(f"[yellow]advice[/yellow]  {are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
+
+
+def batch(run: RunSpec) -> str:
+    """How the global batch is split, and over what if that is not every process of the world."""
+    split, sharing = run.batch, run.engine.parallelism.sharing
+    over = "world" if sharing == 1 else "data-parallel"
+    words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
+    words += f" = global {split.total}"
+    if sharing > 1:
+        words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
+    return words + (f", {split.reason}" if run.batch_source == FIT else "")
 
 
 def precision(run: RunSpec) -> str:

@@ -30,9 +30,16 @@ class RecipeTrainer(Trainer):
     _evaluated: _Evaluated | None = None
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model."""
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
+        DeepSpeed cannot divide it.
+        """
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except AssertionError as error:
+            if "AutoTP" not in str(error):
+                raise
+            what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error)}"
+            raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
@@ -85,7 +92,8 @@ class RecipeTrainer(Trainer):
             return
         number = _example_numbers(batch)
         size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
-        own = min(max(left - self.args.process_index * size, 0), size)
+        group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
+        own = min(max(left - group * size, 0), size)
         batch["labels"] = batch["labels"].masked_fill(number >= own, IGNORED)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

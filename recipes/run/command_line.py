@@ -148,6 +148,10 @@ def coerce(value: object, known: legal.Field) -> Any:
     Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
+    if known.name == "parallelism_config" and value not in (None, "None", "none"):
+        if hasattr(value, "tp_size"):
+            return value
+        raise ValueError(f"takes accelerate's ParallelismConfig, got {value!r}")
     value = _plain(value)
     if value is False and "no" in known.choices:
         value = "no"  # YAML reads it as false without quotes
@@ -207,6 +211,8 @@ def _names(types: frozenset[str]) -> str:
 
 
 def _expected(known: legal.Field) -> str:
+    if known.name == "parallelism_config":
+        return "parallelism_config: in an Accelerate YAML, or a ParallelismConfig in your own script"
     if known.choices:
         return "one of " + ", ".join(known.choices)
     return f"--{known.name} with {_names(known.types)}"

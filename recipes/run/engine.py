@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
+from recipes.run.parallelism import Parallelism, autotp_size, from_section, from_variables
 
 if TYPE_CHECKING:
     import yaml
@@ -32,10 +33,15 @@ class Engine:
     dynamo_backend: str = "no"
     num_processes: int | None = None
     raw: Json = field(default_factory=dict)
+    parallelism: Parallelism = Parallelism()
 
     @property
     def title(self) -> str:
         """Its name for people, such as `DDP` or `DeepSpeed ZeRO-2, optimizer offload`."""
+        return ", ".join(part for part in (self._name, str(self.parallelism)) if part)
+
+    @property
+    def _name(self) -> str:
         names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}
         if self.kind != "deepspeed":
             return names.get(self.kind, self.kind)
@@ -103,6 +109,8 @@ def from_yaml(path: str | Path) -> Engine:
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     processes = raw.get("num_processes")
     json_zero = _zero_of_json(deepspeed)
+    parallelism = from_section(_section(raw, "parallelism_config"), str(path))
+    autotp = autotp_size(deepspeed_json(deepspeed) or {}) if kind == "DEEPSPEED" else 1
     return Engine(
         kind=KINDS.get(kind, kind.lower()),
         source=str(path),
@@ -113,6 +121,7 @@ def from_yaml(path: str | Path) -> Engine:
         dynamo_backend=str(backend).lower(),
         num_processes=processes if isinstance(processes, int) and not isinstance(processes, bool) else None,
         raw=raw,
+        parallelism=replace(parallelism, autotp=autotp),
     )
 
 
@@ -126,6 +135,7 @@ def from_deepspeed(config: str | Json) -> Engine:
         zero_stage=_int(zero.get("stage", 0)),
         offload_optimizer=_device(zero.get("offload_optimizer"), None),
         offload_param=_device(zero.get("offload_param"), None),
+        parallelism=Parallelism(autotp=autotp_size(content)),
     )
 
 
@@ -136,11 +146,14 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
         source="the launcher",
         mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
         dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+        parallelism=from_variables(environment),
     )
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if file.lower() != "none":
-            return replace(from_deepspeed(file), mixed_precision=single.mixed_precision)
+            engine = from_deepspeed(file)
+            parallelism = replace(single.parallelism, autotp=engine.parallelism.autotp)
+            return replace(engine, mixed_precision=single.mixed_precision, parallelism=parallelism)
         return replace(
             single,
             kind="deepspeed",

@@ -106,6 +106,11 @@ class RunSpec(Mapping):
         return replace(problem, source=self.setting(problem.subject).source)
 
     @property
+    def data_parallel_size(self) -> int:
+        """Processes, or groups of processes, that get examples of their own."""
+        return max(1, self.world_size // self.engine.parallelism.sharing)
+
+    @property
     def demonstration(self) -> bool:
         """Whether train.py trains its demonstration: the user named neither a model nor data."""
         return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given

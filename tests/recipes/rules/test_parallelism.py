@@ -9,12 +9,54 @@ import pytest
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import BY_NAME, arguments, assert_fires, run_ranks, torchrun, train
-from tests.support.runs import A100, Run, fsdp, machine
+from tests.support.runs import A100, CLASSIFY, DS, TWO_GPUS, Run, ds_json, fsdp, groups, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
+    "sizes_of_groups_are_counts": (Run(yaml=groups(dp_shard=0)), Run(yaml=groups(dp_shard=1))),
+    "sequences_are_not_divided_by_deepspeed": (
+        Run(yaml=groups("DEEPSPEED", sp=2), world=2),
+        Run(yaml=groups("DEEPSPEED", sp=1), world=2),
+    ),
+    "sequences_are_not_divided_over_a_ring": (
+        Run(yaml=groups(cp=2), world=2, hardware=TWO_GPUS),
+        Run(yaml=groups(dp_shard=2), world=2, hardware=TWO_GPUS),
+    ),
+    "tensor_parallelism_is_deepspeeds": (
+        Run(yaml=groups("MULTI_GPU", tp=2), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "megatron_has_its_own_trainer": (Run(yaml=yaml("MEGATRON_LM")), Run(yaml=yaml("DEEPSPEED"))),
+    "tensor_parallel_sizes_are_counts": (
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": "two"})),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 0})),
+    ),
+    "tensor_parallelism_needs_a_lower_stage": (
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, zero_optimization={"stage": 3}), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "tensor_parallelism_trains_language_models": (
+        Run(f"{DS} {CLASSIFY}", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "deepspeed_shards_no_sequences": (
+        Run(DS, files=ds_json(sequence_parallel_size=2, train_batch_size="auto"), world=2),
+        Run(DS, files=ds_json(sequence_parallel_size=1, train_batch_size="auto"), world=2),
+    ),
+    "replicas_and_shards_make_the_world": (
+        Run(yaml=groups(dp_replicate=2, dp_shard=4), world=4, hardware=machine(A100, 4)),
+        Run(yaml=groups(dp_replicate=2, dp_shard=2), world=4, hardware=machine(A100, 4)),
+    ),
+    "replicas_and_shards_are_of_fsdp2": (
+        Run(yaml=groups(version=1, dp_shard=2), world=2, hardware=TWO_GPUS),
+        Run(yaml=groups(version=2, dp_shard=2), world=2, hardware=TWO_GPUS),
+    ),
+    "cpu_ranks_take_no_sizes": (
+        Run(yaml=groups("MULTI_GPU", dp_shard=1), world=2),
+        Run(yaml=groups("MULTI_GPU", dp_shard=1), world=1),
+    ),
     "static_graph_needs_accumulation_one": (
         Run("--ddp_static_graph true --gradient_accumulation_steps 2", world=2),
         Run("--ddp_static_graph true --gradient_accumulation_steps 1", world=2),

@@ -50,7 +50,10 @@ def resolve(
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
     own = given.get("deepspeed")
     engine = engine or yaml_engine or (from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine)))
-    world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
+    if world_size:
+        engine = replace(engine, num_processes=world_size)
+    in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
+    world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything

@@ -30,10 +30,13 @@ def resolved(argv: str | list[str] = "", **keywords):
 
 @dataclass(frozen=True)
 class Run:
-    """What a user writes. `yaml` is a shipped file's name or a text; `files` are written for it."""
+    """What a user writes. `yaml` is a shipped file's name or a text; `files` are written for it.
+
+    `world` is what --num_processes says, None without it.
+    """
 
     argv: str = ""
-    world: int = 1
+    world: int | None = 1
     hardware: Hardware = CPU
     yaml: str = ""
     environment: dict = field(default_factory=dict)

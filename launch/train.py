@@ -118,7 +118,7 @@ def train_in_group(
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
         if data.eval is not None:
-            trained.metrics.update(trainer.evaluate())
+            trained.metrics.update(trainer.final_metrics())
         trainer.save_model()
         record.results = results(run, trainer, trained.metrics)
     banner.show_results(record.results, run, world, trainer, progress.argv)

@@ -26,6 +26,21 @@ def best_model_needs_matching_strategies(run):
 
 
 @rule
+def every_evaluation_is_saved(run):
+    """Trainer loads the best model that was saved: an older one than the best, or none at all."""
+    if not run["load_best_model_at_end"] or not run["eval_strategy"] == run["save_strategy"] == "steps":
+        return
+    every, save, steps = run["eval_steps"] or run["logging_steps"], run["save_steps"], run["max_steps"]
+    fix = f"--save_steps {every:g}" if every < 1 or steps < 1 or every <= steps else "a smaller --eval_steps"
+    if save >= 1 and 0 < steps < save:
+        what = f"{save:g} lies beyond max_steps {steps}: only the last step is saved, whether it is the best or not"
+        yield advice(run, "save_steps", what, f"{fix}, or leave save_steps out: saving follows evaluation")
+    elif 0 < every < save:
+        what = f"{save:g} saves one of {save / every:.0f} evaluations, and maybe not the best"
+        yield advice(run, "save_steps", what, f"{fix}, or leave it out: saving follows evaluation")
+
+
+@rule
 def saving_the_best_needs_evaluation(run):
     """With save_strategy 'best' and eval_strategy 'no', nothing is ever saved, silently."""
     if run["save_strategy"] != "best":

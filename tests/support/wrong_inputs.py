@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.runs import BEST
+
 _HEAD = "compute_environment: LOCAL_MACHINE\n"
 
 
@@ -183,8 +185,8 @@ _COMBINATIONS = [
     Wrong("optim", "--optim adamw_torch", "--recipe memory_zero3 --optim sgd"),
     Wrong("load_in_4bit", "--use_peft", "--load_in_4bit"),
     Wrong("load_best_model_at_end", "--eval_strategy", "--load_best_model_at_end"),
-    Wrong("load_best_model_at_end", "--save_strategy", "--load_best_model_at_end --eval_strategy epoch"),
-    Wrong("load_best_model_at_end", "--save_steps", "--load_best_model_at_end --eval_strategy steps --eval_steps 300"),
+    Wrong("load_best_model_at_end", "--save_strategy", f"{BEST} --eval_strategy epoch --save_strategy steps"),
+    Wrong("load_best_model_at_end", "--save_steps", f"{BEST} --eval_strategy steps --eval_steps 3 --save_steps 5"),
     Wrong("save_strategy", "--eval_strategy", "--save_strategy best"),
     Wrong("early_stopping_patience", "--eval_strategy", "--early_stopping_patience 3"),
     Wrong("lr_scheduler_type", "--eval_strategy", "--lr_scheduler_type reduce_lr_on_plateau"),

@@ -56,10 +56,15 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
     and reads the user's own default configuration if there is one.
     """
-    found = [*run.problems, *(problem for rule in RULES for problem in rule(run))]
+    found = [*run.problems, *(problem for rule in _rules_for(run) for problem in rule(run))]
     if not accelerate_config_given:
         found += stray_accelerate_config(run.environment)
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
+
+
+def _rules_for(run: RunSpec) -> list[Rule]:
+    """All rules; for a script of the user's own, without those about what train.py does."""
+    return [rule for rule in RULES if not (run.own_script and getattr(rule, "of_train_py", False))]
 
 
 def require_legal(run: RunSpec) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, problem, rule
+from recipes.rules.facts import advice, of_train_py, problem, rule
 
 
 @rule
@@ -64,6 +64,7 @@ def early_stopping_needs_evaluation(run):
 
 
 @rule
+@of_train_py
 def best_metric_is_reported(run):
     """`KeyError: The metric_for_best_model ... which is not found`, after the first evaluation."""
     wanted = run["metric_for_best_model"]
@@ -77,6 +78,7 @@ def best_metric_is_reported(run):
 
 
 @rule
+@of_train_py
 def evaluating_needs_data(run):
     """`ValueError: Trainer: evaluation requires an eval_dataset.`; `do_eval` alone does nothing."""
     if run["eval_strategy"] != "no":
@@ -88,6 +90,7 @@ def evaluating_needs_data(run):
 
 
 @rule
+@of_train_py
 def accuracy_is_computed_at_the_end(run):
     """train.py's accuracy needs one array of all predictions, and takes no `compute_result`."""
     if run["task"] != "sequence_classification":
@@ -99,6 +102,7 @@ def accuracy_is_computed_at_the_end(run):
 
 
 @rule
+@of_train_py
 def labels_have_one_name(run):
     """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`."""
     if run["label_names"] not in (None, ["labels"]):
@@ -106,6 +110,7 @@ def labels_have_one_name(run):
 
 
 @rule
+@of_train_py
 def a_training_trains(run):
     """train.py always trains, and evaluates by `eval_strategy`: other scripts read these flags."""
     if run.explicit("do_train") and not run["do_train"]:
@@ -115,6 +120,7 @@ def a_training_trains(run):
 
 
 @rule
+@of_train_py
 def test_split_is_used(run):
     """Without an evaluation strategy, nothing loads the split."""
     if run["eval_strategy"] == "no" and run.explicit("dataset_test_split") and run["dataset_test_split"]:

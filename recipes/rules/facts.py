@@ -35,6 +35,15 @@ def rule(function: Rule) -> Rule:
     return function
 
 
+def of_train_py(function: Rule) -> Rule:
+    """Marks a rule about what train.py does with model, data and metrics.
+
+    A script of the user's own may do otherwise: its factory calls are not judged by such a rule.
+    """
+    function.of_train_py = True  # type: ignore[attr-defined]
+    return function
+
+
 def problem(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
     """An error about the setting `subject`, with where its value came from."""
     return Problem(subject, what, fix, run.setting(subject).source)

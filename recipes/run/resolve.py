@@ -32,14 +32,15 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     demonstrate: bool = True,
     elsewhere: frozenset[str] | None = None,
+    own_script: bool = False,
 ) -> RunSpec:
     """The run of train.py's command line `argv`, and of `settings`, which count the same.
 
     The world size is the given one, or the Accelerate YAML's, or 1. `environment` is os.environ if
     not given, `hardware` this machine. With `demonstrate` false, a run that names no model and no
     data is not train.py's demonstration. `elsewhere` are the packages known to be where the run
-    goes; None if it runs here. Problems are in `run.problems`. Raises `UserError` for a file that
-    cannot be read.
+    goes; None if it runs here. With `own_script`, a script of the user's own trains, not train.py.
+    Problems are in `run.problems`. Raises `UserError` for a file that cannot be read.
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
@@ -70,6 +71,7 @@ def resolve(
         environment=os.environ if environment is None else environment,
         demonstrate=demonstrate,
         elsewhere=elsewhere,
+        own_script=own_script,
     )
 
 

@@ -20,7 +20,7 @@ class Wrong:
     config: str = ""
     yaml: str = ""
     json: Any = None
-    world: int = 1
+    world: int | None = 1
     gpu: tuple[int, int] | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -254,7 +254,8 @@ _YAML = [
     Wrong("mixed_precision", "--fp16", "--bf16", yaml=_yaml("MULTI_GPU", "mixed_precision: fp16")),
     Wrong("compute_environment", "LOCAL_MACHINE", yaml="compute_environment: LAPTOP\ndistributed_type: 'NO'\n"),
     Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'")),
-    Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0")),
+    Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0"), world=None),
+    Wrong("num_processes", "--num_processes N", yaml=f"{_HEAD}distributed_type: MULTI_GPU\n", world=None),
     Wrong("num_machines", "num_machines: 1", yaml=_yaml("MULTI_GPU", "num_machines: two")),
     Wrong("machine_rank", "0 to 0", yaml=_yaml("MULTI_GPU", "machine_rank: 1")),
     Wrong(

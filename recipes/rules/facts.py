@@ -21,10 +21,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.run import RunSpec
 from recipes.run.engine import Json, deepspeed_json
+from recipes.run.local_model import local_config
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
 
@@ -75,6 +78,14 @@ def installed(package: str) -> bool:
 def available(run: RunSpec, package: str) -> bool:
     """Whether a package is installed here, or known to be where the run goes."""
     return package in (run.elsewhere or ()) or installed(package)
+
+
+def model_config(run: RunSpec) -> Mapping[str, Any] | None:
+    """The configuration of the run's model: as loaded, or as its folder has it. None if unknown."""
+    if run.model is not None:
+        return run.model
+    name = run["model_name_or_path"]
+    return dict(DEMONSTRATION_MODEL) if name is None and run.demonstrate else local_config(name)
 
 
 def uses_deepspeed(run: RunSpec) -> bool:

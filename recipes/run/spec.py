@@ -48,6 +48,7 @@ class RunSpec(Mapping):
 
     `given` is what the user wrote, `demonstrate` whether train.py's demonstration may be trained.
     `elsewhere`: packages known to be where the run goes; None if it runs here.
+    `model`: the configuration of its model once it is loaded; None before.
     `own_script`: a script of the user's own trains, not train.py.
     `batch_source`: what chose a micro-batch that the user did not, arithmetic or `--fit`.
     `limits`: values that the user did not write, lowered to what the model allows.
@@ -64,6 +65,7 @@ class RunSpec(Mapping):
     environment: Mapping[str, str] = field(default_factory=dict)
     demonstrate: bool = True
     elsewhere: frozenset[str] | None = None
+    model: Mapping[str, Any] | None = None
     own_script: bool = False
     batch_source: str = BATCH
     limits: Mapping[str, Setting] = field(default_factory=dict)

@@ -27,7 +27,12 @@ class RecipeTrainer(Trainer):
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+    loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _evaluated: _Evaluated | None = None
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
@@ -113,6 +118,25 @@ class RecipeTrainer(Trainer):
             mean = self.accelerator.reduce(evaluated.total.to(self.args.device), "mean") / evaluated.weight
             output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
         return output
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluations[self.state.global_step] = metrics
+        return metrics
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+
+    @property
+    def model_step(self) -> int:
+        """The step that the weights are from: the best one if it was loaded, else the last."""
+        return self.state.global_step if self.loaded_step is None else self.loaded_step
+
+    def final_metrics(self) -> dict[str, float]:
+        """The metrics of the model as it is now, evaluated only if it was not at its step."""
+        known = self.evaluations.get(self.model_step)
+        return self.evaluate() if known is None else known
 
     def _run_epoch(self, *args, **kwargs):
         # Trainer checks these only after a step, so a run resumed at its last step would take one

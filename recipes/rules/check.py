@@ -13,9 +13,11 @@ from recipes.rules import (
     adapters,
     batches,
     checkpoints,
+    data,
     deepspeed_json,
     engines,
     evaluation,
+    models,
     nested,
     optimizer,
     packages,
@@ -33,6 +35,8 @@ RULE_MODULES = (
     precision,
     engines,
     parallelism,
+    models,
+    data,
     batches,
     optimizer,
     adapters,
@@ -56,10 +60,15 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
     and reads the user's own default configuration if there is one.
     """
-    found = [*run.problems, *(problem for rule in RULES for problem in rule(run))]
+    found = [*run.problems, *(problem for rule in _rules_for(run) for problem in rule(run))]
     if not accelerate_config_given:
         found += stray_accelerate_config(run.environment)
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
+
+
+def _rules_for(run: RunSpec) -> list[Rule]:
+    """All rules; for a script of the user's own, without those about what train.py does."""
+    return [rule for rule in RULES if not (run.own_script and getattr(rule, "of_train_py", False))]
 
 
 def require_legal(run: RunSpec) -> list[Problem]:

@@ -21,7 +21,8 @@ Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as i
 class Engine:
     """`kind` is single, ddp, deepspeed, fsdp or another type of accelerate's in lower case.
 
-    `source` is where it was read, `raw` the content of its Accelerate YAML.
+    `source` is where it was read, `raw` the content of its Accelerate YAML. `num_processes` is what
+    the command line says, or the YAML; None if neither does.
     """
 
     kind: str
@@ -102,8 +103,14 @@ def _loader() -> type[yaml.SafeLoader]:
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them."""
+    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them.
+
+    Raises `UserError` for an empty file: accelerate launch dies of it in a traceback.
+    """
     raw = read_yaml(path, "--accelerate_config")
+    if not raw:
+        fix = "a file with compute_environment, distributed_type and num_processes, or one of accelerate_configs/"
+        raise mistake("--accelerate_config", f"{path} is empty, which accelerate launch refuses", fix)
     deepspeed, dynamo = _section(raw, "deepspeed_config"), _section(raw, "dynamo_config")
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))

@@ -34,6 +34,7 @@ def resolve(
     demonstrate: bool = True,
     elsewhere: frozenset[str] | None = None,
     launched: bool = False,
+    own_script: bool = False,
 ) -> RunSpec:
     """The run of train.py's command line `argv`, and of `settings`, which count the same.
 
@@ -41,7 +42,8 @@ def resolve(
     not given, `hardware` this machine. With `launched`, the engine is the one that a launcher has
     set up for this process. With `demonstrate` false, a run that names no model and no data is not
     train.py's demonstration. `elsewhere` are the packages known to be where the run goes; None if
-    it runs here. Problems are in `run.problems`. Raises `UserError` for a file that cannot be read.
+    it runs here. With `own_script`, a script of the user's own trains, not train.py. Problems are
+    in `run.problems`. Raises `UserError` for a file that cannot be read.
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
@@ -54,7 +56,10 @@ def resolve(
     if engine is None:
         engine = yaml_engine or _engine(recipe, given, environment, launched)
         engine = _with_parallelism(engine, given, {} if yaml_engine else environment)
-    world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
+    if world_size:
+        engine = replace(engine, num_processes=world_size)
+    in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
+    world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
@@ -71,6 +76,7 @@ def resolve(
         environment=environment,
         demonstrate=demonstrate,
         elsewhere=elsewhere,
+        own_script=own_script,
     )
 
 

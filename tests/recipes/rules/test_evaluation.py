@@ -12,6 +12,10 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "best_model_needs_matching_strategies": (Run(f"{BEST} {EVAL} --save_strategy epoch"), Run(f"{BEST} {EVAL}")),
+    "every_evaluation_is_saved": (
+        Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 10"),
+        Run(f"{BEST} {EVAL} --eval_steps 5"),
+    ),
     "saving_the_best_needs_evaluation": (
         Run("--save_strategy best --metric_for_best_model loss"),
         Run(f"--save_strategy best --metric_for_best_model loss {EVAL}"),
@@ -21,8 +25,8 @@ CASES = {
         Run(f"--early_stopping_patience 3 {EVAL} {BEST}"),
     ),
     "best_metric_is_reported": (
-        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model f1"),
-        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model eval_loss"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model f1"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model eval_loss"),
     ),
     "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
     "accuracy_is_computed_at_the_end": (
@@ -47,6 +51,7 @@ ALSO_FIRES = [
         Run(f"{BEST} {EVAL} --save_strategy best --eval_strategy no"),
         "load_best",
     ),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 20 --save_steps 20 --max_steps 10"), "save_steps"),
     ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping_patience"),
 ]
@@ -55,6 +60,9 @@ ALSO_FIRES = [
 LEGAL_AFTER_ALL = [
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
+    ("best_model_needs_matching_strategies", Run(f"{BEST} --eval_strategy epoch")),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_strategy steps")),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 5 --max_steps 5")),
 ]
 
 
@@ -97,3 +105,12 @@ def test_do_eval_alone_evaluates_nothing(tmp_path):
     history = train(tmp_path, evaluates=True, do_eval=True).state.log_history
     assert not [entry for entry in history if "eval_loss" in entry]
     assert_fires("evaluating_needs_data", {"do_eval": True})
+
+
+def test_a_best_model_that_was_not_saved_is_not_loaded(tmp_path):
+    """The first evaluation is the best here: its step has no checkpoint, so none is loaded."""
+    evaluation = dict(eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", greater_is_better=True)
+    settings = {**evaluation, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    state = train(tmp_path, evaluates=True, **settings).state
+    assert (state.best_global_step, state.best_model_checkpoint) == (1, None)
+    assert_fires("every_evaluation_is_saved", settings)

@@ -21,9 +21,11 @@ from tests.recipes.rules import (
     test_adapters,
     test_batches,
     test_checkpoints,
+    test_data,
     test_deepspeed_json,
     test_engines,
     test_evaluation,
+    test_models,
     test_nested,
     test_optimizer,
     test_packages,
@@ -39,6 +41,8 @@ SUBJECTS: tuple[ModuleType, ...] = (
     test_precision,
     test_engines,
     test_parallelism,
+    test_models,
+    test_data,
     test_batches,
     test_optimizer,
     test_adapters,
@@ -104,7 +108,7 @@ def test_rule_does_not_refuse_what_trains(name, run, tmp_path, monkeypatch):
 def test_a_message_names_where_the_value_came_from(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("load_in_4bit: true\n", encoding="utf-8")
     run = Run("--config run.yaml").resolve(tmp_path, monkeypatch)
-    assert [problem.source for problem in check(run) if problem.subject == "load_in_4bit"] == ["run.yaml"]
+    assert {problem.source for problem in check(run) if problem.subject == "load_in_4bit"} == {"run.yaml"}
 
 
 # --- What is shipped is legal ---------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Run:
         monkeypatch.setattr(facts, "installed", lambda package: package not in self.missing)
         for name, content in self.files.items():
             text = content if isinstance(content, str) else json.dumps(content)
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
         return resolve(
             self.argv.split(),

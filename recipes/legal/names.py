@@ -165,25 +165,6 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
-def schedule_keys() -> dict[str, dict[str, bool]]:
-    """Legal keys of `lr_scheduler_kwargs` by schedule, and whether each must be given.
-
-    A schedule that takes any key is not listed.
-    """
-    tree = parse_file("transformers", "optimization.py")
-    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
-    given_by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    keys = {}
-    for name, function in values_by_member(tree, "TYPE_TO_SCHEDULER_FUNCTION", "trainer_utils.py", "SchedulerType"):
-        arguments = functions[function]
-        if not arguments.kwarg:
-            required = len(arguments.args) - len(arguments.defaults)
-            names = [argument.arg for argument in arguments.args]
-            keys[name] = {key: place < required for place, key in enumerate(names) if key not in given_by_trainer}
-    return keys
-
-
-@cache
 def optimizers_without_arguments() -> frozenset[str]:
     """Values of `optim` whose optimizer ignores `optim_args`."""
     tree = parse_file("transformers", "trainer_optimizer.py")

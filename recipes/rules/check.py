@@ -11,6 +11,7 @@ from recipes.errors import Problem, UserError
 from recipes.rules import (
     accelerate_yaml,
     adapters,
+    attention,
     batches,
     checkpoints,
     data,
@@ -33,6 +34,7 @@ from recipes.run.engine import read_yaml
 RULE_MODULES = (
     values,
     precision,
+    attention,
     engines,
     parallelism,
     models,

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -159,8 +160,11 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
         value = "none"  # transformers 5 refuses None
-    accepted = types | {"int"} if "float" in types else types  # an int for a float stays an int
-    if type(value).__name__ not in accepted and not (value is None and "None" in types):
+    if "float" in types and type(value) is int:
+        value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
+    if isinstance(value, dict):
+        value = {key: _number_in_yaml(entry) for key, entry in value.items()}
+    if type(value).__name__ not in types and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
         raise ValueError(f"takes {_names(types)}, got {given}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -181,6 +185,13 @@ def _plain(value: object) -> object:
     return value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
 
 
+def _number_in_yaml(value: object) -> object:
+    """A number in place of text such as `1e-6`: YAML reads only `1.0e-6` as a number."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
 
 
@@ -188,11 +199,12 @@ def _from_text(text: str, types: frozenset[str]) -> object:
     lowered = text.lower()
     if "bool" in types and lowered in (*_TRUE, *_FALSE) and not ("str" in types and lowered == "no"):
         return lowered in _TRUE
-    for convert in (int, float) if "float" in types else (int,) if "int" in types else ():
-        try:
-            return convert(text)
-        except ValueError:
-            pass
+    for name, convert in (("int", int), ("float", float)):
+        if name in types:
+            try:
+                return convert(text)
+            except ValueError:
+                pass
     if "dict" in types and text.lstrip().startswith("{"):
         try:
             return json.loads(text)

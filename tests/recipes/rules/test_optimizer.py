@@ -9,7 +9,7 @@ import types
 import pytest
 
 from tests.support.real_failures import arguments, assert_fires, train
-from tests.support.runs import DS, EVAL, SGD, Run, deepspeed, ds_json
+from tests.support.runs import DS, EVAL, SGD, Run, deepspeed, ds_json, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -72,12 +72,13 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpe
 def galore(monkeypatch):
     """Stand-ins for the optimizers of galore_torch. What they require is Trainer's own decision."""
     import torch
+    import transformers.trainer_optimizer
 
     module = types.ModuleType("galore_torch")
     for name in ("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit"):
         setattr(module, name, torch.optim.AdamW)
     monkeypatch.setitem(sys.modules, "galore_torch", module)
-    monkeypatch.setattr("transformers.trainer_optimizer.is_galore_torch_available", lambda: True)
+    monkeypatch.setattr(transformers.trainer_optimizer, "is_galore_torch_available", lambda: True)
 
 
 LAYERWISE = {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}
@@ -156,3 +157,9 @@ def test_offload_fails_with_other_optimizers(optimizer, message, tmp_path):
     with pytest.raises(TypeError, match=message):
         map_pytorch_optim_to_deepspeed(chosen([weight], **options)).step()
     assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": optimizer})
+
+
+def test_a_beta_of_zero_is_a_float(tmp_path):
+    with pytest.raises(ValueError, match="betas must be either both floats"):
+        train(tmp_path, adam_beta1=0)
+    train(tmp_path, adam_beta1=resolved("--adam_beta1 0")["adam_beta1"])

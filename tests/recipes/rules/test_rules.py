@@ -19,6 +19,7 @@ from recipes.run.engine import shipped
 from tests.recipes.rules import (
     test_accelerate_yaml,
     test_adapters,
+    test_attention,
     test_batches,
     test_checkpoints,
     test_data,
@@ -39,6 +40,7 @@ from tests.support.runs import A100, CPU, H100, T4, Run, machine
 SUBJECTS: tuple[ModuleType, ...] = (
     test_values,
     test_precision,
+    test_attention,
     test_engines,
     test_parallelism,
     test_models,

@@ -112,5 +112,6 @@ def _has(args_class: type, name: str) -> bool:
 baseline = _factory(catalog.baseline())
 standard = _factory(catalog.standard())
 fast = _factory(catalog.fast())
+sharded = _factory(catalog.sharded())
 memory = _factory(catalog.memory())
 memory_zero3 = _factory(catalog.memory_zero3())

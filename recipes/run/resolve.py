@@ -53,16 +53,19 @@ def resolve(
     recipe = _find_recipe(given, problems)
     environment = os.environ if environment is None else environment
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
-    if engine is None:
-        engine = yaml_engine or _engine(recipe, given, environment, launched)
+    hardware = hardware if hardware is not None else read_hardware()
+    if "use_cpu" in given and given["use_cpu"].value:
+        hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
+    if engine is None and launched:
+        engine = launched_engine(recipe, given, environment, hardware)
+        engine = _with_parallelism(engine, given, environment)
+    elif engine is None:
+        engine = yaml_engine or _chosen_engine(recipe, given)
         engine = _with_parallelism(engine, given, {} if yaml_engine else environment)
     if world_size:
         engine = replace(engine, num_processes=world_size)
     in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
     world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
-    hardware = hardware if hardware is not None else read_hardware()
-    if "use_cpu" in given and given["use_cpu"].value:
-        hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
     batch = _split(recipe, world, engine.parallelism, given, problems)
     return RunSpec(
         recipe=recipe,
@@ -80,20 +83,27 @@ def resolve(
     )
 
 
-def _engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], launched: bool) -> Engine:
-    """The engine of a run for which no Accelerate YAML is named.
+def _chosen_engine(recipe: Recipe, given: Settings) -> Engine:
+    """The engine of a run for which no Accelerate YAML is named."""
+    own = given.get("deepspeed")
+    return from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine))
 
-    A launched process has the launcher's engine, but under plain DDP a recipe with offload would
-    train without offload. So such a recipe starts DeepSpeed itself, with its own YAML.
+
+def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], hardware: Hardware) -> Engine:
+    """The engine that a launcher has set up for this process.
+
+    Under plain DDP a recipe that shards or offloads would do neither. So such a recipe starts FSDP
+    or DeepSpeed itself, with its own YAML. accelerate uses FSDP on GPUs only: on a CPU the same
+    launch is DDP.
     """
     own = given.get("deepspeed")
-    if own and (own.value or not launched):
+    if own and own.value:
         return from_deepspeed(own.value)
+    ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
+    around = from_environment({name: value for name, value in environment.items() if name not in ignored})
     engine = from_yaml(shipped(recipe.engine))
-    if not launched:
-        return engine
-    around = from_environment(environment)
-    if engine.kind == "deepspeed" and (around is None or around.kind in ("single", "ddp")):
+    starts_itself = ("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)
+    if engine.kind in starts_itself and (around is None or around.kind in ("single", "ddp")):
         return engine
     return around or from_yaml(shipped("single.yaml"))
 

@@ -13,10 +13,11 @@ from recipes import catalog, legal
 from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
 from recipes.run.batch import Batch, split
-from recipes.run.command_line import accept, nearest, parse, read_config
+from recipes.run.command_line import accept, parse, read_config
 from recipes.run.engine import Engine, from_deepspeed, from_yaml, shipped
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
+from recipes.run.own_recipe import find_recipe, own_settings
 from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings
 
 
@@ -47,6 +48,7 @@ def resolve(
     if "config" in given and given["config"].value is not None:
         given = {**read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)
+    given = {**own_settings(recipe), **given}
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
     own = given.get("deepspeed")
     engine = engine or yaml_engine or (from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine)))
@@ -72,11 +74,11 @@ def resolve(
 
 def _find_recipe(given: dict[str, Setting], problems: list[Problem]) -> Recipe:
     asked = given.get("recipe", Setting("standard", LIBRARY))
-    if asked.value in catalog.RECIPES:
-        return catalog.RECIPES[asked.value]()
-    fix = nearest(str(asked.value), catalog.RECIPES) or "one of " + ", ".join(catalog.RECIPES)
-    problems.append(Problem("recipe", f"there is no recipe {asked.value!r}", fix, asked.source))
-    return catalog.standard()
+    try:
+        return find_recipe(asked.value)
+    except UserError as error:
+        problems += [problem if problem.source else replace(problem, source=asked.source) for problem in error.problems]
+        return catalog.standard()
 
 
 def _split(recipe: Recipe, world: int, given: dict[str, Setting], problems: list[Problem]) -> Batch:

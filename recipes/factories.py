@@ -88,5 +88,6 @@ def _has(args_class: type, name: str) -> bool:
 baseline = recipe("baseline")
 standard = recipe("standard")
 fast = recipe("fast")
+sharded = recipe("sharded")
 memory = recipe("memory")
 memory_zero3 = recipe("memory_zero3")

@@ -90,8 +90,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 def on_launched_engine(run: RunSpec) -> RunSpec:
     """The run with the engine that will execute it, and with its fit.json.
 
-    That is the launched engine, but under plain DDP a recipe with offload would train without
-    offload. So such a recipe starts DeepSpeed itself, with its own YAML.
+    That is the launched engine, but under plain DDP a recipe that shards or offloads would do
+    neither. So such a recipe starts FSDP or DeepSpeed itself, with its own YAML.
     """
     return with_fit(replace(run, engine=_launched_engine(run)))
 
@@ -99,17 +99,22 @@ def on_launched_engine(run: RunSpec) -> RunSpec:
 def _launched_engine(run: RunSpec) -> Engine:
     if run["deepspeed"]:
         return from_deepspeed(run["deepspeed"])
-    engine = from_environment(run.environment)
+    # accelerate uses FSDP on GPUs only: on a CPU the same launch is DDP.
+    ignored = () if run.hardware.cuda else ("ACCELERATE_USE_FSDP",)
+    engine = from_environment({name: value for name, value in run.environment.items() if name not in ignored})
     own = from_yaml(shipped(run.recipe.engine))
-    if own.kind == "deepspeed" and (engine is None or engine.kind in ("single", "ddp")):
+    starts_itself = ("deepspeed", "fsdp") if run.hardware.cuda else ("deepspeed",)
+    if own.kind in starts_itself and (engine is None or engine.kind in ("single", "ddp")):
         return own
     return engine or from_yaml(shipped("single.yaml"))
 
 
 def prepare_environment(run: RunSpec) -> None:
-    """Set the environment variables that torch and deepspeed read while they are imported."""
-    if run.engine.kind == "deepspeed":
-        if "ACCELERATE_USE_DEEPSPEED" not in os.environ and not run["deepspeed"]:
+    """Set the environment variables that torch, accelerate, transformers and deepspeed read."""
+    if run.engine.kind != "fsdp":  # or transformers would load the weights on rank 0 alone
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if run.engine.kind in ("deepspeed", "fsdp"):
+        if not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & set(os.environ) and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():

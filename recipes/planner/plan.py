@@ -21,7 +21,7 @@ from recipes.run.hardware import Gpu, Hardware
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_FASTEST_FIRST = ("fast", "standard", "memory", "memory_zero3")
+_FASTEST_FIRST = ("fast", "standard", "sharded", "memory", "memory_zero3")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,6 @@ def sharded() -> Recipe:
             {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
             "gradients are scattered after every micro-batch: otherwise each GPU accumulates all of them",
         ),
-        gradient_checkpointing_kwargs=({"use_reentrant": False}, "the other way recomputes outside of FSDP's hooks"),
         ddp_find_unused_parameters=None,
         ddp_bucket_cap_mb=None,
     )

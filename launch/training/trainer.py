@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
 
 from launch.host.memory import ran_out
@@ -105,6 +106,20 @@ class RecipeTrainer(Trainer):
             mean = self.accelerator.reduce(evaluated.total.to(self.args.device), "mean") / evaluated.weight
             output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
         return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, but a model in FSDP's shards is saved whole instead of not at all.
+
+        Its checkpoints stay sharded, and fast to write. All ranks call it.
+        """
+        if _internal_call or not self.accelerator.is_fsdp2:
+            return super().save_model(output_dir, _internal_call)
+        # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(self.model, "peft_config")
+        )
+        self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
+        return None
 
     def _run_epoch(self, *args, **kwargs):
         # Trainer checks these only after a step, so a run resumed at its last step would take one

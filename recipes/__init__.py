@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from recipes.factories import baseline, fast, memory, memory_zero3, sharded, standard
+    from recipes.factories import baseline, fast, memory, memory_zero3, recipe, sharded, standard
     from recipes.planner.plan import plan_memory
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "memory",
     "memory_zero3",
     "plan_memory",
+    "recipe",
     "sharded",
     "standard",
 ]

@@ -21,13 +21,22 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 
 @dataclass(frozen=True)
 class Recipe:
-    """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process."""
+    """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process.
+
+    `files` are those that a user's own recipe was read from, its own first; a shipped one has none.
+    """
 
     name: str
     purpose: str
     engine: str
     micro_batch_cap: int
     settings: Mapping[str, Value] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where a setting comes from that this recipe states."""
+        return f"recipe {self.files[0] if self.files else self.name}"
 
     def but(self, name: str, purpose: str, **changes: Any) -> Recipe:
         """This recipe with a few named values changed. None leaves a setting to the library."""

@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
     parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="number of GPUs [1]")
     parser.add_argument("--nodes", type=count, default=1, help="nodes that these GPUs are on [1]")
-    parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe")
+    parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe, or a file of your own")
     parser.add_argument(
         "--accelerate_config",
         "--accelerate-config",

@@ -26,7 +26,7 @@ class Usable:
 
 @dataclass(frozen=True)
 class Planned:
-    """One recipe on the requested GPU.
+    """One recipe on the requested GPU, under the name that --recipe takes.
 
     `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
     `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it. `micro_batch` and
@@ -80,7 +80,7 @@ def at_micro_batch(run: RunSpec, micro: int, estimator: Estimator, usable: Usabl
     fits_gpu = total * (1 + (MARGIN if was_traced else CLOSED_FORM_MARGIN)) <= usable.gpu
     fits_host = usable.host is None or host * (1 + MARGIN) <= usable.host
     return Planned(
-        name=run.recipe.name,
+        name=run["recipe"],
         fits=fits_gpu and fits_host,
         micro_batch=micro,
         accumulation=_share(run) // micro,

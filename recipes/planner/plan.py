@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.catalog import RECIPES
 from recipes.errors import UserError, mistake
 from recipes.planner.estimate import Estimator, read_config
 from recipes.planner.fits import BatchSplit, Planned, Usable, at_micro_batch, batch_splits, largest_that_fits
 from recipes.planner.next_steps import NextStep, next_steps
 from recipes.planner.speed import ASSUMED_MFU
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, gpus, resolve, with_flags
+from recipes.run import RunSpec, find_recipe, gpus, resolve, with_flags
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
 
@@ -92,7 +91,7 @@ def plan_memory(
     runs, refused = _legal_runs(request, _names(recipe, argv, accelerate_config))
     planned = [largest_that_fits(run, estimator, usable) for run in runs]
     recommended = next((entry.name for entry in planned if entry.fits), None)
-    chosen = next((run for run in runs if run.recipe.name == recommended), runs[0])
+    chosen = next((run for run in runs if run["recipe"] == recommended), runs[0])
     bytes_per_second = bandwidth * 1e9 if bandwidth else None
     return Plan(
         model=str(model),
@@ -135,7 +134,7 @@ class _Request:
     def run(self, recipe: str, **flags: object) -> RunSpec:
         """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
         local = self.num_processes // self.nodes
-        own = str(shipped(RECIPES[recipe]().engine)) if recipe in RECIPES else None
+        own = str(shipped(find_recipe(recipe).engine))
         run = resolve(
             ["--recipe", recipe, "--model_name_or_path", self.model, *with_flags(self.argv, flags)],
             world_size=self.num_processes,

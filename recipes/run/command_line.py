@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import legal
-from recipes.errors import Problem
+from recipes.errors import Problem, mistake
 from recipes.legal import moved
 from recipes.run.engine import read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
@@ -86,6 +86,8 @@ def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[s
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
     """The settings of a --config file. Raises `UserError` if it cannot be read."""
     content = read_yaml(path, "--config")
+    if "base" in content:
+        raise mistake("config", f"{path} is a recipe", f"--recipe {path}")
     if "config" in content:
         problems.append(Problem("config", "cannot be set in a configuration file", "leave it out", str(path)))
         del content["config"]

@@ -13,10 +13,11 @@ from recipes import catalog, legal
 from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
 from recipes.run.batch import Batch, data_parallel_size, split
-from recipes.run.command_line import accept, nearest, parse, read_config
+from recipes.run.command_line import accept, parse, read_config
 from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
+from recipes.run.own_recipe import find_recipe, own_settings
 from recipes.run.parallelism import Parallelism, from_config, from_variables
 from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings
 
@@ -51,6 +52,7 @@ def resolve(
     if "config" in given and given["config"].value is not None:
         given = {**read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)
+    given = {**own_settings(recipe), **given}
     environment = os.environ if environment is None else environment
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
     hardware = hardware if hardware is not None else read_hardware()
@@ -127,11 +129,11 @@ def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str,
 
 def _find_recipe(given: dict[str, Setting], problems: list[Problem]) -> Recipe:
     asked = given.get("recipe", Setting("standard", LIBRARY))
-    if asked.value in catalog.RECIPES:
-        return catalog.RECIPES[asked.value]()
-    fix = nearest(str(asked.value), catalog.RECIPES) or "one of " + ", ".join(catalog.RECIPES)
-    problems.append(Problem("recipe", f"there is no recipe {asked.value!r}", fix, asked.source))
-    return catalog.standard()
+    try:
+        return find_recipe(asked.value)
+    except UserError as error:
+        problems += [problem if problem.source else replace(problem, source=asked.source) for problem in error.problems]
+        return catalog.standard()
 
 
 def _split(

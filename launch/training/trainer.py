@@ -117,7 +117,7 @@ class RecipeTrainer(Trainer):
         """
         if _internal_call and output_dir is not None and self.args.should_save:
             # Trainer looks for the folder of the best checkpoint as soon as this returns. Under
-            # FSDP some ranks find it, and others at the end load an older one: a model of two halves.
+            # FSDP some ranks find it, and others load an older one at last: a model of two halves.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
         if _internal_call or not self.accelerator.is_fsdp2:
             return super().save_model(output_dir, _internal_call)

@@ -274,11 +274,17 @@ def _in_4_bits(run: Settings) -> dict[str, object]:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=_compute_dtype(run),
+        # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
+        bnb_4bit_quant_storage=_compute_dtype(run) if _is_sharded_by_fsdp() else None,
     )
     if is_deepspeed_zero3_enabled():
         # ZeRO-3 places the weights itself and refuses a device map.
         return {"quantization_config": quantization}
     return {"quantization_config": quantization, "device_map": {"": _device(run)}}
+
+
+def _is_sharded_by_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
 
 
 def _compute_dtype(run: Settings) -> torch.dtype:

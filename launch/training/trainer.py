@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class RecipeTrainer(Trainer):
         if batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             self._forget_repeated_examples(batch_samples[-1])
         items = super()._get_num_items_in_batch(batch_samples, device)
+        if torch.is_tensor(items) and self.accelerator.is_fsdp2 and self.accelerator.parallelism_config is None:
+            items = items.long()  # FSDP2 rounds floats that the model is given: in bf16, 654 items are 656
         if self._evaluated is not None:
             self._evaluated.items = items
         return items
@@ -112,6 +115,10 @@ class RecipeTrainer(Trainer):
 
         Its checkpoints stay sharded, and fast to write. All ranks call it.
         """
+        if _internal_call and output_dir is not None and self.args.should_save:
+            # Trainer looks for the folder of the best checkpoint as soon as this returns. Under
+            # FSDP some ranks find it, and others load an older one at last: a model of two halves.
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
         if _internal_call or not self.accelerator.is_fsdp2:
             return super().save_model(output_dir, _internal_call)
         # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
@@ -193,6 +200,16 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
         return
     handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
     handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
+
+
+def keep_loss_precise(trainer: Trainer) -> None:
+    """Under FSDP2 accelerate rounds all that the model returns to 16 bits, the loss among it.
+
+    Call it before `train()`, which shards the model.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
 def require_finite(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""train.py with FSDP2 on CPU ranks: everything is real, but accelerate's refusal of a CPU is lifted.
+"""train.py with FSDP2 on CPU ranks: all is real, but accelerate's refusal of a CPU is lifted.
 
 accelerate looks at FSDP only where it has found a GPU. Here it believes that it has found one, so
 that its own plugin and `fully_shard` shard the model over gloo.

@@ -22,8 +22,11 @@ OFFSET_POSITIONS = {
 
 def model_folder(name: str | None) -> Path | None:
     """The folder that `model_name_or_path` names; None for a Hub id or no model."""
-    folder = Path(name).expanduser() if name else None
-    return folder if folder is not None and folder.is_dir() else None
+    try:
+        folder = Path(name or "").expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, RuntimeError):  # longer than a path may be, or the home folder of nobody
+        return None
 
 
 def local_config(name: str | None) -> Json | None:

@@ -131,7 +131,7 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is
 
 @dataclass(frozen=True)
 class _Request:
-    """What to plan: the model and its config.json, the card, how many cards and nodes, the flags."""
+    """What to plan: the model, its configuration, the card, how many cards and nodes, the flags."""
 
     model: str
     config: Json

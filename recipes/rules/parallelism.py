@@ -8,6 +8,7 @@ from recipes.errors import Problem
 from recipes.rules.facts import (
     advice,
     deepspeed_file,
+    deepspeed_section,
     fsdp_section,
     gradient_accumulation_kwargs,
     in_yaml,
@@ -115,13 +116,13 @@ def _divides_tensors(run: RunSpec) -> bool:
 
 
 def _in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    named = run["deepspeed"] if isinstance(run["deepspeed"], str) else ""
-    return Problem(subject, what, fix, named or "DeepSpeed JSON", severity)
+    named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
+    return Problem(subject, what, fix, named if isinstance(named, str) else "DeepSpeed JSON", severity)
 
 
 @rule
 def tensor_parallel_sizes_are_counts(run):
-    """`Input should be a valid integer`, from every worker."""
+    """`'>' not supported between instances of 'str' and 'int'`, from every worker."""
     size = run.engine.parallelism.autotp
     if uses_deepspeed(run) and (type(size) is not int or size < 0):
         what = f"takes a whole number, got {size!r}"
@@ -137,11 +138,24 @@ def tensor_parallelism_needs_a_lower_stage(run):
 
 
 @rule
-def tensor_parallelism_trains_language_models(run):
-    """Processes that share examples each hand in their predictions: accuracy counts some twice."""
-    if _divides_tensors(run) and run["task"] == "sequence_classification":
-        what = "counts examples of an evaluation more than once, so eval_accuracy would be wrong"
-        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out for classification")
+def tensor_parallelism_counts_no_accuracy(run):
+    """accelerate gathers the predictions of processes that share examples, and drops the last ones.
+
+    Training and eval_loss are right, but eval_accuracy counts some examples twice, others never.
+    """
+    if _divides_tensors(run) and run["task"] == "sequence_classification" and run["eval_strategy"] != "no":
+        what = "makes eval_accuracy count some examples twice and others never"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out, or --eval_strategy no")
+
+
+@rule
+def tensor_parallelism_trains_every_weight(run):
+    """`KeyError: Parameter containing`, or `loss must be a scalar tensor`: DeepSpeed divides the
+    layers, adapters included, and its optimizer looks for the trained ones as they were.
+    """
+    if _divides_tensors(run) and run["use_peft"]:
+        what = "cannot be combined with use_peft"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out for LoRA")
 
 
 @rule

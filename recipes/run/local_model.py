@@ -20,17 +20,26 @@ OFFSET_POSITIONS = {
 }  # fmt: skip
 
 
+def existing_path(name: str | None) -> Path | None:
+    """The file or folder that a user names; None if there is none here."""
+    path = Path(name or "").expanduser()
+    try:
+        return path if name and path.exists() else None
+    except OSError:  # too long for a path
+        return None
+
+
 def model_folder(name: str | None) -> Path | None:
     """The folder that `model_name_or_path` names; None for a Hub id or no model."""
-    folder = Path(name).expanduser() if name else None
-    return folder if folder is not None and folder.is_dir() else None
+    path = existing_path(name)
+    return path if path is not None and path.is_dir() else None
 
 
 def local_config(name: str | None) -> Json | None:
     """The content of the folder's config.json, or of a named one; None if it cannot be read."""
     folder = model_folder(name)
-    file = folder / "config.json" if folder else Path(name or "").expanduser()
-    if file.suffix != ".json":
+    file = folder / "config.json" if folder else existing_path(name)
+    if file is None or file.suffix != ".json":
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
+    from launch.training.model import has_batch_norm
     from launch.training.results import parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
@@ -47,6 +48,10 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     if idle > 0:
         are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
         out.print(f"[yellow]advice[/yellow]  {are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
+    if run.world_size > 1 and has_batch_norm(model):
+        what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
+        fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
+        out.print(f"[yellow]advice[/yellow]  {what}. Fix: {fix}", highlight=False)
 
 
 def batch(run: RunSpec) -> str:

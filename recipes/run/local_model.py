@@ -20,20 +20,26 @@ OFFSET_POSITIONS = {
 }  # fmt: skip
 
 
+def existing_path(name: str | None) -> Path | None:
+    """The file or folder that a user names; None if there is none here."""
+    try:
+        path = Path(name or "").expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError):  # too long for a path, or the home folder of nobody
+        return None
+
+
 def model_folder(name: str | None) -> Path | None:
     """The folder that `model_name_or_path` names; None for a Hub id or no model."""
-    try:
-        folder = Path(name or "").expanduser()
-        return folder if name and folder.is_dir() else None
-    except (OSError, RuntimeError):  # longer than a path may be, or the home folder of nobody
-        return None
+    path = existing_path(name)
+    return path if path is not None and path.is_dir() else None
 
 
 def local_config(name: str | None) -> Json | None:
     """The content of the folder's config.json, or of a named one; None if it cannot be read."""
     folder = model_folder(name)
-    file = folder / "config.json" if folder else Path(name or "").expanduser()
-    if file.suffix != ".json":
+    file = folder / "config.json" if folder else existing_path(name)
+    if file is None or file.suffix != ".json":
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, of_train_py, problem, rule
+from recipes.rules.facts import advice, mapping, of_train_py, problem, rule
 
 
 @rule
@@ -75,6 +75,39 @@ def best_metric_is_reported(run):
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):
         yield problem(run, "metric_for_best_model", f"{wanted} is not reported", " or ".join(known))
+
+
+@rule
+def best_is_the_better_value(run):
+    """The worst model is kept as the best, and early stopping waits for a model to get worse."""
+    decides = run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]
+    smaller = _smaller_is_better(run["metric_for_best_model"] or "loss")
+    if not decides or smaller is None or run["greater_is_better"] is None:
+        return
+    if run["greater_is_better"] == smaller:
+        metric, better = run["metric_for_best_model"] or "loss", "smaller" if smaller else "greater"
+        what = f"is {str(run['greater_is_better']).lower()}, but a {better} {metric} is better"
+        yield problem(run, "greater_is_better", what, "leave it out")
+
+
+@rule
+def plateaus_look_the_right_way(run):
+    """With mode `min`, the default, the learning rate falls while the accuracy rises."""
+    metric = run["metric_for_best_model"] or "loss"
+    smaller = _smaller_is_better(metric)
+    if run["lr_scheduler_type"] not in ("reduce_lr_on_plateau", "greedy") or smaller is None:
+        return
+    mode = mapping(run["lr_scheduler_kwargs"]).get("mode", "min")
+    if mode in ("min", "max") and (mode == "min") != smaller:
+        what = f"mode {mode} looks for a {'smaller' if mode == 'min' else 'greater'} {metric}"
+        fix = "lr_scheduler_kwargs with " + ("mode: min" if smaller else "mode: max")
+        yield problem(run, "lr_scheduler_type", what, fix)
+
+
+def _smaller_is_better(metric: str) -> bool | None:
+    """None for a metric that only its script knows."""
+    name = metric.removeprefix("eval_")
+    return {"loss": True, "accuracy": False}.get(name)
 
 
 @rule

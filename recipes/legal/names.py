@@ -176,6 +176,17 @@ def optimizers_without_arguments() -> frozenset[str]:
 
 
 @cache
+def bitsandbytes_optimizers() -> frozenset[str]:
+    """Values of `optim` that bitsandbytes runs."""
+    members = find_class(parse_classes("transformers", "training_args.py"), "OptimizerNames").body
+    values = {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
+    tree = parse_file("transformers", "trainer_optimizer.py")
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    listed = assigned["_BITSANDBYTES_OPTIMIZERS"]
+    return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
+
+
+@cache
 def deepspeed_zero_keys() -> frozenset[str]:
     """Legal keys of `zero_optimization` in a DeepSpeed JSON. Empty without DeepSpeed."""
     if package_folder("deepspeed") is None:

@@ -165,6 +165,12 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
+def debug_options() -> tuple[str, ...]:
+    """Legal words in `debug`."""
+    return enumerations(parse_file("transformers", "debug_utils.py"))["DebugOption"]
+
+
+@cache
 def optimizers_without_arguments() -> frozenset[str]:
     """Values of `optim` whose optimizer ignores `optim_args`."""
     tree = parse_file("transformers", "trainer_optimizer.py")

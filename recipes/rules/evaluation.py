@@ -137,8 +137,15 @@ def accuracy_is_computed_at_the_end(run):
 @rule
 @of_train_py
 def labels_have_one_name(run):
-    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`."""
-    if run["label_names"] not in (None, ["labels"]):
+    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`.
+
+    Only evaluations read it.
+    """
+    if run["label_names"] in (None, ["labels"]):
+        return
+    if run["eval_strategy"] == "no":
+        yield advice(run, "label_names", "are read by evaluations, and there are none", "leave it out")
+    else:
         yield problem(run, "label_names", f"{run['label_names']} are not in the batches of train.py", "leave it out")
 
 

@@ -149,5 +149,5 @@ def _ended(pid: int, seconds: float) -> int | None:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    found = sorted(folder.glob("*/run.json")) + sorted(folder.glob("outputs/*/run.json"))
+    found = [file for file in sorted(folder.rglob("run.json")) if file.is_file()]
     return json.loads(found[0].read_text()) if found else {}

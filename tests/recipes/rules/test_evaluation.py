@@ -43,7 +43,7 @@ CASES = {
         Run(f"--batch_eval_metrics {CLASSIFY}"),
         Run(f"--eval_do_concat_batches false {CLASSIFY}"),
     ),
-    "labels_have_one_name": (Run("--label_names foo"), Run("--label_names labels")),
+    "labels_have_one_name": (Run(f"--label_names foo {EVAL}"), Run(f"--label_names labels {EVAL}")),
     "a_training_trains": (Run("--do_train false"), Run("--do_train")),
     "test_split_is_used": (Run("--dataset_test_split test"), Run(f"--dataset_test_split test {EVAL}")),
 }

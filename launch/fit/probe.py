@@ -87,11 +87,11 @@ def _train(run: RunSpec, args: TrainingArguments, limit_bytes: int) -> None:
     from launch.training.build import build_trainer
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.data import load_data, repeated_longest
-    from launch.training.model import known_classes, limited_to_model, load_model, load_tokenizer
+    from launch.training.model import known_classes, load_model, load_tokenizer, with_model
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    run = limited_to_model(run, tokenizer)
+    run = with_model(run, tokenizer)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)

@@ -95,9 +95,11 @@ def resolve_launched(argv: Sequence[str], world: World, settings: Settings | Non
 
 
 def prepare_environment(run: RunSpec) -> None:
-    """Set the environment variables that torch and deepspeed read while they are imported."""
-    if run.engine.kind == "deepspeed":
-        if "ACCELERATE_USE_DEEPSPEED" not in os.environ and not run["deepspeed"]:
+    """Set the environment variables that torch, accelerate, transformers and deepspeed read."""
+    if run.engine.kind != "fsdp":  # or transformers would load the weights on rank 0 alone
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if run.engine.kind in ("deepspeed", "fsdp"):
+        if not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & set(os.environ) and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():

@@ -25,6 +25,8 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
     entries: Json = {
         **metrics,
         "global_step": state.global_step,
+        "model_step": trainer.model_step,
+        "best_step": state.best_global_step,
         "epoch": state.epoch,
         "world_size": trainer.accelerator.num_processes,
         "num_parameters": parameter_count(trainer.accelerator.unwrap_model(trainer.model)),

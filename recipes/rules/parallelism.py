@@ -16,7 +16,6 @@ from recipes.rules.facts import (
     mapping,
     problem,
     rule,
-    sections,
     uses_ddp,
     uses_deepspeed,
     uses_fsdp,
@@ -310,40 +309,3 @@ def nccl_timeout_is_an_argument(run):
     if "NCCL_TIMEOUT" in run.environment:
         what = "has no effect on the process group's timeout"
         yield Problem("NCCL_TIMEOUT", what, "--ddp_timeout SECONDS", "environment", "advice")
-
-
-@rule
-def fsdp_checkpoints_activations_once(run):
-    """`activation_checkpointing in FSDP config and ... argument can't both be set to True`"""
-    if not uses_fsdp(run) or not run["gradient_checkpointing"]:
-        return
-    if is_true(fsdp_section(run).get("activation_checkpointing")):
-        yield problem(run, "gradient_checkpointing", "is on in fsdp_config too", "keep the one in fsdp_config")
-
-
-@rule
-def fsdp_version_two_is_chosen(run):
-    """The launcher's default is FSDP1, which Trainer deprecates. Trainer's own default is FSDP2."""
-    section = dict(sections(run)).get("fsdp_config")
-    if run.engine.kind != "fsdp" or section is None:
-        return
-    version = section.get("fsdp_version", section.get("version", 1))
-    if str(version) == "1":
-        what = "1, which accelerate uses if the key is missing, is deprecated"
-        yield in_yaml(run, "fsdp_version", what, "fsdp_version: 2", "advice")
-
-
-@rule
-def efficient_loading_needs_synchronisation(run):
-    """`When using --fsdp_cpu_ram_efficient_loading set --fsdp_sync_module_states to True`
-
-    `fsdp_cpu_ram_efficient_loading` is true by default.
-    """
-    section = dict(sections(run)).get("fsdp_config", {})
-    synchronises = section.get("fsdp_sync_module_states", section.get("sync_module_states", True))
-    efficient = section.get("fsdp_cpu_ram_efficient_loading", section.get("cpu_ram_efficient_loading", True))
-    if run.engine.kind == "fsdp" and not synchronises and efficient:
-        fix = "fsdp_sync_module_states: true, or fsdp_cpu_ram_efficient_loading: false"
-        yield in_yaml(
-            run, "fsdp_sync_module_states", "false contradicts fsdp_cpu_ram_efficient_loading, which needs it", fix
-        )

@@ -13,10 +13,11 @@ from recipes import catalog, legal
 from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
 from recipes.run.batch import Batch, data_parallel_size, split
-from recipes.run.command_line import accept, nearest, parse, read_config
+from recipes.run.command_line import accept, parse, read_config
 from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
+from recipes.run.own_recipe import find_recipe, own_settings
 from recipes.run.parallelism import Parallelism, from_config, from_variables
 from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings
 
@@ -34,6 +35,7 @@ def resolve(
     demonstrate: bool = True,
     elsewhere: frozenset[str] | None = None,
     launched: bool = False,
+    own_script: bool = False,
 ) -> RunSpec:
     """The run of train.py's command line `argv`, and of `settings`, which count the same.
 
@@ -41,7 +43,8 @@ def resolve(
     not given, `hardware` this machine. With `launched`, the engine is the one that a launcher has
     set up for this process. With `demonstrate` false, a run that names no model and no data is not
     train.py's demonstration. `elsewhere` are the packages known to be where the run goes; None if
-    it runs here. Problems are in `run.problems`. Raises `UserError` for a file that cannot be read.
+    it runs here. With `own_script`, a script of the user's own trains, not train.py. Problems are
+    in `run.problems`. Raises `UserError` for a file that cannot be read.
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
@@ -49,15 +52,22 @@ def resolve(
     if "config" in given and given["config"].value is not None:
         given = {**read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)
+    given = {**own_settings(recipe), **given}
     environment = os.environ if environment is None else environment
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
-    if engine is None:
-        engine = yaml_engine or _engine(recipe, given, environment, launched)
-        engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
-    world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
+    if engine is None:
+        if launched:
+            engine = launched_engine(recipe, given, environment, hardware)
+        else:
+            engine = yaml_engine or _chosen_engine(recipe, given)
+        engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
+    if world_size:
+        engine = replace(engine, num_processes=world_size)
+    in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
+    world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
     batch = _split(recipe, world, engine.parallelism, given, problems)
     return RunSpec(
         recipe=recipe,
@@ -71,23 +81,31 @@ def resolve(
         environment=environment,
         demonstrate=demonstrate,
         elsewhere=elsewhere,
+        own_script=own_script,
     )
 
 
-def _engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], launched: bool) -> Engine:
-    """The engine of a run for which no Accelerate YAML is named.
+def _chosen_engine(recipe: Recipe, given: Settings) -> Engine:
+    """The engine of a run for which no Accelerate YAML is named."""
+    own = given.get("deepspeed")
+    return from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine))
 
-    A launched process has the launcher's engine, but under plain DDP a recipe with offload would
-    train without offload. So such a recipe starts DeepSpeed itself, with its own YAML.
+
+def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], hardware: Hardware) -> Engine:
+    """The engine that a launcher has set up for this process.
+
+    Under plain DDP a recipe that shards or offloads would do neither. So such a recipe starts FSDP
+    or DeepSpeed itself, with its own YAML. accelerate uses FSDP on GPUs only: on a CPU the same
+    launch is DDP.
     """
     own = given.get("deepspeed")
-    if own and (own.value or not launched):
+    if own and own.value:
         return from_deepspeed(own.value)
+    ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
+    around = from_environment({name: value for name, value in environment.items() if name not in ignored})
     engine = from_yaml(shipped(recipe.engine))
-    if not launched:
-        return engine
-    around = from_environment(environment)
-    if engine.kind == "deepspeed" and (around is None or around.kind in ("single", "ddp")):
+    starts_itself = ("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)
+    if engine.kind in starts_itself and (around is None or around.kind in ("single", "ddp")):
         return engine
     return around or from_yaml(shipped("single.yaml"))
 
@@ -111,11 +129,11 @@ def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str,
 
 def _find_recipe(given: dict[str, Setting], problems: list[Problem]) -> Recipe:
     asked = given.get("recipe", Setting("standard", LIBRARY))
-    if asked.value in catalog.RECIPES:
-        return catalog.RECIPES[asked.value]()
-    fix = nearest(str(asked.value), catalog.RECIPES) or "one of " + ", ".join(catalog.RECIPES)
-    problems.append(Problem("recipe", f"there is no recipe {asked.value!r}", fix, asked.source))
-    return catalog.standard()
+    try:
+        return find_recipe(asked.value)
+    except UserError as error:
+        problems += [problem if problem.source else replace(problem, source=asked.source) for problem in error.problems]
+        return catalog.standard()
 
 
 def _split(

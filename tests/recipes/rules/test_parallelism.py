@@ -9,7 +9,7 @@ import pytest
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import BY_NAME, arguments, assert_fires, run_ranks, torchrun, train
-from tests.support.runs import A100, CLASSIFY, DS, TWO_GPUS, Run, ds_json, fsdp, groups, machine, yaml
+from tests.support.runs import A100, CLASSIFY, DS, TWO_GPUS, Run, ds_json, groups, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -79,15 +79,6 @@ CASES = {
     "bf16_compression_needs_nccl": (Run("--ddp_comm_hook bf16", world=2), Run("--ddp_comm_hook fp16", world=2)),
     "ddp_timeout_is_not_for_cpus": (Run("--ddp_timeout 60"), Run("--ddp_timeout 60", hardware=machine(A100))),
     "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
-    "fsdp_checkpoints_activations_once": (
-        Run("--gradient_checkpointing", yaml=fsdp("fsdp_activation_checkpointing: true")),
-        Run("--gradient_checkpointing", yaml=fsdp("fsdp_activation_checkpointing: false")),
-    ),
-    "fsdp_version_two_is_chosen": (Run(yaml=fsdp("fsdp_offload_params: true")), Run(yaml=fsdp("version: 2"))),
-    "efficient_loading_needs_synchronisation": (
-        Run(yaml=fsdp("version: 2", "sync_module_states: false")),
-        Run(yaml=fsdp("version: 2", "sync_module_states: false", "cpu_ram_efficient_loading: false")),
-    ),
 }
 
 # rule, another run that is legal
@@ -113,33 +104,6 @@ LEGAL_AFTER_ALL = [
         ),
     ),
 ]
-
-
-FAILS_WITH_SHARDS = [
-    (
-        "fsdp_checkpoints_activations_once",
-        dict(gradient_checkpointing=True, fsdp_config={"activation_checkpointing": True}),
-        "can't both be set to True",
-    ),
-    (
-        "weights_alone_cannot_find_the_best",
-        dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
-        "FSDP can't be used with `save_only_model`",
-    ),
-    (
-        "sharded_checkpoints_hold_the_optimizer",
-        dict(save_only_model=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}),
-        "not compatible with FSDP state dict type",
-    ),
-]
-
-
-@pytest.mark.parametrize(("rule", "settings", "message"), FAILS_WITH_SHARDS)
-def test_fsdp_fails(rule, settings, message, gpu_rank, tmp_path):
-    settings = {"fsdp": "full_shard", **settings}
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path, evaluates=True, use_cpu=False, **settings)
-    assert_fires(rule, settings, world=2, gpu=(8, 0))
 
 
 def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):

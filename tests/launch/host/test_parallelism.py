@@ -8,8 +8,10 @@ from accelerate import ParallelismConfig
 import recipes
 from launch.cli import main
 from recipes.errors import UserError
+from recipes.rules.check import check
+from recipes.run import resolve
 from tests.support.running import launch_quickly
-from tests.support.runs import groups
+from tests.support.runs import TWO_GPUS, groups
 
 VARIABLES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
 
@@ -46,9 +48,16 @@ def test_variables_that_the_launcher_only_hands_on(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [{"sp_size": 2}, {"cp_size": 2}, {"tp_size": 2}])
-def test_a_config_in_a_script(sizes, tmp_path):
+def test_a_config_in_a_script_on_a_cpu(sizes, tmp_path):
     with pytest.raises(UserError, match="is refused"):
         recipes.standard(str(tmp_path), num_processes=2, parallelism_config=ParallelismConfig(**sizes))
+
+
+def test_a_script_on_gpus_may_load_a_model_in_parts():
+    words = {"world_size": 2, "hardware": TWO_GPUS, "environment": {}}
+    run = resolve(settings={"parallelism_config": ParallelismConfig(tp_size=2)}, own_script=True, **words)
+    assert not [problem for problem in check(run) if problem.severity == "error"]
+    assert (run.data_parallel_size, run.batch.total) == (1, 16)
 
 
 def test_a_script_under_a_launch(tmp_path, monkeypatch):

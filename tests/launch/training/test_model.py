@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,7 @@ def test_a_longer_sequence_that_the_user_wrote_is_refused_before_anything_is_loa
 )
 def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, message, request, monkeypatch):
     """Before that, check knows nothing of it."""
-    run = run_with(request.getfixturevalue(kind), **settings)
+    run = replace(run_with(request.getfixturevalue(kind), **settings), elsewhere=frozenset())
     tokenizer = load_tokenizer(run)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     require_legal(run)

@@ -16,7 +16,7 @@ if __package__ in (None, ""):
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest
-from launch.host.world import launched, on_launched_engine, prepare_environment, process_group
+from launch.host.world import launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems
 from launch.training import banner, failure
@@ -24,7 +24,7 @@ from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
 from recipes.quiet import quiet_libraries, quiet_progress_bars
 from recipes.rules.check import new_problems, require_legal
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
@@ -49,8 +49,7 @@ def fit_and_train(progress: TrainingProgress) -> None:
     stop = StopRequest()
     stop.listen()
     world = progress.world = launched()
-    run = resolve(progress.argv, world_size=world.size, local_world_size=world.local_size)
-    run = progress.run = on_launched_engine(run)
+    run = progress.run = resolve_launched(progress.argv, world)
     print_problems(require_legal(run), console(world.is_main))
     quiet_libraries(run["verbose"])
     if run["fit"] or run["fit_only"]:

@@ -9,17 +9,23 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from recipes import catalog, legal
+from recipes import legal
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, Settings, resolve
+from recipes.run import RunSpec, Settings, find_recipe, resolve
 from recipes.run.engine import from_environment, shipped
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-def _factory(recipe: catalog.Recipe):
+def recipe(name: str):
+    """The factory of a recipe: of a shipped one by its name, or of your own by its file.
+
+    Raises `UserError` if there is none, or if something in the file is wrong.
+    """
+    chosen = find_recipe(name)
+
     def build(
         output_dir: str | None = None,
         *,
@@ -34,7 +40,7 @@ def _factory(recipe: catalog.Recipe):
         _require_a_place(wanted, given)
         own = {name: value for name, value in given.items() if _is_its_own(wanted, name, value)}
         run = resolve(
-            settings={"recipe": recipe.name, **{name: value for name, value in given.items() if name not in own}},
+            settings={"recipe": name, **{name: value for name, value in given.items() if name not in own}},
             world_size=num_processes or int(os.environ.get("WORLD_SIZE", 1)),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None,
             demonstrate=False,
@@ -44,8 +50,8 @@ def _factory(recipe: catalog.Recipe):
         _warn_without_engine(run)
         return arguments_for(run, wanted, own)
 
-    build.__name__ = build.__qualname__ = recipe.name
-    build.__doc__ = f"""{recipe.purpose}
+    build.__name__ = build.__qualname__ = chosen.name
+    build.__doc__ = f"""{chosen.purpose}
 
     Returns `args_class` (TrainingArguments or a subclass such as TRL's SFTConfig) for this machine.
     `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
@@ -109,8 +115,9 @@ def _has(args_class: type, name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(args_class))
 
 
-baseline = _factory(catalog.baseline())
-standard = _factory(catalog.standard())
-fast = _factory(catalog.fast())
-memory = _factory(catalog.memory())
-memory_zero3 = _factory(catalog.memory_zero3())
+baseline = recipe("baseline")
+standard = recipe("standard")
+fast = recipe("fast")
+sharded = recipe("sharded")
+memory = recipe("memory")
+memory_zero3 = recipe("memory_zero3")

@@ -46,7 +46,7 @@ _COSTS = (
     "step_time", "samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "train_runtime",
 )  # fmt: skip
 _ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-_NO_RESULT = ("world_size", "num_parameters")  # numbers in a record that are not results
+_NO_RESULT = ("world_size", "data_parallel_size", "num_parameters")  # numbers in a record that are not results
 
 
 @dataclass(frozen=True)

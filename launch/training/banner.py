@@ -35,8 +35,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
         "data": data.description,
         "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
-        "batch": f"micro {run.batch.micro} x accumulation {run.batch.accumulation} x world {run.batch.world}"
-        f" = global {run.batch.total}" + (f", {run.batch.reason}" if run.batch_source == FIT else ""),
+        "batch": batch(run),
         "precision": precision(run),
         "output": run["output_dir"],
     }
@@ -53,6 +52,17 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
         fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
         out.print(f"[yellow]advice[/yellow]  {what}. Fix: {fix}", highlight=False)
+
+
+def batch(run: RunSpec) -> str:
+    """How the global batch is split, and over what if that is not every process of the world."""
+    split, sharing = run.batch, run.engine.parallelism.sharing
+    over = "world" if sharing == 1 else "data-parallel"
+    words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
+    words += f" = global {split.total}"
+    if sharing > 1:
+        words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
+    return words + (f", {split.reason}" if run.batch_source == FIT else "")
 
 
 def precision(run: RunSpec) -> str:

@@ -127,7 +127,12 @@ def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
+    try:
+        return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
+    except UNLOADABLE as error:
+        if run["attn_implementation"] is None:
+            raise
+        raise _without_attention(" ".join(str(error).split())) from None
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
@@ -227,8 +232,8 @@ def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
     name, text = run["model_name_or_path"], " ".join(str(error).split())
     if "trust_remote_code" in text:
         return mistake("trust_remote_code", f"{name} comes with Python code", "read it, then --trust_remote_code")
-    if run["attn_implementation"] and ("attn_implementation" in text or "ttention" in text):
-        return mistake("attn_implementation", _short(text), "--attn_implementation sdpa, or leave it out")
+    if run["attn_implementation"] and ("ttention" in text or "attn" in text or "`kernels`" in text):
+        return _without_attention(text)
     if "ignore_mismatched_sizes" in text:
         return mistake(
             "model_name_or_path",
@@ -242,6 +247,10 @@ def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
         f"{name} cannot be loaded as a {what} ({_short(text)})",
         "check the spelling, the network and `hf auth login`, and that the model fits --task",
     )
+
+
+def _without_attention(text: str) -> UserError:
+    return mistake("attn_implementation", _short(text), "leave it out, for the best one that the model supports")
 
 
 def _short(text: str) -> str:
@@ -259,11 +268,17 @@ def _in_4_bits(run: Settings) -> dict[str, object]:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=_compute_dtype(run),
+        # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
+        bnb_4bit_quant_storage=_compute_dtype(run) if _is_sharded_by_fsdp() else None,
     )
     if is_deepspeed_zero3_enabled():
         # ZeRO-3 places the weights itself and refuses a device map.
         return {"quantization_config": quantization}
     return {"quantization_config": quantization, "device_map": {"": _device(run)}}
+
+
+def _is_sharded_by_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
 
 
 def _compute_dtype(run: Settings) -> torch.dtype:

@@ -262,7 +262,6 @@ _LISTED = {
     "fsdp_backward_prefetch": "FSDP_BACKWARD_PREFETCH",
     "fsdp_state_dict_type": "FSDP_STATE_DICT_TYPE",
     "dynamo_backend": "DynamoBackend",
-    "dynamo_mode": "TORCH_DYNAMO_MODES",
     "deepspeed_multinode_launcher": "DEEPSPEED_MULTINODE_LAUNCHERS",
 }
 

@@ -70,6 +70,18 @@ def worker_settings_need_workers(run):
 
 @rule
 @of_train_py
+def no_state_is_configured_before(run):
+    """`Passing 'use_configured_state':True ... requires a pre-configured AcceleratorState`
+
+    A script of its own may have one; train.py builds TrainingArguments first.
+    """
+    if is_true(accelerator_config(run).get("use_configured_state")):
+        what = "use_configured_state needs an Accelerator that exists before, and train.py builds none"
+        yield problem(run, "accelerator_config", what, "leave use_configured_state out")
+
+
+@rule
+@of_train_py
 def packing_frees_the_padding(run):
     """Packed rows have no padding: the two are alternatives."""
     if run["packing"] and run["padding_free"]:

@@ -128,9 +128,25 @@ def uses_fsdp(run: RunSpec) -> bool:
     return run.engine.kind == "fsdp" or bool(run["fsdp"])
 
 
-def fsdp_section(run: RunSpec) -> Json:
-    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`."""
-    both = {**mapping(run.engine.raw.get("fsdp_config")), **mapping(run["fsdp_config"])}
+def fsdp_version(run: RunSpec) -> int:
+    """1 or 2; 0 without FSDP. The launcher's default is 1, Trainer's own 2."""
+    if run.engine.kind == "fsdp":
+        return run.engine.fsdp_version
+    version = str(fsdp_section(run).get("version", 2))
+    return int(version) if run["fsdp"] and version.isdigit() else 0
+
+
+def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
+    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`.
+
+    With `launched`, what `accelerate launch` made of a YAML, its defaults included, if that is all
+    that is known.
+    """
+    written = mapping(run.engine.raw.get("fsdp_config"))
+    if launched and run.engine.kind == "fsdp" and not run.engine.raw:
+        written = {key.lower(): value for key, value in run.environment.items() if key.startswith("FSDP_")}
+        written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
+    both = {**written, **mapping(run["fsdp_config"])}
     return {str(key).removeprefix("fsdp_"): value for key, value in both.items()}
 
 

@@ -109,8 +109,8 @@ def _untrusted(run: RunSpec) -> Problem:
 def the_model_type_is_known(run):
     """`Transformers does not recognize this architecture`, or it would run the model's own code."""
     kind = _type(run)
-    if not _config(run) or kind in models.known_types() or not models.known_types():
-        return
+    if run.model is not None or not _config(run) or kind in models.known_types() or not models.known_types():
+        return  # a configuration that was loaded is one that transformers, or a script, knows
     if _code(run, "AutoConfig"):
         if not run["trust_remote_code"]:
             yield _untrusted(run)

@@ -3,6 +3,7 @@
 from recipes.run.command_line import nearest, with_flags
 from recipes.run.engine import Json
 from recipes.run.fitted import with_fit
+from recipes.run.own_recipe import find_recipe
 from recipes.run.resolve import resolve
 from recipes.run.spec import BATCH, BEST_MODEL, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, Settings, shown
 
@@ -17,6 +18,7 @@ __all__ = [
     "RunSpec",
     "Setting",
     "Settings",
+    "find_recipe",
     "nearest",
     "resolve",
     "shown",

@@ -23,10 +23,10 @@ OFFSET_POSITIONS = {
 
 def existing_path(name: str | None) -> Path | None:
     """The file or folder that a user names; None if there is none here."""
-    path = Path(name or "").expanduser()
     try:
+        path = Path(name or "").expanduser()
         return path if name and path.exists() else None
-    except OSError:  # too long for a path
+    except (OSError, RuntimeError):  # too long for a path, or the home folder of nobody
         return None
 
 

@@ -111,6 +111,11 @@ class RunSpec(Mapping):
         return replace(problem, source=self.setting(problem.subject).source)
 
     @property
+    def data_parallel_size(self) -> int:
+        """Processes, or groups of processes, that get examples of their own."""
+        return max(1, self.world_size // self.engine.parallelism.sharing)
+
+    @property
     def demonstration(self) -> bool:
         """Whether train.py trains its demonstration: the user named neither a model nor data."""
         return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given
@@ -136,7 +141,7 @@ class RunSpec(Mapping):
             yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
-        yield f"recipe {self.recipe.name}", self.recipe.settings.get(name)
+        yield self.recipe.source, self.recipe.settings.get(name)
         epochs_win = name == "max_steps" and "num_train_epochs" in self.given
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
             yield "demonstration", catalog.DEMONSTRATION[name]

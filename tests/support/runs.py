@@ -81,6 +81,13 @@ def fsdp(*lines: str) -> str:
     return yaml("FSDP", "fsdp_config:", *(f"  {line}" for line in lines or ("fsdp_version: 2",)))
 
 
+def groups(type_: str = "FSDP", version: int = 2, **sizes: int) -> str:
+    """An Accelerate YAML with sizes of its `parallelism_config`."""
+    lines = [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
+    own = ["fsdp_config:", f"  fsdp_version: {version}"] if type_ == "FSDP" else []
+    return yaml(type_, *own, "parallelism_config:", *lines)
+
+
 def ds_json(**content) -> dict:
     return {"ds.json": {"zero_optimization": {"stage": 2}, **content}}
 

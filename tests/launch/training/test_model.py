@@ -207,6 +207,11 @@ def test_attention_that_is_not_installed(llama):
     assert problem(run_with(llama, attn_implementation="flash_attention_2")).subject == "attn_implementation"
 
 
+@pytest.mark.parametrize("name", ["nonsense", "flash_attention_2", "kernels-community/flash-attn2"])
+def test_attention_that_a_model_from_scratch_cannot_have(name):
+    assert problem(run_with(attn_implementation=name)).subject == "attn_implementation"
+
+
 def test_code_of_the_model_is_not_run_unasked(tmp_path):
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}')

@@ -21,7 +21,7 @@ from tests.benchmarks.resident import CASES
 from tests.recipes.planner.small import SHAPE, SMALL, need_of, run_of
 from tests.support.running import ROOT
 
-FSDP2 = str(shipped("fsdp2.yaml"))
+FSDP2 = str(shipped("sharded.yaml"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,0 +1,63 @@
+"""train.py with FSDP2 on CPU ranks: all is real, but accelerate's refusal of a CPU is lifted.
+
+accelerate looks at FSDP only where it has found a GPU. Here it believes that it has found one, so
+that its own plugin and `fully_shard` shard the model over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from launch import train
+from launch.training import results
+from recipes.rules import check
+from recipes.run.engine import from_environment
+
+
+def lift_the_refusal() -> None:
+    """accelerate sees GPUs, train.py takes the launched engine as it is."""
+    join = PartialState.__init__
+
+    def join_as_gpus(self, *args, **kwargs) -> None:
+        join(self, *args, **kwargs)
+        if self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+            self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = join_as_gpus
+    resolving = sys.modules["recipes.run.resolve"]  # the package hides the module behind its function
+    resolving.launched_engine = lambda recipe, given, environment, hardware: from_environment(environment)
+    check.RULES[:] = [rule for rule in check.RULES if rule.__name__ != "fsdp_needs_a_gpu"]
+
+
+def count_what_each_rank_holds() -> None:
+    """Writes held-RANK.json beside the results: local bytes of parameters and of the optimizer."""
+    of_run = results.results
+
+    def counted(run, trainer, metrics):
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        held = {
+            "parameters": sum(map(local_bytes, trainer.model.parameters())),
+            "optimizer": sum(map(local_bytes, states)),
+        }
+        rank = trainer.accelerator.process_index
+        Path(run["output_dir"], f"held-{rank}.json").write_text(json.dumps(held))
+        return of_run(run, trainer, metrics)
+
+    results.results = counted
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() * local.element_size() if local.dim() else 0
+
+
+if __name__ == "__main__":
+    lift_the_refusal()
+    count_what_each_rank_holds()
+    sys.exit(train.main())

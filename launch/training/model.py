@@ -25,7 +25,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer
 from recipes.errors import UserError, mistake
-from recipes.rules.check import require_legal
+from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.local_model import existing_path, max_positions
 
@@ -88,9 +88,11 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
     and by the same rules; of a model on the Hub only now.
     """
     config = described(load_config(run, tokenizer, labels=None))
-    run = replace(run, model=config)
-    require_legal(run)
-    return run.limited("max_length", max_positions(config), "the longest sequence of this model")
+    known = replace(run, model=config)
+    errors = [problem for problem in new_problems(known, run) if problem.severity == "error"]
+    if errors:
+        raise UserError(*errors)
+    return known.limited("max_length", max_positions(config), "the longest sequence of this model")
 
 
 def described(config: PreTrainedConfig) -> Json:

@@ -118,9 +118,9 @@ def train_in_group(
     with kept_record(run, world) as record:
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
+        trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
         if data.eval is not None:
             trained.metrics.update(trainer.final_metrics())
-        trainer.save_model()
         record.results = results(run, trainer, trained.metrics)
     banner.show_results(record.results, run, world, trainer, progress.argv)
     return True

@@ -177,10 +177,10 @@ def _shard(size: float, run: RunSpec, from_stage: int) -> int:
 
 
 def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
-    if run.engine.kind == "fsdp":  # accelerate leaves 4-bit weights whole: their storage is no float
-        packed = _packed_bytes(run, weights)
-        shards = _shard(_stored_bytes(run, weights) - packed, run, 3)
-        return math.ceil(packed) + (shards if run.engine.offload_param == "none" else 0)
+    if run.engine.kind == "fsdp":  # each GPU has all scales of 4-bit weights: they are no parameters
+        scales = _packed_bytes(run, weights) - fsdp.IN_4_BITS * weights.in_4_bits
+        shards = _shard(_stored_bytes(run, weights) - scales, run, 3)
+        return math.ceil(scales) + (shards if run.engine.offload_param == "none" else 0)
     stored = _shard(_stored_bytes(run, weights), run, 3)
     if run.engine.zero_stage < 3:
         return stored

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 from recipes.planner.shapes import Weights
 
+IN_4_BITS = 0.5  # bytes of a weight in 4 bits, without scales
+
 Held = tuple[float, float, float]  # gathered parameters, whole gradients, and the buffers for scattering
 
 
@@ -47,12 +49,13 @@ class Units:
 
 
 def units(weights: Weights, width: int, world_size: int) -> Units:
-    """`width` is the bytes of a gathered parameter. 4-bit weights are not gathered."""
+    """`width` is the bytes of a gathered parameter that is not in 4 bits."""
     in_layers = max(1, weights.total - weights.outside_layers)
     everything_trains = bool(weights.trained_embedding)  # adapters are in the layers
     trained_in_layers = weights.trained - weights.outside_layers * everything_trains
     tail, table = weights.outside_layers - weights.looked_up, weights.looked_up
-    layer = weights.largest_layer * width * (1 - weights.in_4_bits / in_layers)
+    packed = weights.in_4_bits / in_layers
+    layer = weights.largest_layer * (packed * IN_4_BITS + (1 - packed) * width)
     return Units(
         layer=layer,
         tail=tail * width,

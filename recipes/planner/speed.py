@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from recipes.planner.footprint import FP32, HALF, scatters_each_micro_batch
+from recipes.planner.fsdp import IN_4_BITS
 from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
 
@@ -133,7 +134,8 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
     gradients, parameters = (1 if once else accumulation) * weights.trained, weights.trained
     if run.engine.kind == "fsdp":
         tail = weights.outside_layers - weights.looked_up
-        parameters = accumulation * (2 * (weights.total - weights.in_4_bits) - tail)
+        whole = weights.total - weights.in_4_bits * (1 - IN_4_BITS / width)
+        parameters = round(accumulation * (2 * whole - tail))
     elif run.engine.zero_stage == 3:
         parameters = 2 * accumulation * weights.total
     return round(share * (gradients + parameters) * width)

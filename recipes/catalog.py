@@ -157,6 +157,9 @@ DEMONSTRATION: Mapping[str, Decision] = dict(
     packing=(True, "source files joined into full sequences"),
 )
 
+# What rules ask about the model that is trained from scratch if the user names none.
+DEMONSTRATION_MODEL: Mapping[str, Any] = dict(model_type="llama", max_position_embeddings=1024)
+
 
 # --- Values that depend on the run ----------------------------------------------------------------
 

@@ -107,6 +107,7 @@ def as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
         "purpose": run.recipe.purpose,
         "engine": run.recipe.engine,
         "num_processes": run.world_size,
+        "data_parallel_size": run.data_parallel_size,
         "hardware": str(run.hardware),
         "settings": {
             name: {**vars(setting), "value": shown(name, setting.value)} for name, setting in settings.items()

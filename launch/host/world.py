@@ -6,14 +6,14 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.host.processes import free_port
 from recipes.errors import Failure, UserError, mistake
-from recipes.run import RunSpec, with_fit
-from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, launch_environment, shipped
+from recipes.run import RunSpec, Settings, resolve, with_fit
+from recipes.run.engine import launch_environment
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -87,26 +87,11 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
-def on_launched_engine(run: RunSpec) -> RunSpec:
-    """The run with the engine that will execute it, and with its fit.json.
-
-    That is the launched engine, but under plain DDP a recipe that shards or offloads would do
-    neither. So such a recipe starts FSDP or DeepSpeed itself, with its own YAML.
-    """
-    return with_fit(replace(run, engine=_launched_engine(run)))
-
-
-def _launched_engine(run: RunSpec) -> Engine:
-    if run["deepspeed"]:
-        return from_deepspeed(run["deepspeed"])
-    # accelerate uses FSDP on GPUs only: on a CPU the same launch is DDP.
-    ignored = () if run.hardware.cuda else ("ACCELERATE_USE_FSDP",)
-    engine = from_environment({name: value for name, value in run.environment.items() if name not in ignored})
-    own = from_yaml(shipped(run.recipe.engine))
-    starts_itself = ("deepspeed", "fsdp") if run.hardware.cuda else ("deepspeed",)
-    if own.kind in starts_itself and (engine is None or engine.kind in ("single", "ddp")):
-        return own
-    return engine or from_yaml(shipped("single.yaml"))
+def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
+    """The run of a launched process, on the engine that will execute it, and with its fit.json."""
+    return with_fit(
+        resolve(argv, settings=settings, world_size=world.size, local_world_size=world.local_size, launched=True)
+    )
 
 
 def prepare_environment(run: RunSpec) -> None:

@@ -29,12 +29,24 @@ class RecipeTrainer(Trainer):
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+    loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _evaluated: _Evaluated | None = None
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
+
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model."""
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
+        DeepSpeed cannot divide it.
+        """
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except AssertionError as error:
+            if "AutoTP" not in str(error):
+                raise
+            what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).rstrip('.')}"
+            raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
@@ -89,7 +101,8 @@ class RecipeTrainer(Trainer):
             return
         number = _example_numbers(batch)
         size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
-        own = min(max(left - self.args.process_index * size, 0), size)
+        group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
+        own = min(max(left - group * size, 0), size)
         batch["labels"] = batch["labels"].masked_fill(number >= own, IGNORED)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -110,14 +123,33 @@ class RecipeTrainer(Trainer):
             output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
         return output
 
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluations[self.state.global_step] = metrics
+        return metrics
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+
+    @property
+    def model_step(self) -> int:
+        """The step that the weights are from: the best one if it was loaded, else the last."""
+        return self.state.global_step if self.loaded_step is None else self.loaded_step
+
+    def final_metrics(self) -> dict[str, float]:
+        """The metrics of the model as it is now, evaluated only if it was not at its step."""
+        known = self.evaluations.get(self.model_step)
+        return self.evaluate() if known is None else known
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, but a model in FSDP's shards is saved whole instead of not at all.
 
         Its checkpoints stay sharded, and fast to write. All ranks call it.
         """
         if _internal_call and output_dir is not None and self.args.should_save:
-            # Trainer looks for the folder of the best checkpoint as soon as this returns. Under
-            # FSDP some ranks find it, and others load an older one at last: a model of two halves.
+            # Trainer looks for the best checkpoint's folder as soon as this returns. Under FSDP
+            # some ranks find it, and others load an older one at the end: a model of two halves.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
         if _internal_call or not self.accelerator.is_fsdp2:
             return super().save_model(output_dir, _internal_call)

@@ -165,22 +165,9 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
-def schedule_keys() -> dict[str, dict[str, bool]]:
-    """Legal keys of `lr_scheduler_kwargs` by schedule, and whether each must be given.
-
-    A schedule that takes any key is not listed.
-    """
-    tree = parse_file("transformers", "optimization.py")
-    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
-    given_by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    keys = {}
-    for name, function in values_by_member(tree, "TYPE_TO_SCHEDULER_FUNCTION", "trainer_utils.py", "SchedulerType"):
-        arguments = functions[function]
-        if not arguments.kwarg:
-            required = len(arguments.args) - len(arguments.defaults)
-            names = [argument.arg for argument in arguments.args]
-            keys[name] = {key: place < required for place, key in enumerate(names) if key not in given_by_trainer}
-    return keys
+def debug_options() -> tuple[str, ...]:
+    """Legal words in `debug`."""
+    return enumerations(parse_file("transformers", "debug_utils.py"))["DebugOption"]
 
 
 @cache
@@ -192,6 +179,17 @@ def optimizers_without_arguments() -> frozenset[str]:
     }
     handlers = values_by_member(tree, "_OPTIMIZER_HANDLERS", "training_args.py", "OptimizerNames")
     return frozenset(name for name, handler in handlers if handler not in readers)
+
+
+@cache
+def bitsandbytes_optimizers() -> frozenset[str]:
+    """Values of `optim` that bitsandbytes runs."""
+    members = find_class(parse_classes("transformers", "training_args.py"), "OptimizerNames").body
+    values = {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
+    tree = parse_file("transformers", "trainer_optimizer.py")
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    listed = assigned["_BITSANDBYTES_OPTIMIZERS"]
+    return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
+from recipes.errors import mistake
 from recipes.planner import fsdp
 from recipes.planner.shapes import Traced, Weights
 from recipes.rules.facts import gradient_accumulation_kwargs, is_true
@@ -65,7 +66,12 @@ def need(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, cont
     """What `run` needs if each of its `accumulation` micro-batches keeps what `traced` found.
 
     `context` is what CUDA itself takes on a GPU, in bytes.
+
+    Raises `UserError` for tensor parallelism.
     """
+    if run.engine.parallelism.sharing > 1:
+        what = "is not planned: how much of this model each process of a group holds is unknown"
+        raise mistake("tensor_parallel", what, "recipes fit, which measures it")
     if run.engine.kind == "fsdp":
         fullest = _fullest_of_fsdp(run, weights, traced, accumulation, context if run.hardware.cuda else 0)
         return Need(fullest, _host_bytes(run, weights))
@@ -173,7 +179,8 @@ def _loaded_bytes(run: RunSpec) -> int:
 def _shard(size: float, run: RunSpec, from_stage: int) -> int:
     """One GPU's share of a state, rounded up. ZeRO shards it from this stage on, FSDP2 always."""
     sharded = run.engine.kind == "fsdp" or (run.engine.kind == "deepspeed" and run.engine.zero_stage >= from_stage)
-    return math.ceil(size / run.world_size) if sharded else math.ceil(size)
+    shards = run.world_size // run.engine.parallelism.replicate  # HSDP keeps every shard in each replica
+    return math.ceil(size / shards) if sharded else math.ceil(size)
 
 
 def _parameter_bytes(run: RunSpec, weights: Weights) -> int:

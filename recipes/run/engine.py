@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
+from recipes.run.parallelism import Parallelism, autotp_size, from_section, from_variables
 
 if TYPE_CHECKING:
     import yaml
@@ -20,7 +21,8 @@ Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as i
 class Engine:
     """`kind` is single, ddp, deepspeed, fsdp or another type of accelerate's in lower case.
 
-    `source` is where it was read, `raw` the content of its Accelerate YAML.
+    `source` is where it was read, `raw` the content of its Accelerate YAML. `num_processes` is what
+    the command line says, or the YAML; None if neither does.
     """
 
     kind: str
@@ -33,10 +35,15 @@ class Engine:
     dynamo_backend: str = "no"
     num_processes: int | None = None
     raw: Json = field(default_factory=dict)
+    parallelism: Parallelism = Parallelism()
 
     @property
     def title(self) -> str:
         """Its name for people, such as `FSDP2` or `DeepSpeed ZeRO-2, optimizer offload`."""
+        return ", ".join(part for part in (self._name, str(self.parallelism)) if part)
+
+    @property
+    def _name(self) -> str:
         names = {"single": "one process", "ddp": "DDP", "fsdp": f"FSDP{self.fsdp_version}"}
         names["deepspeed"] = f"DeepSpeed ZeRO-{self.zero_stage}"
         devices = {"optimizer": self.offload_optimizer, "parameter": self.offload_param}
@@ -96,12 +103,20 @@ def _loader() -> type[yaml.SafeLoader]:
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them."""
+    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them.
+
+    Raises `UserError` for an empty file: accelerate launch dies of it in a traceback.
+    """
     raw = read_yaml(path, "--accelerate_config")
+    if not raw:
+        fix = "a file with compute_environment, distributed_type and num_processes, or one of accelerate_configs/"
+        raise mistake("--accelerate_config", f"{path} is empty, which accelerate launch refuses", fix)
     dynamo = _section(raw, "dynamo_config")
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     processes = raw.get("num_processes")
+    parallelism = from_section(_section(raw, "parallelism_config"), str(path))
+    autotp = autotp_size(deepspeed_json(_section(raw, "deepspeed_config")) or {}) if kind == "DEEPSPEED" else 1
     return Engine(
         kind=KINDS.get(kind, kind.lower()),
         source=str(path),
@@ -109,6 +124,7 @@ def from_yaml(path: str | Path) -> Engine:
         dynamo_backend=str(backend).lower(),
         num_processes=processes if isinstance(processes, int) and not isinstance(processes, bool) else None,
         raw=raw,
+        parallelism=replace(parallelism, autotp=autotp),
         **_sharding(kind, raw),
     )
 
@@ -144,6 +160,7 @@ def from_deepspeed(config: str | Json) -> Engine:
         zero_stage=_int(zero.get("stage", 0)),
         offload_optimizer=_device(zero.get("offload_optimizer"), None),
         offload_param=_device(zero.get("offload_param"), None),
+        parallelism=Parallelism(autotp=autotp_size(content)),
     )
 
 
@@ -154,11 +171,14 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
         source="the launcher",
         mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
         dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+        parallelism=from_variables(environment),
     )
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if file.lower() != "none":
-            return replace(from_deepspeed(file), mixed_precision=single.mixed_precision)
+            engine = from_deepspeed(file)
+            parallelism = replace(single.parallelism, autotp=engine.parallelism.autotp)
+            return replace(engine, mixed_precision=single.mixed_precision, parallelism=parallelism)
         return replace(
             single,
             kind="deepspeed",

@@ -50,7 +50,7 @@ def test_nothing_of_ddps_buckets_exists(recipe):
 
 @pytest.mark.parametrize("weights", [LAYERS, TIED], ids=["an untied head", "a tied head"])
 def test_no_more_than_two_units_are_gathered_beside_the_tail(weights):
-    unit = units(weights, width=2, world_size=4)
+    unit = units(weights, width=2, shards=4)
     for done in (place / 100 for place in range(101)):
         for in_forward, has_logits in ((True, False), (True, True), (False, True), (False, False)):
             gathered, unscattered, sent = held(unit, done, in_forward, has_logits)
@@ -59,13 +59,13 @@ def test_no_more_than_two_units_are_gathered_beside_the_tail(weights):
 
 
 def test_the_head_is_gathered_while_there_are_logits_and_layers_are_not():
-    unit = units(LAYERS, width=2, world_size=4)
+    unit = units(LAYERS, width=2, shards=4)
     assert held(unit, 0, is_forward=True, has_logits=True) == (2 * 20, 0, 0)  # its buffer, and its parameters
     assert held(unit, 0, is_forward=False, has_logits=True) == (20 + 20, 0, 0)  # and the buffer of the last layer
 
 
 def test_one_process_gathers_nothing_into_buffers():
-    unit = units(LAYERS, width=2, world_size=1)
+    unit = units(LAYERS, width=2, shards=1)
     assert held(unit, 0.5, is_forward=False, has_logits=False)[0] == unit.layer
 
 
@@ -87,17 +87,26 @@ def test_frozen_weights_stay_as_they_were_loaded_and_trained_ones_are_fp32():
 
 def test_weights_in_4_bits_are_shared_but_not_their_scales():
     lora = ("--use_peft", "true", "--lora_r", "8", "--load_in_4bit", "true")
-    two, four = (need_of(*lora, world=world).parameters for world in (2, 4))
+    two, four = (need_of(*lora, world=world, micro=16).parameters for world in (2, 4))
     packed = 12 * (4 * 128 * 128 + 3 * 128 * 256)
     assert two - four > packed * 0.5 / 4
     assert four > packed / 16
+
+
+def test_weights_in_4_bits_are_whole_while_they_are_loaded():
+    weights = Weights(10**9, trained=10**6, in_4_bits=10**9 - 10**6, largest_layer=10**7)
+    run = run_of("--use_peft", "true", "--load_in_4bit", "true", world=8)
+    assert need(run, weights, Traced([(0, 0, 0)], 1), 1).gpu.parameters > 0.5 * 10**9
 
 
 def test_offload_leaves_only_what_is_gathered(tmp_path):
     file = tmp_path / "offload.yaml"
     file.write_text(shipped("sharded.yaml").read_text().replace("offload_params: false", "offload_params: true"))
     found = need_of(engine=file)
-    assert (found.optimizer, found.gradients) == (0, pytest.approx(0, abs=2 * weigh(DEEP, "causal_lm").largest_layer))
+    weights = weigh(DEEP, "causal_lm")
+    assert (found.optimizer, found.gradients) == (0, pytest.approx(0, abs=2 * weights.largest_layer))
+    host = Estimator(DEEP).need(run_of(engine=file), 2)[0].host_bytes_per_node
+    assert host == 16 * weights.total  # parameters, gradients and two moments of all eight GPUs
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from launch.output.checkpoints import newest_valid
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
@@ -25,10 +26,11 @@ def flags(tiny_model, texts):
 def sharded(flags, tmp_path_factory):
     """Trains with FSDP2; returns the outcome and its folder."""
 
-    def start(*more: str, steps: int = 4, processes: int = 2, output=None):
+    def start(*more: str, steps: int = 4, processes: int = 2, output=None, env=None):
         folder = output or tmp_path_factory.mktemp("sharded")
         words = ["--recipe", "sharded", *flags, *STEADY, "--max_steps", str(steps), *more]
-        return launch_quickly(*words, output=folder, processes=processes, config="sharded.yaml", script=SCRIPT), folder
+        how = dict(processes=processes, config="sharded.yaml", script=SCRIPT, env=env)
+        return launch_quickly(*words, output=folder, **how), folder
 
     return start
 
@@ -95,6 +97,17 @@ def test_a_resume_goes_on_bit_for_bit(adapters, sharded, tmp_path):
     whole, _ = sharded(*adapters, steps=8)
     assert "resuming from" in resumed.output
     assert losses(resumed)[4:] == losses(whole)[4:]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_stops_all_at_one_step_and_the_run_goes_on(sharded):
+    stopped, folder = sharded(steps=8, env={"STOP_AT_STEP": "3"})
+    assert stopped.record["status"] == "preempted", stopped.output
+    newest, damaged = newest_valid(folder)
+    assert newest is not None and 3 <= newest.step < 8 and not damaged
+    resumed, _ = sharded(steps=8, output=folder)
+    whole, _ = sharded(steps=8)
+    assert losses(resumed)[newest.step :] == losses(whole)[newest.step :]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict, ReadInstruction
 
 from launch.training.demo import demo_corpus, held_out
 from recipes.errors import UserError, mistake
-from recipes.rules.batches import FILE_KINDS, unreadable_data
+from recipes.rules.data import FILE_KINDS
 from recipes.run import Settings
 
 
@@ -62,15 +62,12 @@ def _listed(splits: Mapping[str, Dataset]) -> str:
 
 def _read(run: Settings) -> dict[str, Dataset]:
     """All splits of a local file, a local folder or a data set on the Hub, in this order."""
-    if problem := unreadable_data(run):
-        raise mistake(*problem)
-    name = run["dataset_name"]
-    path = Path(name).expanduser()
+    path = Path(run["dataset_name"]).expanduser()
     if path.is_file():
         return _read_file(path)
     if path.is_dir():
         return _read_folder(path, run["dataset_config"])
-    return _read_hub(name, run["dataset_config"])
+    return _read_hub(run["dataset_name"], run["dataset_config"])
 
 
 def _read_file(path: Path) -> dict[str, Dataset]:

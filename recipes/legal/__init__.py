@@ -1,15 +1,19 @@
 """What is legal: read from the source of the installed libraries, without importing them."""
 
+from recipes.legal.compiling import compile_backends, compile_modes
 from recipes.legal.names import (
     ALIASES,
     accelerate_choices,
     accelerate_keys,
     accelerate_nested_keys,
     accelerator_config_keys,
+    bitsandbytes_optimizers,
     checkpoint_keys,
     ddp_keywords,
     debug_options,
     deepspeed_keys,
+    deepspeed_optimizers,
+    deepspeed_schedulers,
     deepspeed_zero_keys,
     distributed_types,
     fsdp_config_keys,
@@ -18,10 +22,10 @@ from recipes.legal.names import (
     optimizers_without_arguments,
     report_integrations,
     run_flags,
-    schedule_keys,
     settings,
     trainer_fields,
 )
+from recipes.legal.schedules import schedule_choices, schedule_defaults, schedule_keys, schedules_without_warmup
 from recipes.legal.source import Field, version
 
 __all__ = [
@@ -31,10 +35,15 @@ __all__ = [
     "accelerate_keys",
     "accelerate_nested_keys",
     "accelerator_config_keys",
+    "bitsandbytes_optimizers",
     "checkpoint_keys",
+    "compile_backends",
+    "compile_modes",
     "ddp_keywords",
     "debug_options",
     "deepspeed_keys",
+    "deepspeed_optimizers",
+    "deepspeed_schedulers",
     "deepspeed_zero_keys",
     "distributed_types",
     "fsdp_config_keys",
@@ -43,7 +52,10 @@ __all__ = [
     "optimizers_without_arguments",
     "report_integrations",
     "run_flags",
+    "schedule_choices",
+    "schedule_defaults",
     "schedule_keys",
+    "schedules_without_warmup",
     "settings",
     "trainer_fields",
     "version",

@@ -171,25 +171,6 @@ def debug_options() -> tuple[str, ...]:
 
 
 @cache
-def schedule_keys() -> dict[str, dict[str, bool]]:
-    """Legal keys of `lr_scheduler_kwargs` by schedule, and whether each must be given.
-
-    A schedule that takes any key is not listed.
-    """
-    tree = parse_file("transformers", "optimization.py")
-    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
-    given_by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-    keys = {}
-    for name, function in values_by_member(tree, "TYPE_TO_SCHEDULER_FUNCTION", "trainer_utils.py", "SchedulerType"):
-        arguments = functions[function]
-        if not arguments.kwarg:
-            required = len(arguments.args) - len(arguments.defaults)
-            names = [argument.arg for argument in arguments.args]
-            keys[name] = {key: place < required for place, key in enumerate(names) if key not in given_by_trainer}
-    return keys
-
-
-@cache
 def optimizers_without_arguments() -> frozenset[str]:
     """Values of `optim` whose optimizer ignores `optim_args`."""
     tree = parse_file("transformers", "trainer_optimizer.py")
@@ -198,6 +179,17 @@ def optimizers_without_arguments() -> frozenset[str]:
     }
     handlers = values_by_member(tree, "_OPTIMIZER_HANDLERS", "training_args.py", "OptimizerNames")
     return frozenset(name for name, handler in handlers if handler not in readers)
+
+
+@cache
+def bitsandbytes_optimizers() -> frozenset[str]:
+    """Values of `optim` that bitsandbytes runs."""
+    members = find_class(parse_classes("transformers", "training_args.py"), "OptimizerNames").body
+    values = {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
+    tree = parse_file("transformers", "trainer_optimizer.py")
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    listed = assigned["_BITSANDBYTES_OPTIMIZERS"]
+    return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
 
 
 @cache
@@ -225,6 +217,32 @@ def deepspeed_keys() -> frozenset[str]:
         for file in folder.glob(pattern):
             names |= strings(ast.parse(file.read_text(encoding="utf-8")))
     return frozenset(name for name in names if name.isidentifier())
+
+
+@cache
+def deepspeed_optimizers() -> frozenset[str]:
+    """Legal types of a DeepSpeed JSON's `optimizer`: torch's, and DeepSpeed's in lower case."""
+    config = parse_file("deepspeed", "runtime/config.py")
+    own = {name for node in config.body if _assigns(node, "_OPTIMIZER") for name in strings(node)}
+    return frozenset(own | _imported("torch", "optim/__init__.py"))
+
+
+@cache
+def deepspeed_schedulers() -> frozenset[str]:
+    """Legal types of a DeepSpeed JSON's `scheduler`: classes of DeepSpeed, and of torch."""
+    files = (("deepspeed", "runtime/lr_schedules.py"), ("torch", "optim/lr_scheduler.py"))
+    bodies = [node for package, file in files for node in parse_file(package, file).body]
+    return frozenset(node.name for node in bodies if isinstance(node, ast.ClassDef))
+
+
+def _assigns(node: ast.stmt, ending: str) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(ending)
+
+
+def _imported(package: str, file: str) -> set[str]:
+    """The names that a file imports."""
+    imports = [node for node in parse_file(package, file).body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def _field_names(package: str, file: str, cls: str) -> frozenset[str]:

@@ -138,6 +138,16 @@ def literal(node: ast.expr | None) -> Any:
         return None
 
 
+def assigned(body: list[ast.stmt], name: str) -> ast.expr | None:
+    """The expression that a statement of `body` assigns to `name`; None without one."""
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if ast.unparse(target) == name:
+                return node.value
+    return None
+
+
 def strings(tree: ast.AST) -> set[str]:
     """Every string constant below a node."""
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}

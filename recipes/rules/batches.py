@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from recipes.rules.facts import accelerator_config, advice, gradient_accumulation_kwargs, is_true, problem, rule
-from recipes.run import Settings
+from recipes.rules.facts import (
+    accelerator_config,
+    advice,
+    gradient_accumulation_kwargs,
+    is_true,
+    of_train_py,
+    problem,
+    rule,
+)
 
 
 @rule
@@ -64,12 +69,13 @@ def worker_settings_need_workers(run):
 
 
 @rule
+@of_train_py
 def dispatched_batches_have_one_shape(run):
     """`You can't use batches of different size with dispatch_batches=True`, on several processes.
 
     train.py pads each micro-batch to its own longest example; packed rows are all as long.
     """
-    if not is_true(accelerator_config(run).get("dispatch_batches")) or run.world_size == 1 or not run.demonstrate:
+    if not is_true(accelerator_config(run).get("dispatch_batches")) or run.world_size == 1:
         return
     if not run["packing"]:
         what = "dispatch_batches needs batches of one length, and these vary"
@@ -77,17 +83,19 @@ def dispatched_batches_have_one_shape(run):
 
 
 @rule
+@of_train_py
 def no_state_is_configured_before(run):
     """`Passing 'use_configured_state':True ... requires a pre-configured AcceleratorState`
 
     A script of its own may have one; train.py builds TrainingArguments first.
     """
-    if run.demonstrate and is_true(accelerator_config(run).get("use_configured_state")):
+    if is_true(accelerator_config(run).get("use_configured_state")):
         what = "use_configured_state needs an Accelerator that exists before, and train.py builds none"
         yield problem(run, "accelerator_config", what, "leave use_configured_state out")
 
 
 @rule
+@of_train_py
 def packing_frees_the_padding(run):
     """Packed rows have no padding: the two are alternatives."""
     if run["packing"] and run["padding_free"]:
@@ -97,6 +105,7 @@ def packing_frees_the_padding(run):
 
 
 @rule
+@of_train_py
 def padding_free_needs_flash_attention(run):
     """Other kernels mask the joined row: correct, but the cost is quadratic in its whole length."""
     attention = run["attn_implementation"] or "sdpa"
@@ -106,6 +115,7 @@ def padding_free_needs_flash_attention(run):
 
 
 @rule
+@of_train_py
 def classification_takes_rows_as_they_are(run):
     """Joined examples would share one label, and a label has no assistant or completion part."""
     if run["task"] != "sequence_classification":
@@ -116,40 +126,8 @@ def classification_takes_rows_as_they_are(run):
 
 
 @rule
+@of_train_py
 def classification_needs_data(run):
     """The demonstration has no labels. A plan or a user's own script needs no data set."""
     if run["task"] == "sequence_classification" and run["dataset_name"] is None and run.demonstrate:
         yield problem(run, "task", "sequence_classification needs labelled data", "--dataset_name FILE_OR_HUB_ID")
-
-
-# How a file of data is read, by its ending.
-FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-
-
-def unreadable_data(run: Settings) -> tuple[str, str, str] | None:
-    """What is wrong with the data before it is read: the setting, what is wrong, and the fix.
-
-    None if a folder or file is there, and for the name of a data set on the Hub.
-    """
-    name = run["dataset_name"]
-    if not name:
-        return None
-    path = Path(name).expanduser()
-    if path.is_file():
-        if run["dataset_config"]:
-            return "dataset_config", f"{run['dataset_config']} is not in {path}, a single file", "leave it out"
-        if path.suffix.lower() not in FILE_KINDS:
-            return "dataset_name", f"{path} is not of a known kind", "a file ending in " + ", ".join(FILE_KINDS)
-        if not path.stat().st_size:
-            return "dataset_name", f"{path} is empty", "a file with rows in it"
-    elif not path.is_dir() and (name.startswith((".", "/", "~")) or path.suffix.lower() in FILE_KINDS):
-        return "dataset_name", f"there is no file or folder {name}", "the path of one that exists"
-    return None
-
-
-@rule
-def data_can_be_read(run):
-    """train.py reads it when all processes have started. Where the run goes, it may be there."""
-    found = unreadable_data(run) if run.elsewhere is None else None
-    if found:
-        yield problem(run, *found)

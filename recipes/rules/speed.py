@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.rules.facts import advice, gradient_accumulation_kwargs, in_yaml, is_true, problem, rule
-from recipes.run import nearest
+from recipes.rules.facts import (
+    advice,
+    available,
+    gradient_accumulation_kwargs,
+    in_yaml,
+    is_true,
+    missing,
+    problem,
+    rule,
+    sections,
+    uses_fsdp,
+)
+from recipes.run import RunSpec, nearest
 
 
 @rule
@@ -21,14 +32,68 @@ def yaml_compiles_what_the_arguments_do_not(run):
         yield in_yaml(run, "dynamo_config", what, "remove it from the YAML, or --torch_compile")
 
 
+def _backends() -> list[str]:
+    """The backends that accelerate knows by name and torch can compile with, in lower case."""
+    named = {name.lower() for name in legal.accelerate_choices()["DynamoBackend"]}
+    return sorted(named & legal.compile_backends())
+
+
 @rule
 def compile_backend_is_known(run):
-    """`ValueError: 'FOO' is not a valid DynamoBackend`, when the Trainer is built."""
-    backend = run["torch_compile_backend"]
-    known = [name.lower() for name in legal.accelerate_choices()["DynamoBackend"]] if backend else []
-    if backend and backend.lower() not in known:
-        fix = nearest(backend.lower(), known) or "one of " + ", ".join(known)
-        yield problem(run, "torch_compile_backend", f"there is no backend {backend!r}", fix)
+    """`'FOO' is not a valid DynamoBackend`; in the first step `Invalid backend: 'ofi'`, from torch.
+
+    accelerate still names backends that torch has no more.
+    """
+    asked, in_file = run["torch_compile_backend"], run.engine.dynamo_backend
+    if asked and asked.lower() not in (*_backends(), "no"):
+        fix = nearest(asked.lower(), _backends()) or "one of " + ", ".join(_backends())
+        yield problem(run, "torch_compile_backend", f"torch has no backend {asked!r}", fix)
+    if run.engine.kind != "deepspeed" and in_file not in (*_backends(), "no"):
+        fix = nearest(in_file, _backends()) or "one of " + ", ".join(_backends())
+        yield in_yaml(run, "dynamo_backend", f"torch has no backend {in_file!r}", fix)
+
+
+@rule
+def compile_backend_is_installed(run):
+    """`ImportError: Please install apache-tvm to use the tvm backend`, in the first step."""
+    if _backend(run) == "tvm" and not available(run, "tvm"):
+        yield missing(run, "torch_compile_backend", "apache-tvm", "tvm needs the package apache-tvm")
+
+
+@rule
+def compile_mode_is_known(run):
+    """`RuntimeError: Unrecognized mode=..., should be one of: default, reduce-overhead, ...`
+
+    Only inductor, torch's own compiler, reads a mode: the other backends ignore it.
+    """
+    section = dict(sections(run)).get("dynamo_config", {})
+    in_file = section.get("dynamo_mode", section.get("mode"))
+    fix = "one of " + ", ".join(legal.compile_modes())
+    if run["torch_compile_mode"] and _backend(run) != "inductor":
+        what = f"is ignored by the backend {_backend(run)}"
+        yield advice(run, "torch_compile_mode", what, "leave it out, or --torch_compile_backend inductor")
+    elif run["torch_compile_mode"] and run["torch_compile_mode"] not in legal.compile_modes():
+        yield problem(run, "torch_compile_mode", f"torch has no mode {run['torch_compile_mode']!r}", fix)
+    elif in_file not in (None, *legal.compile_modes()) and _compiles(run) and _backend(run) == "inductor":
+        yield in_yaml(run, "dynamo_mode", f"torch has no mode {in_file!r}", fix)
+
+
+def _backend(run: RunSpec) -> str:
+    """The backend that compiles if anything does."""
+    if run["torch_compile_backend"]:
+        return run["torch_compile_backend"].lower()
+    return "inductor" if _compiles(run) or run.engine.dynamo_backend == "no" else run.engine.dynamo_backend
+
+
+def _compiles(run: RunSpec) -> bool:
+    return bool(run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"])
+
+
+@rule
+def compiling_has_a_backend(run):
+    """The backend `no` compiles nothing, silently."""
+    if (run["torch_compile_backend"] or "").lower() == "no":
+        yield advice(run, "torch_compile_backend", "no compiles nothing", "leave it out, with --torch_compile false")
 
 
 @rule
@@ -42,7 +107,7 @@ def compile_settings_compile(run):
 @rule
 def compiling_needs_one_shape(run):
     """`accelerate launch` compiles with dynamic=False: every new length is compiled again."""
-    if run["torch_compile"] and not run["packing"]:
+    if _compiles(run) and not run["packing"]:
         yield advice(
             run, "torch_compile", "compiles again for every new length of a batch", "--packing, or leave it out"
         )
@@ -50,7 +115,12 @@ def compiling_needs_one_shape(run):
 
 @rule
 def syncing_each_batch_is_slow(run):
-    """`sync_each_batch` reduces gradients once for every micro-batch, not once a step."""
+    """`sync_each_batch` reduces gradients once for every micro-batch, not once a step.
+
+    Under FSDP it saves the memory of gradients that are not scattered.
+    """
+    if uses_fsdp(run):
+        return
     if is_true(gradient_accumulation_kwargs(run).get("sync_each_batch")) and run["gradient_accumulation_steps"] > 1:
         what = f"sync_each_batch reduces gradients {run['gradient_accumulation_steps']} times a step"
         yield advice(run, "accelerator_config", what, "leave it out unless memory requires it")

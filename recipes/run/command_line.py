@@ -6,13 +6,14 @@ import difflib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from recipes import legal
-from recipes.errors import Problem
+from recipes.errors import Problem, mistake
 from recipes.legal import moved
 from recipes.run.engine import read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
@@ -85,6 +86,8 @@ def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[s
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
     """The settings of a --config file. Raises `UserError` if it cannot be read."""
     content = read_yaml(path, "--config")
+    if "base" in content:
+        raise mistake("config", f"{path} is a recipe", f"--recipe {path}")
     if "config" in content:
         problems.append(Problem("config", "cannot be set in a configuration file", "leave it out", str(path)))
         del content["config"]
@@ -148,6 +151,10 @@ def coerce(value: object, known: legal.Field) -> Any:
     Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
+    if known.name == "parallelism_config" and value not in (None, "None", "none"):
+        if hasattr(value, "tp_size"):
+            return value
+        raise ValueError(f"takes accelerate's ParallelismConfig, got {value!r}")
     value = _plain(value)
     if value is False and "no" in known.choices:
         value = "no"  # YAML reads it as false without quotes
@@ -155,8 +162,11 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
         value = "none"  # transformers 5 refuses None
-    accepted = types | {"int"} if "float" in types else types  # an int for a float stays an int
-    if type(value).__name__ not in accepted and not (value is None and "None" in types):
+    if "float" in types and type(value) is int:
+        value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
+    if isinstance(value, dict):
+        value = {key: _number_in_yaml(entry) for key, entry in value.items()}
+    if type(value).__name__ not in types and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
         raise ValueError(f"takes {_names(types)}, got {given}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -177,6 +187,13 @@ def _plain(value: object) -> object:
     return value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
 
 
+def _number_in_yaml(value: object) -> object:
+    """A number in place of text such as `1e-6`: YAML reads only `1.0e-6` as a number."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
 
 
@@ -184,11 +201,12 @@ def _from_text(text: str, types: frozenset[str]) -> object:
     lowered = text.lower()
     if "bool" in types and lowered in (*_TRUE, *_FALSE) and not ("str" in types and lowered == "no"):
         return lowered in _TRUE
-    for convert in (int, float) if "float" in types else (int,) if "int" in types else ():
-        try:
-            return convert(text)
-        except ValueError:
-            pass
+    for name, convert in (("int", int), ("float", float)):
+        if name in types:
+            try:
+                return convert(text)
+            except ValueError:
+                pass
     if "dict" in types and text.lstrip().startswith("{"):
         try:
             return json.loads(text)
@@ -207,6 +225,8 @@ def _names(types: frozenset[str]) -> str:
 
 
 def _expected(known: legal.Field) -> str:
+    if known.name == "parallelism_config":
+        return "parallelism_config: in an Accelerate YAML, or a ParallelismConfig in your own script"
     if known.choices:
         return "one of " + ", ".join(known.choices)
     return f"--{known.name} with {_names(known.types)}"

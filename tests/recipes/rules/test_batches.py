@@ -36,10 +36,6 @@ CASES = {
         Run('--packing false --accelerator_config {"dispatch_batches":true}', world=2),
         Run('--packing --accelerator_config {"dispatch_batches":true}', world=2),
     ),
-    "data_can_be_read": (
-        Run("--dataset_name texts.jsonl"),
-        Run("--dataset_name texts.jsonl", files={"texts.jsonl": '{"text": "a"}'}),
-    ),
     "no_state_is_configured_before": (
         Run('--accelerator_config {"use_configured_state":true}'),
         Run('--accelerator_config {"use_configured_state":false}'),
@@ -57,14 +53,10 @@ CASES = {
 ALSO_FIRES = [
     ("worker_settings_need_workers", Run("--dataloader_persistent_workers"), "dataloader_persistent_workers"),
     ("worker_settings_need_workers", Run("--dataloader_multiprocessing_context spawn"), "multiprocessing_context"),
-    ("data_can_be_read", Run("--dataset_name a.xls", files={"a.xls": "text"}), "dataset_name"),
-    ("data_can_be_read", Run("--dataset_name a.csv --dataset_config x", files={"a.csv": "text"}), "dataset_config"),
-    ("data_can_be_read", Run("--dataset_name a.csv", files={"a.csv": ""}), "dataset_name"),
 ]
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
-    ("data_can_be_read", Run("--dataset_name owner/texts")),  # on the Hub
     ("worker_settings_need_workers", Run("--recipe fast --dataloader_num_workers 0", hardware=machine(A100))),
 ]
 

@@ -9,9 +9,15 @@ from tests.support.runs import BEST, CLASSIFY, EVAL, Run
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
+PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"
+
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "best_model_needs_matching_strategies": (Run(f"{BEST} {EVAL} --save_strategy epoch"), Run(f"{BEST} {EVAL}")),
+    "every_evaluation_is_saved": (
+        Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 10"),
+        Run(f"{BEST} {EVAL} --eval_steps 5"),
+    ),
     "saving_the_best_needs_evaluation": (
         Run("--save_strategy best --metric_for_best_model loss"),
         Run(f"--save_strategy best --metric_for_best_model loss {EVAL}"),
@@ -21,8 +27,16 @@ CASES = {
         Run(f"--early_stopping_patience 3 {EVAL} {BEST}"),
     ),
     "best_metric_is_reported": (
-        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model f1"),
-        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model eval_loss"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model f1"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model eval_loss"),
+    ),
+    "best_is_the_better_value": (
+        Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better true"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better false"),
+    ),
+    "plateaus_look_the_right_way": (
+        Run(f"{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy"),
+        Run(f'{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy --lr_scheduler_kwargs {{"mode":"max"}}'),
     ),
     "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
     "accuracy_is_computed_at_the_end": (
@@ -47,15 +61,50 @@ ALSO_FIRES = [
         Run(f"{BEST} {EVAL} --save_strategy best --eval_strategy no"),
         "load_best",
     ),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 20 --save_steps 20 --max_steps 10"), "save_steps"),
     ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping_patience"),
+    (
+        "best_is_the_better_value",
+        Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model accuracy --greater_is_better false"),
+        "greater_is_better",
+    ),
+    (
+        "plateaus_look_the_right_way",
+        Run(f'{PLATEAU} --lr_scheduler_kwargs {{"mode":"max"}}'),
+        "lr_scheduler_type",
+    ),
 ]
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
+    ("best_model_needs_matching_strategies", Run(f"{BEST} --eval_strategy epoch")),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_strategy steps")),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 5 --max_steps 5")),
+    ("best_is_the_better_value", Run(f"{EVAL} --greater_is_better true")),  # nothing reads it
+    ("best_is_the_better_value", Run(f"{BEST} {EVAL} --metric_for_best_model f1 --greater_is_better false")),
 ]
+
+
+def test_the_worst_model_is_the_best_one(tmp_path):
+    every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=1e-2)
+    settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, **every_step)
+    trainer = train(tmp_path, evaluates=True, **settings)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == max(losses) > min(losses)
+    assert_fires("best_is_the_better_value", settings)
+
+
+def test_a_plateau_in_the_wrong_direction_lowers_the_rate_of_a_falling_loss(tmp_path):
+    every_step = dict(eval_strategy="steps", eval_steps=1, logging_steps=1, max_steps=4)
+    settings = dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"mode": "max", "patience": 0})
+    history = train(tmp_path, evaluates=True, **settings, **every_step).state.log_history
+    rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses == sorted(losses, reverse=True) and rates[-1] < rates[0] / 50
+    assert_fires("plateaus_look_the_right_way", {**settings, **every_step})
 
 
 def test_early_stopping_without_evaluation_is_an_assertion_error(tmp_path):
@@ -97,3 +146,12 @@ def test_do_eval_alone_evaluates_nothing(tmp_path):
     history = train(tmp_path, evaluates=True, do_eval=True).state.log_history
     assert not [entry for entry in history if "eval_loss" in entry]
     assert_fires("evaluating_needs_data", {"do_eval": True})
+
+
+def test_a_best_model_that_was_not_saved_is_not_loaded(tmp_path):
+    """The first evaluation is the best here: its step has no checkpoint, so none is loaded."""
+    evaluation = dict(eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", greater_is_better=True)
+    settings = {**evaluation, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    state = train(tmp_path, evaluates=True, **settings).state
+    assert (state.best_global_step, state.best_model_checkpoint) == (1, None)
+    assert_fires("every_evaluation_is_saved", settings)

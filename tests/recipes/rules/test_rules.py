@@ -19,11 +19,15 @@ from recipes.run.engine import shipped
 from tests.recipes.rules import (
     test_accelerate_yaml,
     test_adapters,
+    test_attention,
     test_batches,
     test_checkpoints,
+    test_data,
     test_deepspeed_json,
     test_engines,
     test_evaluation,
+    test_fsdp,
+    test_models,
     test_nested,
     test_optimizer,
     test_packages,
@@ -37,8 +41,12 @@ from tests.support.runs import A100, CPU, H100, T4, Run, machine
 SUBJECTS: tuple[ModuleType, ...] = (
     test_values,
     test_precision,
+    test_attention,
     test_engines,
     test_parallelism,
+    test_fsdp,
+    test_models,
+    test_data,
     test_batches,
     test_optimizer,
     test_adapters,
@@ -104,7 +112,7 @@ def test_rule_does_not_refuse_what_trains(name, run, tmp_path, monkeypatch):
 def test_a_message_names_where_the_value_came_from(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("load_in_4bit: true\n", encoding="utf-8")
     run = Run("--config run.yaml").resolve(tmp_path, monkeypatch)
-    assert [problem.source for problem in check(run) if problem.subject == "load_in_4bit"] == ["run.yaml"]
+    assert {problem.source for problem in check(run) if problem.subject == "load_in_4bit"} == {"run.yaml"}
 
 
 # --- What is shipped is legal ---------------------------------------------------------------------

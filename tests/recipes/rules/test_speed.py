@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recipes import legal
 from tests.support.real_failures import arguments, assert_fires, launched, train
 from tests.support.runs import Run, yaml
 
@@ -18,6 +19,18 @@ CASES = {
     "compile_backend_is_known": (
         Run("--torch_compile_backend foo"),
         Run("--torch_compile_backend aot_eager"),
+    ),
+    "compile_backend_is_installed": (
+        Run("--torch_compile_backend tvm", missing=("tvm",)),
+        Run("--torch_compile_backend tvm"),
+    ),
+    "compile_mode_is_known": (
+        Run("--torch_compile_mode fastest"),
+        Run("--torch_compile_mode max-autotune-no-cudagraphs"),
+    ),
+    "compiling_has_a_backend": (
+        Run("--torch_compile --torch_compile_backend no"),
+        Run("--torch_compile --torch_compile_backend eager"),
     ),
     "compile_settings_compile": (
         Run("--torch_compile false --torch_compile_mode default"),
@@ -38,6 +51,27 @@ CASES = {
         Run(environment={"NCCL_SHM_DISABLE": "0"}),
     ),
 }
+
+DYNAMO = ("dynamo_config:", "  dynamo_backend: inductor")
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("compile_backend_is_known", Run("--torch_compile_backend ofi"), "torch_compile_backend"),
+    (
+        "compile_backend_is_known",
+        Run("--torch_compile", yaml=yaml("NO", "dynamo_config:", "  dynamo_backend: NVPRIMS_NVFUSER")),
+        "dynamo_backend",
+    ),
+    ("compile_mode_is_known", Run("--torch_compile_backend eager --torch_compile_mode default"), "torch_compile_mode"),
+    ("compile_mode_is_known", Run("--torch_compile", yaml=yaml("NO", *DYNAMO, "  dynamo_mode: x")), "dynamo_mode"),
+    ("compiling_needs_one_shape", Run("--torch_compile_mode default --packing false"), "torch_compile"),
+]
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    (rule, Run("--torch_compile", yaml=yaml("NO", *DYNAMO, "  dynamo_mode: max-autotune-no-cudagraphs")))
+    for rule in ("compile_mode_is_known", "nested_yaml_values_are_legal")
+]
 
 
 def test_a_compile_backend_compiles_what_torch_compile_switched_off(tmp_path):
@@ -61,3 +95,39 @@ def test_a_deepspeed_launch_exports_no_dynamo(write_yaml):
     )
     assert not [name for name in launched(file) if "DYNAMO" in name]
     assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)
+
+
+@pytest.mark.parametrize("backend", ["ofi", "nvprims_nvfuser", "onnxrt", "tensorrt"])
+def test_torch_has_no_such_backend_any_more(backend, tmp_path):
+    import torch
+
+    with pytest.raises(torch._dynamo.exc.InvalidBackend, match=backend):
+        train(tmp_path, torch_compile_backend=backend)
+    assert_fires("compile_backend_is_known", {"torch_compile_backend": backend})
+
+
+def test_torch_has_no_such_mode(tmp_path):
+    with pytest.raises(RuntimeError, match="Unrecognized mode=fastest"):
+        train(tmp_path, torch_compile_mode="fastest")
+    assert_fires("compile_mode_is_known", {"torch_compile_mode": "fastest"})
+
+
+def test_other_backends_ignore_the_mode(tmp_path):
+    settings = {"torch_compile_backend": "aot_eager", "torch_compile_mode": "fastest"}
+    train(tmp_path, **settings)
+    assert_fires("compile_mode_is_known", settings)
+
+
+def test_the_backend_no_compiles_nothing(tmp_path):
+    settings = {"torch_compile": True, "torch_compile_backend": "no"}
+    trainer = train(tmp_path, **settings)
+    assert trainer.accelerator.state.dynamo_plugin.backend.value == "NO"
+    assert_fires("compiling_has_a_backend", settings)
+
+
+def test_what_is_read_from_the_source_is_what_torch_has():
+    import torch
+
+    assert legal.compile_modes() == tuple(torch._inductor.list_mode_options())
+    named = {name.lower() for name in legal.accelerate_choices()["DynamoBackend"]}
+    assert legal.compile_backends() & named == set(torch._dynamo.list_backends(None)) & named

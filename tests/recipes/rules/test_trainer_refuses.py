@@ -96,6 +96,36 @@ FAILS_IN_TRAINING = [
         TypeError,
         "unexpected keyword argument 'num_cycles'",
     ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="polynomial", learning_rate=1e-8),
+        ValueError,
+        "must be smaller",
+    ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 1, "decay_type": "x"}),
+        ValueError,
+        "Unknown decay type",
+    ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 0}),
+        ZeroDivisionError,
+        "zero",
+    ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", lr_scheduler_kwargs={"factor": 2}),
+        ValueError,
+        "Factor should be",
+    ),
+    (
+        "schedule_settings_are_its_own",
+        dict(lr_scheduler_type="greedy", eval_strategy="steps", lr_scheduler_kwargs={"factr": 0.5}),
+        TypeError,
+        "unexpected keyword argument 'factr'",
+    ),
     ("evaluating_needs_data", dict(eval_on_start=True), ValueError, "evaluation requires an eval_dataset"),
     ("output_has_a_folder", dict(output_dir=""), FileNotFoundError, "No such file or directory: ''"),
     ("compile_backend_is_known", dict(torch_compile_backend="foo"), ValueError, "not a valid DynamoBackend"),
@@ -123,5 +153,5 @@ FAILS_IN_TRAINING = [
 @pytest.mark.parametrize(("rule", "settings", "error", "message"), FAILS_IN_TRAINING)
 def test_training_fails(rule, settings, error, message, tmp_path):
     with pytest.raises(error, match=message):
-        train(tmp_path, **settings)
+        train(tmp_path, evaluates="eval_strategy" in settings, **settings)
     assert_fires(rule, {"recipe": "baseline", **settings})

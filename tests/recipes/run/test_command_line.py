@@ -18,6 +18,11 @@ def test_text_in_yaml_that_is_a_number_is_read_as_one(config):
     assert resolved(["--config", config("learning_rate: 1e-4\n")])["learning_rate"] == 1e-4
 
 
+def test_numbers_below_a_setting_of_yaml_are_numbers_too(config):
+    run = resolved(["--config", config("lr_scheduler_kwargs: {min_lr: 1e-6, decay_type: linear}\n")])
+    assert run["lr_scheduler_kwargs"] == {"min_lr": 1e-6, "decay_type": "linear"}
+
+
 @pytest.mark.parametrize("words", ["--packing", "--packing true", "--packing=True", "--packing yes"])
 def test_a_switch_can_be_written_in_the_usual_ways(words):
     assert resolved(words)["packing"] is True
@@ -76,7 +81,10 @@ def test_reporting_nowhere_is_a_word(asked):
     ("annotation", "value", "expected"),
     [
         ("float", "1e-4", 1e-4),
-        ("float", "2", 2),
+        ("float", "2", 2.0),
+        ("float", 0, 0.0),
+        ("float", np.int64(3), 3.0),
+        ("float | None", None, None),
         ("int | None", "none", None),
         ("bool", "no", False),
         ("str", "no", "no"),
@@ -91,7 +99,8 @@ def test_reporting_nowhere_is_a_word(asked):
     ],
 )
 def test_values_become_the_type_of_the_field(annotation, value, expected):
-    assert coerce(value, legal.Field("x", annotation)) == expected
+    given = coerce(value, legal.Field("x", annotation))
+    assert (given, type(given)) == (expected, type(expected))
 
 
 @pytest.mark.parametrize(

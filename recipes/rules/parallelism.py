@@ -85,11 +85,12 @@ def sequences_are_not_divided_over_a_ring(run):
 def tensor_parallelism_is_deepspeeds(run):
     """`Model should undergo tensor parallel before passing it to accelerate`
 
-    accelerate's tp_size divides nothing: it expects a model that was loaded in parts. Under
-    DeepSpeed it divides the data, and Trainer counts the undivided batch.
+    accelerate's tp_size divides nothing: it expects a model that was loaded in parts. A script of
+    the user's own may load one, and then trains what DDP would. Under DeepSpeed tp_size divides the
+    data, and Trainer counts the undivided batch.
     """
     size = run.engine.parallelism.tensor
-    if type(size) is int and size > 1:
+    if type(size) is int and size > 1 and (uses_deepspeed(run) or not run.own_script):
         what = f"{size} is refused: it expects a model that was loaded in parts, and models are loaded whole here"
         fix = f'a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {size}}}'
         yield _of_sizes(run, "tensor", what, fix)
@@ -134,6 +135,19 @@ def tensor_parallelism_needs_a_lower_stage(run):
     if _divides_tensors(run) and zero_stage(run) == 3:
         what = "cannot be combined with ZeRO stage 3"
         yield _in_json(run, "tensor_parallel.autotp_size", what, '"stage": 2, or leave tensor_parallel out')
+
+
+@rule
+def tensor_parallelism_leaves_the_batch_to_trainer(run):
+    """Trainer wants all processes in `train_batch_size`, DeepSpeed and the global batch do not.
+
+    `Please correct the following DeepSpeed config values: ds train_batch_size=8 vs hf
+    train_batch_size (calculated)=16`
+    """
+    size = (deepspeed_file(run) or {}).get("train_batch_size", "auto")
+    if _divides_tensors(run) and size == run.batch.total:  # any other is reported as a contradiction
+        what = f"{size} is the global batch, and Trainer wants {size * run.engine.parallelism.sharing} there"
+        yield _in_json(run, "train_batch_size", what, '"train_batch_size": "auto"')
 
 
 @rule
@@ -189,11 +203,13 @@ def replicas_and_shards_make_the_world(run):
     if uses_deepspeed(run) or any(type(size) is not int or size < 1 for size in sizes):
         return
     total, replicate = math.prod(sizes), parallelism.replicate
-    if total in (1, run.world_size) or parallelism.sharing > 1:
+    if total in (1, run.world_size) or run.world_size % parallelism.sharing:
         return
-    replicate = replicate if run.world_size % replicate == 0 else 1
-    what = f"{parallelism.replicate} replicas x {parallelism.shard} shards are not the {run.world_size} processes"
-    fix = f"{_name(run, 'replicate')} {replicate} and {_name(run, 'shard')} {run.world_size // replicate}"
+    groups, sharing = run.data_parallel_size, parallelism.sharing
+    replicate = replicate if groups % replicate == 0 else 1
+    what = f"{parallelism.replicate} replicas x {parallelism.shard} shards"
+    what += (f" x {sharing} processes each" if sharing > 1 else "") + f" are not the {run.world_size} processes"
+    fix = f"{_name(run, 'replicate')} {replicate} and {_name(run, 'shard')} {groups // replicate}"
     yield _of_sizes(run, "shard", what, fix)
 
 
@@ -223,11 +239,11 @@ def cpu_ranks_take_no_sizes(run):
     """`ParallelismConfig is only compatible ..., but got DistributedType.MULTI_CPU`"""
     on_a_cpu = run["use_cpu"] or not run.hardware.cuda
     parallelism = run.engine.parallelism
-    if parallelism.sharing > 1 or uses_deepspeed(run):
-        return
+    if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
+        return  # no mesh, or refused on any machine
     if parallelism.source and on_a_cpu and run.world_size > 1:
-        what = "is refused by accelerate on a CPU, whatever the sizes"
-        yield _of_sizes(run, "shard", what, "leave parallelism_config out")
+        what = "is refused by accelerate on a CPU, whatever its sizes"
+        yield Problem("parallelism_config", what, "leave it out", parallelism.source)
 
 
 # --- DDP ------------------------------------------------------------------------------------------

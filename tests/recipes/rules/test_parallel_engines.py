@@ -54,6 +54,14 @@ def test_replicas_of_shards_train_what_ddp_trains(ddp, tmp_path):
     assert reports[0]["own"] * 2 == ddp["own"]
 
 
+def test_a_script_that_loads_a_model_in_parts_trains_what_ddp_trains(ddp, tmp_path):
+    """With accelerate's refusal of a CPU lifted."""
+    reports, output = ranks(tmp_path, 2, settings=of(4), sizes={"tp_size": 2}, tp_plan="auto", lift=True)
+    assert len(reports) == 2, output
+    assert_equal(reports[0], ddp)
+    assert reports[0]["own"] < 0.7 * ddp["own"]
+
+
 def test_deepspeeds_sequence_parallelism_doubles_gradients_and_weighs_micro_batches_alike(ddp, tmp_path):
     reports, output = ranks(tmp_path, 2, settings=of(4, deepspeed=ZERO_2), sizes={"sp_size": 2}, variables=SDPA)
     assert len(reports) == 2, output
@@ -89,6 +97,11 @@ FAILS = [
         "replicas_and_shards_make_the_world",
         dict(settings=SHARDED, sizes={"dp_shard_size": 3}, lift=True),
         "Mesh should not be bigger than default world size 2, but found 3 ranks",
+    ),
+    (
+        "tensor_parallelism_leaves_the_batch_to_trainer",
+        dict(settings={"deepspeed": {**TENSOR, "train_batch_size": 16}, "per_device_train_batch_size": 16}),
+        "ds train_batch_size=16 vs hf train_batch_size (calculated)=32",
     ),
     (
         "tensor_parallelism_needs_a_lower_stage",

@@ -1,4 +1,4 @@
-"""DeepSpeed's tensor parallelism through train.py: the same training, and everything around it."""
+"""Tensor parallelism and replicas of shards through train.py: the training that DDP would do."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.support.models import SMALL, save
-from tests.support.running import launch_quickly, losses, model_flags
+from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 pytestmark = pytest.mark.slow
 
@@ -102,3 +102,15 @@ def test_a_model_that_deepspeed_cannot_divide_is_one_line(gpt2, texts, divided, 
 def test_adapters_are_not_divided(flags, divided, tmp_path):
     outcome = launch_quickly(*flags, *divided, "--use_peft", output=tmp_path)
     assert outcome.code == 1 and "cannot be combined with use_peft" in outcome.output
+
+
+def test_replicas_of_shards_train_what_ddp_trains(flags, ddp, tmp_path):
+    """HSDP through train.py, with accelerate's refusal of a CPU lifted."""
+    config = (ROOT / "accelerate_configs" / "sharded.yaml").read_text(encoding="utf-8")
+    config += "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+    (tmp_path / "hsdp.yaml").write_text(config, encoding="utf-8")
+    where = dict(config=str(tmp_path / "hsdp.yaml"), script=ROOT / "tests" / "support" / "fsdp_on_cpu.py")
+    outcome = launch_quickly(*flags, "--save_strategy", "no", output=tmp_path / "out", processes=4, **where)
+    assert outcome.code == 0, outcome.output
+    assert "2 replicas of 2 shards" in outcome.record["engine"] and outcome.record["data_parallel_size"] == 4
+    assert losses(outcome) == pytest.approx(losses(ddp), abs=1e-5)

@@ -87,7 +87,7 @@ def best_is_the_better_value(run):
     if run["greater_is_better"] == smaller:
         metric, better = run["metric_for_best_model"] or "loss", "smaller" if smaller else "greater"
         what = f"is {str(run['greater_is_better']).lower()}, but a {better} {metric} is better"
-        yield problem(run, "greater_is_better", what, "leave it out")
+        yield advice(run, "greater_is_better", what, "leave it out")
 
 
 @rule

@@ -11,7 +11,10 @@ from recipes.run.engine import Json
 def model_folder(name: str | None) -> Path | None:
     """The folder that `model_name_or_path` names; None for a Hub id or no model."""
     folder = Path(name).expanduser() if name else None
-    return folder if folder is not None and folder.is_dir() else None
+    try:
+        return folder if folder is not None and folder.is_dir() else None
+    except OSError:  # a name that is too long for a file
+        return None
 
 
 def local_config(name: str | None) -> Json | None:

@@ -16,15 +16,15 @@ if __package__ in (None, ""):
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest
-from launch.host.world import launched, on_launched_engine, prepare_environment, process_group
+from launch.host.world import launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
 from recipes.quiet import quiet_libraries, quiet_progress_bars
-from recipes.rules.check import require_legal
-from recipes.run import RunSpec, resolve
+from recipes.rules.check import new_problems, require_legal
+from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
@@ -49,8 +49,7 @@ def fit_and_train(progress: TrainingProgress) -> None:
     stop = StopRequest()
     stop.listen()
     world = progress.world = launched()
-    run = resolve(progress.argv, world_size=world.size, local_world_size=world.local_size)
-    run = progress.run = on_launched_engine(run)
+    run = progress.run = resolve_launched(progress.argv, world)
     print_problems(require_legal(run), console(world.is_main))
     quiet_libraries(run["verbose"])
     if run["fit"] or run["fit_only"]:
@@ -65,11 +64,13 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
     # torch and transformers take seconds to import, so a mistake is reported before that.
     from launch.output.resume import output_folder
     from launch.training.build import build_arguments
-    from launch.training.model import limited_to_model, load_tokenizer
+    from launch.training.model import load_tokenizer, with_model
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    run = progress.run = limited_to_model(run, tokenizer)
+    before, run = run, with_model(run, tokenizer)
+    progress.run = run
+    print_problems(new_problems(run, before), console(progress.world.is_main))
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with (
         process_group(run, progress.world, args),
@@ -119,7 +120,7 @@ def train_in_group(
         require_finite(trainer)
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
         if data.eval is not None:
-            trained.metrics.update(trainer.evaluate())
+            trained.metrics.update(trainer.final_metrics())
         record.results = results(run, trainer, trained.metrics)
     banner.show_results(record.results, run, world, trainer, progress.argv)
     return True

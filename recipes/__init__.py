@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING
 from recipes.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from recipes.factories import baseline, fast, memory, memory_zero3, standard
+    from recipes.factories import baseline, fast, memory, memory_zero3, recipe, sharded, standard
     from recipes.planner.plan import plan_memory
 
-__all__ = ["Problem", "UserError", "baseline", "fast", "memory", "memory_zero3", "plan_memory", "standard"]
+__all__ = [
+    "Problem",
+    "UserError",
+    "baseline",
+    "fast",
+    "memory",
+    "memory_zero3",
+    "plan_memory",
+    "recipe",
+    "sharded",
+    "standard",
+]
 __version__ = "0.1.0"
 
 

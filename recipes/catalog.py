@@ -21,18 +21,28 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 
 @dataclass(frozen=True)
 class Recipe:
-    """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process."""
+    """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process.
+
+    `files` are those that a user's own recipe was read from, its own first; a shipped one has none.
+    """
 
     name: str
     purpose: str
     engine: str
     micro_batch_cap: int
     settings: Mapping[str, Value] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where a setting comes from that this recipe states."""
+        return f"recipe {self.files[0] if self.files else self.name}"
 
     def but(self, name: str, purpose: str, **changes: Any) -> Recipe:
-        """This recipe with a few named values changed."""
+        """This recipe with a few named values changed. None leaves a setting to the library."""
         own = {key: changes.pop(key) for key in ("engine", "micro_batch_cap") if key in changes}
-        return replace(self, name=name, purpose=purpose, settings={**self.settings, **changes}, **own)
+        settings = {key: value for key, value in {**self.settings, **changes}.items() if value is not None}
+        return replace(self, name=name, purpose=purpose, settings=settings, **own)
 
 
 # --- The recipes ----------------------------------------------------------------------------------
@@ -99,6 +109,20 @@ def fast() -> Recipe:
     )
 
 
+def sharded() -> Recipe:
+    return standard().but(
+        "sharded",
+        "FSDP2: parameters, gradients and optimizer state sharded over the GPUs, for models that DDP cannot hold.",
+        engine="sharded.yaml",
+        accelerator_config=(
+            {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+            "gradients are scattered after every micro-batch: otherwise each GPU accumulates all of them",
+        ),
+        ddp_find_unused_parameters=None,
+        ddp_bucket_cap_mb=None,
+    )
+
+
 def memory() -> Recipe:
     return standard().but(
         "memory",
@@ -121,7 +145,7 @@ def memory_zero3() -> Recipe:
     )
 
 
-RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, memory, memory_zero3)}
+RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, sharded, memory, memory_zero3)}
 
 # For a run that names neither a model nor data: a small byte-level decoder learns Python's source.
 DEMONSTRATION: Mapping[str, Decision] = dict(
@@ -132,6 +156,9 @@ DEMONSTRATION: Mapping[str, Decision] = dict(
     max_length=(256, "bytes of context"),
     packing=(True, "source files joined into full sequences"),
 )
+
+# What rules ask about the model that is trained from scratch if the user names none.
+DEMONSTRATION_MODEL: Mapping[str, Any] = dict(model_type="llama", max_position_embeddings=1024)
 
 
 # --- Values that depend on the run ----------------------------------------------------------------

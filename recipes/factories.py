@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from recipes import catalog, legal
+from recipes import legal
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, Settings, resolve
+from recipes.run import RunSpec, Settings, find_recipe, resolve
+from recipes.run.engine import from_environment, shipped
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-def _factory(recipe: catalog.Recipe):
+def recipe(name: str):
+    """The factory of a recipe: of a shipped one by its name, or of your own by its file.
+
+    Raises `UserError` if there is none, or if something in the file is wrong.
+    """
+    chosen = find_recipe(name)
+
     def build(
         output_dir: str | None = None,
         *,
@@ -29,27 +38,54 @@ def _factory(recipe: catalog.Recipe):
         wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
         _require_a_place(wanted, given)
-        own = {name: value for name, value in given.items() if name not in legal.settings() and _has(wanted, name)}
+        own = {name: value for name, value in given.items() if _is_its_own(wanted, name, value)}
         run = resolve(
-            settings={"recipe": recipe.name, **{name: value for name, value in given.items() if name not in own}},
+            settings={"recipe": name, **{name: value for name, value in given.items() if name not in own}},
             world_size=num_processes or int(os.environ.get("WORLD_SIZE", 1)),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None,
             demonstrate=False,
+            own_script=True,
         )
         require_legal(run)
+        _warn_without_engine(run)
         return arguments_for(run, wanted, own)
 
-    build.__name__ = build.__qualname__ = recipe.name
-    build.__doc__ = f"""{recipe.purpose}
+    build.__name__ = build.__qualname__ = chosen.name
+    build.__doc__ = f"""{chosen.purpose}
 
     Returns `args_class` (TrainingArguments or a subclass such as TRL's SFTConfig) for this machine.
     `num_processes` is the environment's WORLD_SIZE if not given. `global_batch_size` (16 examples
     per optimizer step over all processes if not given) is split into micro-batch and accumulation;
     any other keyword overrides the recipe. Raises `UserError` for settings that are not legal
-    together, and for a setting that `args_class` has no field for. DDP settings such as
-    `gradient_as_bucket_view` reach DDP by `launch.training.trainer.apply_ddp_settings(trainer, run)`.
+    together, and for a setting that `args_class` has no field for. What only a script knows, such
+    as its metrics, is not judged. Warns if no launcher has set up the recipe's engine. DDP settings
+    such as `gradient_as_bucket_view` reach DDP by `launch.training.trainer.apply_ddp_settings(trainer, run)`.
     """
     return build
+
+
+def _is_its_own(args_class: type, name: str, value: object) -> bool:
+    """Whether only the subclass knows what a setting means: a field of its own, or a None of ours.
+
+    TRL's `max_length=None`, for example, cuts nothing off.
+    """
+    return _has(args_class, name) and (name not in legal.settings() or (value is None and name in legal.run_flags()))
+
+
+def _warn_without_engine(run: RunSpec) -> None:
+    """Without its launcher, Trainer silently trains a memory recipe unsharded and not offloaded."""
+    own, launched = run.engine, from_environment(run.environment)
+    is_there = launched is not None and (launched.kind, launched.zero_stage) == (own.kind, own.zero_stage)
+    given = run["deepspeed"] or run["fsdp"]
+    if own.kind in ("single", "ddp") or is_there or given or run.environment.get("RANK", "0") != "0":
+        return
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else "SCRIPT.py"
+    command = f"accelerate launch --config_file {shipped(run.recipe.engine)} --num_processes {run.world_size} {script}"
+    warnings.warn(
+        f"the recipe {run.recipe.name} is made for {own.title}, and this script trains on "
+        f"{launched.title if launched else 'one process'} instead. Fix: {command}",
+        stacklevel=3,
+    )
 
 
 def _require_a_place(args_class: type, given: Iterable[str]) -> None:
@@ -79,8 +115,9 @@ def _has(args_class: type, name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(args_class))
 
 
-baseline = _factory(catalog.baseline())
-standard = _factory(catalog.standard())
-fast = _factory(catalog.fast())
-memory = _factory(catalog.memory())
-memory_zero3 = _factory(catalog.memory_zero3())
+baseline = recipe("baseline")
+standard = recipe("standard")
+fast = recipe("fast")
+sharded = recipe("sharded")
+memory = recipe("memory")
+memory_zero3 = recipe("memory_zero3")

@@ -55,7 +55,7 @@ def test_a_memory_recipe_finds_its_engine_outside_the_checkout(installed, tmp_pa
     assert "DeepSpeed ZeRO-2, optimizer offload" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("name", ["single", "standard", "fast", "memory", "memory_zero3", "fsdp2"])
+@pytest.mark.parametrize("name", ["single", "standard", "fast", "memory", "memory_zero3", "sharded"])
 def test_every_yaml_is_read_by_accelerate_itself(name):
     from accelerate.commands.config.config_args import load_config_from_file
 

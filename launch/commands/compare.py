@@ -14,11 +14,12 @@ from launch.flags import Commands
 from launch.output import record
 from launch.terminal import memory_size, print_table
 from recipes.errors import UserError, mistake
-from recipes.run import BATCH, COMMAND_LINE, FIT, LIBRARY, Json, nearest
+from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, nearest
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (
-    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", LIBRARY,
+    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", BEST_MODEL,
+    LIBRARY,
 )  # fmt: skip
 
 # Where a run writes and what it prints: without influence on the training or its speed.
@@ -45,7 +46,7 @@ _COSTS = (
     "step_time", "samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "train_runtime",
 )  # fmt: skip
 _ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-_NO_RESULT = ("world_size", "num_parameters")  # numbers in a record that are not results
+_NO_RESULT = ("world_size", "data_parallel_size", "num_parameters")  # numbers in a record that are not results
 
 
 @dataclass(frozen=True)

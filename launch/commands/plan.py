@@ -15,7 +15,7 @@ from launch.terminal import print_table
 from recipes.errors import mistake
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
 from recipes.planner.plan import Plan, plan_memory
-from recipes.planner.speed import ASSUMED_MFU
+from recipes.planner.speed import ASSUMED_MFU, StepTime
 from recipes.run import Json, with_flags
 
 _GIB = 2**30
@@ -46,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
     parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="number of GPUs [1]")
     parser.add_argument("--nodes", type=count, default=1, help="nodes that these GPUs are on [1]")
-    parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe")
+    parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe, or a file of your own")
     parser.add_argument(
         "--accelerate_config",
         "--accelerate-config",
@@ -106,18 +106,28 @@ def as_json(plan: Plan) -> Json:
         "model": {"name": plan.model, "parameters": plan.parameters},
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
         "recommended": plan.recommended,
-        "recipes": [{**asdict(entry), "total_bytes": entry.total_bytes} for entry in plan.recipes],
+        "recipes": [
+            {**asdict(entry), "total_bytes": entry.total_bytes, **_time_as_json(plan.times[entry.name])}
+            for entry in plan.recipes
+        ],
         "choices": [
             {
                 **{name: value for name, value in vars(split).items() if name != "time"},
-                "sent_bytes": split.time.sent_bytes,
-                "compute_ms": _milliseconds(split.time.compute),
-                "communication_ms": _milliseconds(split.time.communication),
+                **_time_as_json(split.time),
             }
             for split in plan.choices
         ],
         "refused": plan.refused,
         "next_steps": [asdict(step) for step in plan.next_steps],
+    }
+
+
+def _time_as_json(time: StepTime) -> Json:
+    return {
+        "sent_bytes": time.sent_bytes,
+        "compute_ms": _milliseconds(time.compute),
+        "communication_ms": _milliseconds(time.communication),
+        "host_ms": _milliseconds(time.host),
     }
 
 
@@ -133,7 +143,16 @@ def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
     print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
-    print_table(["recipe", "batch", *_HEADS.values(), "total", "fits", "host"], [_row(entry) for entry in plan.recipes])
+    timed = plan.times[plan.recipes[0].name].total is not None  # what is known for one is known for all
+    heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed
+    print_table(heads, [_row(entry, plan.times[entry.name].total) for entry in plan.recipes])
+    if timed:
+        speed = "if --bandwidth says how fast" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
+        print(f"step: compute at {plan.mfu:.0%} of the GPU's peak (--mfu), sending {speed}, and at least what")
+        print("offload adds: PCIe, and Adam on the host. In truth these overlap in part.")
+    for entry in plan.recipes:
+        if entry.flags:
+            print(f"{entry.name}: with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits")
     for name, why in plan.refused.items():
         print(f"{name}: not legal with these flags: {why}")
     print()
@@ -146,9 +165,11 @@ def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
         _print_next_steps(plan)
         return
     _print_splits(plan, best.name, processes)
-    flags = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
+    flags = {**best.flags, "per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
     command = shlex.join(with_flags(argv, flags))
     print(f"take {best.name}, the fastest that fits: --recipe {best.name} {command}")
+    for step in plan.next_steps:
+        print(f"or train adapters, without offload, in {_gib(step.total_bytes)} GiB: {step.words}")
 
 
 def _print_splits(plan: Plan, name: str, processes: int) -> None:
@@ -161,7 +182,7 @@ def _print_splits(plan: Plan, name: str, processes: int) -> None:
     heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (time.communication is not None)
     print_table(heads, [_split_row(split, processes, len(heads)) for split in plan.choices])
     if time.compute is not None:
-        print(f"compute: assumes {plan.mfu:.0%} of the GPU's peak (--mfu); a small micro-batch reaches less")
+        print("compute: a small micro-batch reaches a smaller share of the peak")
     if processes > 1:
         speed = "--bandwidth GB/s adds its time" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
         print(f"sending: {speed}; part of it overlaps with compute")
@@ -190,7 +211,7 @@ def _print_next_steps(plan: Plan) -> None:
     ]
     print_table(["instead", "GiB", "saves", "fits", "slowdown"], rows)
     if not any(step.fits for step in plan.next_steps):
-        print("none of these is enough: use more GPUs with memory_zero3, or a smaller model")
+        print("none of these is enough: use more GPUs with sharded or memory_zero3, or a smaller model")
 
 
 def plot(plan: Plan, file: str) -> None:
@@ -214,11 +235,12 @@ def plot(plan: Plan, file: str) -> None:
         raise mistake("plot", f"{file} cannot be written: {error}", "choose a writable folder") from None
 
 
-def _row(entry: Planned) -> list[str]:
+def _row(entry: Planned, seconds: float | None) -> list[str]:
     parts = [_gib(getattr(entry.components, name)) for name in _HEADS]
     batch = f"{entry.micro_batch} x {entry.accumulation}"
     fits = "yes" if entry.fits else "no (host)" if entry.fits_gpu else "no"
-    return [entry.name, batch, *parts, _gib(entry.total_bytes), fits, _gib(entry.host_bytes_per_node)]
+    row = [entry.name, batch, *parts, _gib(entry.total_bytes), fits, _gib(entry.host_bytes_per_node)]
+    return row if seconds is None else [*row, _seconds(seconds)]
 
 
 def _gib(size: int) -> str:

@@ -15,6 +15,8 @@ from recipes.errors import UserError, mistake
 if TYPE_CHECKING:
     from recipes.run import Json, RunSpec, Setting
 
+_NAME = "a shipped recipe, or the file of your own: mine.yaml, mine.py:function"
+
 
 def add_parser(commands: Commands) -> None:
     listing = commands.add_parser("list", allow_abbrev=False)
@@ -22,7 +24,7 @@ def add_parser(commands: Commands) -> None:
     listing.set_defaults(run=list_recipes)
 
     show = commands.add_parser("show", allow_abbrev=False)
-    show.add_argument("name", metavar="NAME")
+    show.add_argument("name", metavar="NAME", help=_NAME)
     show.add_argument("--diff", metavar="OTHER", help="only what differs from another recipe")
     show.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
     show.add_argument(*spellings("global_batch_size"), type=count, help="examples per optimizer step [16]")
@@ -30,7 +32,7 @@ def add_parser(commands: Commands) -> None:
     show.set_defaults(run=show_recipe)
 
     copy = commands.add_parser("copy", allow_abbrev=False)
-    copy.add_argument("name", metavar="NAME")
+    copy.add_argument("name", metavar="NAME", help=_NAME)
     copy.add_argument("file", metavar="FILE")
     copy.set_defaults(run=copy_recipe)
 
@@ -63,29 +65,31 @@ def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
 def _show_difference(run: RunSpec, other: RunSpec, as_json: bool) -> int:
     names = [name for name in run if run[name] != other[name] and name not in ("recipe", "output_dir")]
     if as_json:
-        differences = {name: {run.recipe.name: run[name], other.recipe.name: other[name]} for name in names}
+        differences = {name: {run["recipe"]: run[name], other["recipe"]: other[name]} for name in names}
         print(json.dumps(differences, indent=2, default=str))
         return 0
     _print_heading(run)
     rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
     if run.recipe.engine != other.recipe.engine:
         rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine.title])
-    print_table(["setting", run.recipe.name, other.recipe.name, "reason"], rows)
+    print_table(["setting", run["recipe"], other["recipe"], "reason"], rows)
     return 0
 
 
 def _reason(name: str, run: RunSpec, other: RunSpec) -> str:
     """Why this recipe chose the value; if it kept the default, why the other one did not."""
     theirs = other.setting(name).reason
-    return run.setting(name).reason or (f"{other.recipe.name}: {theirs}" if theirs else "")
+    return run.setting(name).reason or (f"{other['recipe']}: {theirs}" if theirs else "")
 
 
 def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
-    recipe = _find(options.name)
+    from recipes.run import find_recipe
+
+    recipe = find_recipe(options.name)
     target = Path(options.file)
     try:
         with target.open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
-            stream.write(_as_yaml(recipe))
+            stream.write(_as_yaml(recipe, options.name))
     except FileExistsError:
         raise mistake("FILE", f"{target} exists already", "another name") from None
     except OSError as error:
@@ -103,6 +107,7 @@ def as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
         "purpose": run.recipe.purpose,
         "engine": run.recipe.engine,
         "num_processes": run.world_size,
+        "data_parallel_size": run.data_parallel_size,
         "hardware": str(run.hardware),
         "settings": {
             name: {**vars(setting), "value": shown(name, setting.value)} for name, setting in settings.items()
@@ -110,16 +115,7 @@ def as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
     }
 
 
-def _find(name: str) -> Recipe:
-    if name in RECIPES:
-        return RECIPES[name]()
-    from recipes.run import nearest
-
-    raise mistake("NAME", f"there is no recipe {name!r}", nearest(name, RECIPES) or "one of " + ", ".join(RECIPES))
-
-
 def _resolve_recipe(name: str, options: argparse.Namespace) -> RunSpec:
-    _find(name)
     from recipes.run import resolve  # what is legal is read from the installed libraries: `recipes list` need not wait
 
     settings = {"recipe": name}
@@ -131,9 +127,9 @@ def _resolve_recipe(name: str, options: argparse.Namespace) -> RunSpec:
     return run
 
 
-def _as_yaml(recipe: Recipe) -> str:
+def _as_yaml(recipe: Recipe, name: str) -> str:
     """A file for --config: fixed settings as values, those that depend on the run as comments."""
-    lines = [f"# {recipe.purpose}", f"# Engine: accelerate_configs/{recipe.engine}", f"recipe: {recipe.name}", ""]
+    lines = [f"# {recipe.purpose}", f"# Engine: accelerate_configs/{recipe.engine}", f"recipe: {name}", ""]
     for name, setting in recipe.settings.items():
         if callable(setting):
             decided_by = setting.__name__.replace("_", " ")

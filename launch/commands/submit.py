@@ -31,7 +31,7 @@ def _add_target(targets: Commands, name: str, target: Target) -> None:
         usage=f"recipes submit {name} [flags] -- [train.py flags]",
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", help="baseline, standard, fast, memory, ... [--config's, or standard]")
+    parser.add_argument("--recipe", help="one of `recipes list`, or a file of your own [--config's, or standard]")
     parser.add_argument("--nodes", type=count, default=1, help="[1]")
     parser.add_argument(*spellings("processes_per_node"), type=count, help="one per GPU")
     parser.add_argument(*spellings("dry_run"), action="store_true", help="print what would be sent, send nothing")

@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.host.world import World, launched, on_launched_engine, prepare_environment, process_group
+from launch.host.world import World, launched, prepare_environment, process_group, resolve_launched
 from launch.output import record
 from recipes.errors import UserError
 from recipes.quiet import quiet_libraries, quiet_progress_bars
-from recipes.run import Json, RunSpec, resolve
+from recipes.run import Json, RunSpec
 from recipes.run.batch import Batch
 
 if TYPE_CHECKING:
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 REQUEST, VERDICT = "request.json", "verdict.json"
 STEPS = 2
 
-# A probe saves and reports nothing.
+# A probe saves, evaluates and reports nothing, and its schedule needs no evaluation.
 _SETTINGS = {
-    "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no", "report_to": "none",
+    "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False,
+    "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}, "logging_strategy": "no", "report_to": "none",
     "load_best_model_at_end": False, "early_stopping_patience": None, "resume_from_checkpoint": None,
     "push_to_hub": False, "fresh": False, "fit": False, "disable_tqdm": True,
 }  # fmt: skip
@@ -50,9 +51,9 @@ def main(path: str) -> int:
 
 def _requested(request: Json, world: World, folder: Path) -> RunSpec:
     settings = {**_SETTINGS, "output_dir": str(folder)}
-    run = resolve(request["argv"], settings=settings, world_size=world.size, local_world_size=world.local_size)
-    batch = Batch(request["micro_batch"], request["accumulation"], world.size, "a probe of --fit")
-    return on_launched_engine(run).at_batch(batch, "--fit")
+    run = resolve_launched(request["argv"], world, settings)
+    batch = Batch(request["micro_batch"], request["accumulation"], run.data_parallel_size, "a probe of --fit")
+    return run.at_batch(batch, "--fit")
 
 
 def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path) -> Json:
@@ -87,11 +88,11 @@ def _train(run: RunSpec, args: TrainingArguments, limit_bytes: int) -> None:
     from launch.training.build import build_trainer
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.data import load_data, repeated_longest
-    from launch.training.model import known_classes, limited_to_model, load_model, load_tokenizer
+    from launch.training.model import known_classes, load_model, load_tokenizer, with_model
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    run = limited_to_model(run, tokenizer)
+    run = with_model(run, tokenizer)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)

@@ -90,6 +90,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
         "micro_batch": best["micro_batch"],
         "accumulation": best["accumulation"],
         "world_size": world.size,
+        "data_parallel_size": run.data_parallel_size,
         "global_batch_size": run.batch.total,
         "peak_bytes": best["peak_bytes"],
         "limit_bytes": limit,

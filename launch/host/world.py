@@ -6,14 +6,14 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from launch.host.processes import free_port
 from recipes.errors import Failure, UserError, mistake
-from recipes.run import RunSpec, with_fit
-from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, launch_environment, shipped
+from recipes.run import RunSpec, Settings, resolve, with_fit
+from recipes.run.engine import launch_environment
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -87,29 +87,19 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
-def on_launched_engine(run: RunSpec) -> RunSpec:
-    """The run with the engine that will execute it, and with its fit.json.
-
-    That is the launched engine, but under plain DDP a recipe with offload would train without
-    offload. So such a recipe starts DeepSpeed itself, with its own YAML.
-    """
-    return with_fit(replace(run, engine=_launched_engine(run)))
-
-
-def _launched_engine(run: RunSpec) -> Engine:
-    if run["deepspeed"]:
-        return from_deepspeed(run["deepspeed"])
-    engine = from_environment(run.environment)
-    own = from_yaml(shipped(run.recipe.engine))
-    if own.kind == "deepspeed" and (engine is None or engine.kind in ("single", "ddp")):
-        return own
-    return engine or from_yaml(shipped("single.yaml"))
+def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
+    """The run of a launched process, on the engine that will execute it, and with its fit.json."""
+    return with_fit(
+        resolve(argv, settings=settings, world_size=world.size, local_world_size=world.local_size, launched=True)
+    )
 
 
 def prepare_environment(run: RunSpec) -> None:
-    """Set the environment variables that torch and deepspeed read while they are imported."""
-    if run.engine.kind == "deepspeed":
-        if "ACCELERATE_USE_DEEPSPEED" not in os.environ and not run["deepspeed"]:
+    """Set the environment variables that torch, accelerate, transformers and deepspeed read."""
+    if run.engine.kind != "fsdp":  # or transformers would load the weights on rank 0 alone
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if run.engine.kind in ("deepspeed", "fsdp"):
+        if not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & set(os.environ) and not run["deepspeed"]:
             os.environ.update(launch_environment(run.engine))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**alone, "MASTER_PORT": str(free_port())}.items():

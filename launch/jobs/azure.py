@@ -22,13 +22,15 @@ from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
 from recipes.run import Json, RunSpec
+from recipes.run.engine import shipped
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
 HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
 WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
-FOLDER: Path | None = SCRIPT.parents[1] / "azureml"
+_CHECKOUT = SCRIPT.parents[1]
+FOLDER: Path | None = _CHECKOUT / "azureml"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Azure:
 FLAGS: type = Azure
 
 _LAUNCH = """\
-accelerate launch --config_file accelerate_configs/{config}
+accelerate launch --config_file {config}
 --num_machines "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{{{inputs.processes_per_node}}}}))"
 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"
 --rdzv_backend static --same_network {more}
@@ -114,7 +116,7 @@ def output_of(job: Job, azure: Azure) -> str:
     if azure.output_uri:
         return _remote("output_uri", azure.output_uri)
     name = azure.job_name or job.run.recipe.name
-    words = [*job.argv[2:], *([azure.data] if azure.data else [])]
+    words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *([azure.data] if azure.data else [])]
     if words and not azure.job_name:
         name += "-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
     return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{name}"
@@ -130,13 +132,19 @@ def _remote(name: str, uri: str) -> str:
 
 def _command(job: Job, azure: Azure) -> str:
     more = "--deepspeed_multinode_launcher standard" if job.run.engine.kind == "deepspeed" else ""
-    text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=job.run.recipe.engine, more=more)
+    text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=_config(job.run), more=more)
     lines = [line.strip() for line in text.splitlines()]
     lines += flag_lines(job.command[1:], _quoted)
     lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []
     lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is installed there, not here
     lines += ["--output_dir ${{outputs.run}}"]
     return " \\\n  ".join(lines) + "\n"
+
+
+def _config(run: RunSpec) -> str:
+    """The Accelerate YAML of the recipe as the job finds it, whose folder is the checkout."""
+    file = shipped(run.recipe.engine)
+    return shlex.quote(str(file.relative_to(_CHECKOUT)) if file.is_relative_to(_CHECKOUT) else str(file))
 
 
 def _quoted(word: str) -> str:
@@ -218,12 +226,19 @@ def _refuse_local_files(run: RunSpec) -> None:
     """Files that only this machine has will be missing when the job runs. Raises `UserError`."""
     for name in ("config", "dataset_name", "model_name_or_path", "deepspeed", "resume_from_checkpoint"):
         value = run[name] if run.explicit(name) else None
-        if not isinstance(value, str) or SCRIPT.parents[1].joinpath(value).is_file():  # the checkout is uploaded
+        if not isinstance(value, str) or _CHECKOUT.joinpath(value).is_file():  # the checkout is uploaded
             continue
         if value.startswith((".", "/", "~")) or Path(value).exists():
             fixes = {"dataset_name": "--data with an asset or uri", "config": "its settings as flags after --"}
             fix = fixes.get(name, "a name on the Hub")
             raise mistake(name, f"{value} is on this machine only", fix, run.setting(name).source)
+    for file in run.recipe.files:
+        uploaded = (_CHECKOUT / file).resolve()
+        if Path(file).is_absolute() or uploaded != Path(file).resolve() or not uploaded.is_relative_to(_CHECKOUT):
+            fix = f"put it into {_CHECKOUT}, and submit there: --recipe mine.yaml"
+            raise mistake("recipe", f"{file} is not in the checkout that is uploaded", fix)
+    if run.recipe.files and not shipped(run.recipe.engine).is_relative_to(_CHECKOUT):
+        raise mistake("engine", f"{run.recipe.engine} is on this machine only", f"put it into {_CHECKOUT}")
 
 
 # --- A job that was submitted ---------------------------------------------------------------------

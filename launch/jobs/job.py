@@ -110,7 +110,7 @@ def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str
             f"{run.recipe.name} trains in one process, {run.world_size} are asked for",
             "--nodes 1 --processes_per_node 1, or --recipe standard",
         )
-    argv = ("--recipe", run.recipe.name, *argv)
+    argv = ("--recipe", run["recipe"], *argv)
     refuse_secrets(run, argv)
     return Job(run, nodes, processes_per_node, argv, str(shipped(run.recipe.engine)), preflight=preflight)
 

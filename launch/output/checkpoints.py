@@ -16,6 +16,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from launch.output.shards import shard_faults
+
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
 _RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
 _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -94,7 +96,7 @@ def faults(path: Path) -> list[str]:
     if (path / "latest").exists() or any(path.glob("global_step*")):
         return result + _deepspeed_faults(path) + _rng_faults(path)
     if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
-        return result + _missing(path, ["scheduler.pt"]) + _rng_faults(path)
+        return result + _fsdp_faults(path) + _torch_faults(path, ["scheduler.pt"]) + _rng_faults(path)
     result += _weight_faults(path)
     if _holds_weights_alone(path):
         return result
@@ -185,6 +187,15 @@ def _deepspeed_faults(path: Path) -> list[str]:
     if not any(file.name.endswith("_model_states.pt") for file in files):
         result.append(f"{folder.name} has no model states")
     return result + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
+
+
+def _fsdp_faults(path: Path) -> list[str]:
+    """Each state is one file, or a folder with the shards of all ranks."""
+    result = []
+    for name in ("pytorch_model_fsdp", "optimizer"):
+        whole = f"{name}.bin"
+        result += _torch_faults(path, [whole]) if (path / whole).exists() else shard_faults(path / f"{name}_0")
+    return result
 
 
 def _missing(path: Path, names: list[str]) -> list[str]:

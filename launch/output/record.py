@@ -102,8 +102,10 @@ def started(run: RunSpec, world_size: int) -> Json:
     return {
         "status": "running",
         "recipe": run.recipe.name,
+        **({"recipe_files": [str(Path(file).resolve()) for file in run.recipe.files]} if run.recipe.files else {}),
         "engine": run.engine.title,
         "world_size": world_size,
+        "data_parallel_size": run.data_parallel_size,
         "started": now(),
         "command": [shown_argument(run, argument) for argument in sys.argv],
         "data": fingerprint(run["dataset_name"]),

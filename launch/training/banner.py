@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
+    from launch.training.model import has_batch_norm
     from launch.training.results import parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
@@ -35,8 +36,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
         "data": data.description,
         "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
-        "batch": f"micro {run.batch.micro} x accumulation {run.batch.accumulation} x world {run.batch.world}"
-        f" = global {run.batch.total}" + (f", {run.batch.reason}" if run.batch_source == FIT else ""),
+        "batch": batch(run),
         "precision": precision(run),
         "output": run["output_dir"],
     }
@@ -49,6 +49,21 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     if idle > 0:
         are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
         out.print(f"[yellow]advice[/yellow]  {are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
+    if run.world_size > 1 and has_batch_norm(model):
+        what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
+        fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
+        out.print(f"[yellow]advice[/yellow]  {what}. Fix: {fix}", highlight=False)
+
+
+def batch(run: RunSpec) -> str:
+    """How the global batch is split, and over what if that is not every process of the world."""
+    split, sharing = run.batch, run.engine.parallelism.sharing
+    over = "world" if sharing == 1 else "data-parallel"
+    words = f"micro {split.micro} x accumulation {split.accumulation} x {over} {split.data_parallel}"
+    words += f" = global {split.total}"
+    if sharing > 1:
+        words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
+    return words + (f", {split.reason}" if run.batch_source == FIT else "")
 
 
 def precision(run: RunSpec) -> str:
@@ -61,7 +76,7 @@ def precision(run: RunSpec) -> str:
 
 def _summary(results: Json, run: RunSpec, out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
-    lines = {**dict(_summary_lines(results)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}
+    lines = {**dict(_summary_lines(results, run)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}
     out.print()
     out.print(_table(lines))
 
@@ -124,10 +139,12 @@ def _table(lines: Mapping[str, object]) -> Table:
     return table
 
 
-def _summary_lines(results: Json) -> Iterable[tuple[str, str]]:
+def _summary_lines(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
     yield "steps", f"{results['global_step']:,}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"
+    if run["load_best_model_at_end"]:
+        yield "model", _which_model(results, run)
     for name in ("eval_loss", "eval_accuracy"):
         if results.get(name) is not None:
             yield name, f"{results[name]:.4f}"
@@ -139,3 +156,13 @@ def _summary_lines(results: Json) -> Iterable[tuple[str, str]]:
     if results.get("mfu") is not None:
         yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
+
+
+def _which_model(results: Json, run: RunSpec) -> str:
+    """Which step's weights were saved, and why."""
+    step, last = results["model_step"], results["global_step"]
+    metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
+    if results["best_step"] == step:
+        return f"of step {step:,}, the best by {metric}"
+    better = f": the best, of step {results['best_step']:,}, was not saved" if results["best_step"] else ""
+    return f"of step {step:,}, {'the last' if step == last else 'the best that was saved'}{better}"

@@ -16,11 +16,13 @@ from transformers import (
 )
 from transformers.integrations import unset_hf_deepspeed_config
 
+from recipes.catalog import DEMONSTRATION_MODEL
+from recipes.run.local_model import has_weights
+
 CORPUS_BYTES = 2_000_000
 HELD_OUT_EVERY = 20
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 200
-WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 
 END_OF_TEXT, PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|padding|>", "<|im_start|>", "<|im_end|>"
 
@@ -86,7 +88,7 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=1024,
+        max_position_embeddings=DEMONSTRATION_MODEL["max_position_embeddings"],
         # The usual 0.02 suits wide models. With it, one as narrow as this learns half as fast.
         initializer_range=0.06,
         tie_word_embeddings=True,
@@ -133,8 +135,3 @@ def saved_sample(folder: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return SAMPLE_PROMPT + generate_sample(model, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS)
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a model, whole or in shards."""
-    return any(any(folder.glob(pattern)) for pattern in WEIGHTS)

@@ -9,11 +9,16 @@ from recipes.catalog import RECIPES
 
 _INTRODUCTION = """\
 usage: accelerate launch [--config_file accelerate_configs/X.yaml] [--num_processes N] launch/train.py
-                         [--recipe NAME] [--config FILE] [model and data flags] [Trainer flags]
+                         [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
 
 With no model and data it trains a small byte-level decoder on the Python standard library's own source.
 Precedence: command line > --config file > recipe > library default.
 """
+
+_OWN = """\
+  mine.yaml     one of your own: `base: fast`, a `purpose`, and `changes` with lines such as
+                learning_rate: [5.0e-5, "the reason"]; `engine` and `micro_batch_cap` are optional
+  mine.py:name  a function of your file that returns a recipes.catalog.Recipe"""
 
 
 def train_help() -> str:
@@ -28,7 +33,8 @@ def train_help() -> str:
     )
     version = legal.version("transformers")
     return (
-        f"{_INTRODUCTION}\nRecipes (recipes show NAME explains one):\n{recipes}\n\nRun, model and data:\n{own}\n\n"
+        f"{_INTRODUCTION}\nRecipes (recipes show NAME explains one):\n{recipes}\n{_OWN}\n\n"
+        f"Run, model and data:\n{own}\n\n"
         f"Every field of TrainingArguments (transformers {version}):\n{theirs}\n"
     )
 

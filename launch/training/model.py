@@ -5,6 +5,7 @@ asks for them.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,20 +20,15 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.initialization import no_init_weights
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from launch.training.data import Data
-from launch.training.demo import demo_config, demo_tokenizer, has_weights
+from launch.training.demo import demo_config, demo_tokenizer
 from recipes.errors import UserError, mistake
-from recipes.run import RunSpec, Settings
-
-# These number positions from `pad_token_id + 1`, so that many of their position embeddings are
-# never used.
-OFFSET_POSITIONS = {
-    "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
-}  # fmt: skip
+from recipes.rules.check import new_problems
+from recipes.run import Json, RunSpec, Settings
+from recipes.run.local_model import existing_path, max_positions
 
 # What transformers raises for a model it cannot load.
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
@@ -46,7 +42,6 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
-    _require_model_folder(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
@@ -67,12 +62,15 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     # A new head, new adapters and a model from scratch start the same on every rank.
     set_seed(run["seed"])
     config = load_config(run, tokenizer, data.labels)
-    _require_fitting_length(run, max_positions(config))
-    model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
+    if run["model_name_or_path"] is None:
+        model = _from_scratch(run, config)
+    else:
+        model = _unread(run, config) if _waits_for_weights(run) else _pretrained(run, config)
     # With a cache, transformers overlooks where padding-free sequences begin.
     model.config.use_cache = False
-    if run["padding_free"]:
+    if run["padding_free"] and not _waits_for_weights(run):
         _require_separate_sequences(run, model)
+    _require_batches_for_batch_norm(run, model, data)
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -87,38 +85,25 @@ def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str
     return names if heads else []
 
 
-def limited_to_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
-    """The run with max_length lowered to what its model can take.
+def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
+    """The run with its model's configuration, and max_length lowered to what the model takes.
 
-    Raises `UserError` if the user wrote a longer one.
+    Raises `UserError` if train.py cannot train such a model. `check` knows that of a local folder,
+    and by the same rules; of a model on the Hub only now.
     """
-    longest = max_positions(load_config(run, tokenizer, labels=None))
-    run = run.limited("max_length", longest, "the longest sequence of this model")
-    _require_fitting_length(run, longest)
-    return run
+    config = described(load_config(run, tokenizer, labels=None))
+    known = replace(run, model=config)
+    errors = [problem for problem in new_problems(known, run) if problem.severity == "error"]
+    if errors:
+        raise UserError(*errors)
+    return known.limited("max_length", max_positions(config), "the longest sequence of this model")
 
 
-def _require_fitting_length(run: Settings, positions: int | None) -> None:
-    if positions and run["max_length"] > positions:
-        raise mistake(
-            "max_length",
-            f"{run['max_length']} tokens are more than the {positions} positions the model has",
-            f"--max_length {positions} or less",
-        )
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """The longest sequence, in tokens, that the model has positions for.
-
-    None if it has no such limit.
-    """
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if not positions or positions < 0:  # DeBERTa says -1
-        return None
-    if text.model_type in OFFSET_POSITIONS and getattr(text, "position_embedding_type", "absolute") == "absolute":
-        return positions - (text.pad_token_id or 0) - 1
-    return positions
+def described(config: PreTrainedConfig) -> Json:
+    """A configuration as a config.json has it, and under the names that all types share."""
+    shared = {name: getattr(config, name, None) for name in config.attribute_map}
+    content, text = {**config.to_dict(), **shared}, config.get_text_config()
+    return content if text is config else {**content, "text_config": described(text)}
 
 
 # --- Loading -------------------------------------------------------------------------------------
@@ -128,31 +113,6 @@ def _expanded(name: str) -> str:
     return str(Path(name).expanduser())
 
 
-def _require_model_folder(name: str) -> None:
-    """Check a path before the libraries see it, because they would look for it on the Hub."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        _require_files(path)
-    elif path.exists():
-        raise mistake("model_name_or_path", f"{name} is a file", "the folder that holds config.json and the weights")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise mistake("model_name_or_path", f"there is no folder {name}", "an existing folder, or a Hub id")
-
-
-def _require_files(path: Path) -> None:
-    if not (path / "config.json").exists():
-        adapters = (path / "adapter_config.json").exists()
-        what = "holds LoRA adapters without their base model" if adapters else "has no config.json"
-        fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
-        raise mistake("model_name_or_path", f"the folder {path} {what}", fix)
-    if not has_weights(path):
-        raise mistake(
-            "model_name_or_path",
-            f"the folder {path} has a config.json and no weights",
-            "a folder with model.safetensors too, as save_pretrained writes it",
-        )
-
-
 def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None) -> PreTrainedConfig:
     """The configuration of the run's model, with `labels` as its classes."""
     name = run["model_name_or_path"]
@@ -160,7 +120,6 @@ def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[
         config = demo_config(tokenizer) if name is None else AutoConfig.from_pretrained(_expanded(name), **_origin(run))
     except UNLOADABLE as error:
         raise _unloadable(run, "model", error) from None
-    _require_decoder(run, config)
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
@@ -171,27 +130,32 @@ def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[
     return config
 
 
-def _require_decoder(run: Settings, config: PreTrainedConfig) -> None:
-    encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.is_encoder_decoder
-    if run["task"] == "causal_lm" and encoder and not getattr(config, "is_decoder", False):
-        raise mistake(
-            "model_name_or_path",
-            f"{run['model_name_or_path']} is an encoder ({config.model_type}): it sees the tokens it has to predict",
-            "a decoder, or --task sequence_classification",
-        )
-
-
 def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    if run["load_in_4bit"]:
-        raise mistake("load_in_4bit", "quantises trained weights, and there are none", "name a model_name_or_path")
-    if run["use_peft"]:
-        raise mistake("use_peft", "would freeze weights that were never trained", "name a model_name_or_path")
     try:
         return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
     except UNLOADABLE as error:
         if run["attn_implementation"] is None:
             raise
         raise _without_attention(" ".join(str(error).split())) from None
+
+
+def _waits_for_weights(run: Settings) -> bool:
+    """Whether FSDP2 will send this process the weights that rank 0 has read.
+
+    transformers reads them on every rank all the same.
+    """
+    sends = is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not run["load_in_4bit"]
+    return sends and torch.distributed.get_rank() > 0
+
+
+def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with weights in memory that nobody has touched, which takes no RAM."""
+    with no_init_weights():
+        model = _auto_class(run).from_config(
+            config, dtype=getattr(torch, run["dtype"]), trust_remote_code=run["trust_remote_code"], **_attention(run)
+        )
+    model.tie_weights()
+    return model
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
@@ -230,6 +194,50 @@ def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
         )
 
 
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    """Whether a layer normalises over the micro-batch of its own process."""
+    return any(_norms_a_batch(module) for module in model.modules())
+
+
+def _norms_a_batch(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def _require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, data: Data) -> None:
+    """BatchNorm fails on one value per channel, as a lone example may be: try it with one."""
+    single = _lone_example(run, data)
+    if not single or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
+        return
+    row = torch.arange(1, 9, device=model.device).unsqueeze(0)
+    was_training, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            model.train()(input_ids=row)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        setting, fix = single
+        raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix) from None
+    finally:
+        model.train(was_training)
+        for name, buffer in model.named_buffers():  # running means, which the trial has moved
+            buffer.copy_(buffers[name])
+
+
+def _lone_example(run: Settings, data: Data) -> tuple[str, str] | None:
+    """The setting that leaves a micro-batch of one example, and what to write; None without one."""
+    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
+    if micro == 1:
+        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
+        return "per_device_train_batch_size", fix
+    # On several processes accelerate fills the last batch of an epoch up.
+    examples = len(data.train) if data.train is not None else 0
+    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
+    if world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]:
+        return "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
+    return None
+
+
 def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
@@ -255,7 +263,7 @@ def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
             f"{name} has a head for another number of classes than the data's",
             "a model without a classification head, or data with the same classes",
         )
-    if not Path(name).expanduser().exists():
+    if existing_path(name) is None:
         what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
     return mistake(
         "model_name_or_path",
@@ -283,11 +291,17 @@ def _in_4_bits(run: Settings) -> dict[str, object]:
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
         bnb_4bit_compute_dtype=_compute_dtype(run),
+        # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
+        bnb_4bit_quant_storage=_compute_dtype(run) if _is_sharded_by_fsdp() else None,
     )
     if is_deepspeed_zero3_enabled():
         # ZeRO-3 places the weights itself and refuses a device map.
         return {"quantization_config": quantization}
     return {"quantization_config": quantization, "device_map": {"": _device(run)}}
+
+
+def _is_sharded_by_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
 
 
 def _compute_dtype(run: Settings) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from launch.host import memory
@@ -19,10 +21,12 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
     state, meter = trainer.state, trainer.meter
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     steps = meter.steps_trained
-    tokens_per_step = _total_tokens(trainer) / steps if steps else 0
+    tokens_per_step = _total_tokens(trainer) / run.engine.parallelism.sharing / steps if steps else 0
     entries: Json = {
         **metrics,
         "global_step": state.global_step,
+        "model_step": trainer.model_step,
+        "best_step": state.best_global_step,
         "epoch": state.epoch,
         "world_size": trainer.accelerator.num_processes,
         "num_parameters": parameter_count(trainer.accelerator.unwrap_model(trainer.model)),
@@ -40,7 +44,10 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
 
 
 def _total_tokens(trainer: RecipeTrainer) -> int:
-    """Tokens of all ranks. Only here does the count leave the device."""
+    """Tokens of all ranks: processes that share examples count the same ones.
+
+    Only here does the count leave the device.
+    """
     mine = torch.as_tensor(trainer.tokens_seen, device=trainer.args.device).reshape(1)
     return int(trainer.accelerator.gather(mine).sum())
 
@@ -53,13 +60,16 @@ def peak_memory() -> Json:
 
 
 def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters: tied ones once, ZeRO-3 shards whole, two per byte of 4-bit weights."""
+    """Number of parameters: tied ones once, shards whole, two per byte of 4-bit weights."""
     return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
 
 
 def _size(parameter: torch.nn.Parameter) -> int:
-    if hasattr(parameter, "ds_numel"):
+    if hasattr(parameter, "ds_numel"):  # a shard of ZeRO-3
         return parameter.ds_numel
+    of_a_shard = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})  # a tensor-parallel layer's
+    if of_a_shard.get("logical_shape"):
+        return math.prod(of_a_shard["logical_shape"])
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 

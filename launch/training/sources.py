@@ -11,9 +11,8 @@ from datasets import Dataset, DatasetDict, ReadInstruction
 
 from launch.training.demo import demo_corpus, held_out
 from recipes.errors import UserError, mistake
+from recipes.rules.data import FILE_KINDS
 from recipes.run import Settings
-
-FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 def read_splits(run: Settings) -> tuple[Dataset, Dataset | None]:
@@ -63,29 +62,16 @@ def _listed(splits: Mapping[str, Dataset]) -> str:
 
 def _read(run: Settings) -> dict[str, Dataset]:
     """All splits of a local file, a local folder or a data set on the Hub, in this order."""
-    name = run["dataset_name"]
-    path = Path(name).expanduser()
+    path = Path(run["dataset_name"]).expanduser()
     if path.is_file():
-        _require_no_config(run, path)
         return _read_file(path)
     if path.is_dir():
         return _read_folder(path, run["dataset_config"])
-    if name.startswith((".", "/", "~")) or path.suffix.lower() in FILE_KINDS:
-        raise mistake("dataset_name", f"there is no file or folder {name}", "the path of one that exists")
-    return _read_hub(name, run["dataset_config"])
-
-
-def _require_no_config(run: Settings, path: Path) -> None:
-    if run["dataset_config"]:
-        raise mistake("dataset_config", f"{run['dataset_config']} is not in {path}, a single file", "leave it out")
+    return _read_hub(run["dataset_name"], run["dataset_config"])
 
 
 def _read_file(path: Path) -> dict[str, Dataset]:
-    kind = FILE_KINDS.get(path.suffix.lower())
-    if kind is None:
-        raise mistake("dataset_name", f"{path} is not of a known kind", "a file ending in " + ", ".join(FILE_KINDS))
-    if not path.stat().st_size:
-        raise mistake("dataset_name", f"{path} is empty", "a file with rows in it")
+    kind = FILE_KINDS[path.suffix.lower()]
     try:
         return dict(datasets.load_dataset(kind, data_files=str(path)))
     except Exception as error:  # parsers raise anything, and always about this file

@@ -78,7 +78,7 @@ def _row(run: RunSpec, trainer: TimedTrainer, results: Json, argv: list[str]) ->
         epoch=results.get("epoch"),
         samples=steps * run.batch.total,
         accuracy=results.get("eval_accuracy"),
-        recipe=run.recipe.name,
+        recipe=run["recipe"],
         batch=Batch(run.batch.total, run.batch.micro, run.batch.accumulation),
         tokens=round(tokens * results["step_time"] * steps) if tokens else None,
         loss=results.get("eval_loss"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
 
 from launch.host.memory import ran_out
@@ -27,12 +30,24 @@ class RecipeTrainer(Trainer):
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+    loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _evaluated: _Evaluated | None = None
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
+
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model."""
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
+        DeepSpeed cannot divide it.
+        """
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except AssertionError as error:
+            if "AutoTP" not in str(error):
+                raise
+            what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).rstrip('.')}"
+            raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
@@ -70,6 +85,8 @@ class RecipeTrainer(Trainer):
         if batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             self._forget_repeated_examples(batch_samples[-1])
         items = super()._get_num_items_in_batch(batch_samples, device)
+        if torch.is_tensor(items) and self.accelerator.is_fsdp2 and self.accelerator.parallelism_config is None:
+            items = items.long()  # FSDP2 rounds floats that the model is given: in bf16, 654 items are 656
         if self._evaluated is not None:
             self._evaluated.items = items
         return items
@@ -85,7 +102,8 @@ class RecipeTrainer(Trainer):
             return
         number = _example_numbers(batch)
         size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
-        own = min(max(left - self.args.process_index * size, 0), size)
+        group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
+        own = min(max(left - group * size, 0), size)
         batch["labels"] = batch["labels"].masked_fill(number >= own, IGNORED)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -105,6 +123,43 @@ class RecipeTrainer(Trainer):
             mean = self.accelerator.reduce(evaluated.total.to(self.args.device), "mean") / evaluated.weight
             output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
         return output
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluations[self.state.global_step] = metrics
+        return metrics
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+
+    @property
+    def model_step(self) -> int:
+        """The step that the weights are from: the best one if it was loaded, else the last."""
+        return self.state.global_step if self.loaded_step is None else self.loaded_step
+
+    def final_metrics(self) -> dict[str, float]:
+        """The metrics of the model as it is now, evaluated only if it was not at its step."""
+        known = self.evaluations.get(self.model_step)
+        return self.evaluate() if known is None else known
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, but a model in FSDP's shards is saved whole instead of not at all.
+
+        Its checkpoints stay sharded, and fast to write. All ranks call it.
+        """
+        if _internal_call and output_dir is not None and self.args.should_save:
+            # Trainer looks for the best checkpoint's folder as soon as this returns. Under FSDP
+            # some ranks find it, and others load an older one at the end: a model of two halves.
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if _internal_call or not self.accelerator.is_fsdp2:
+            return super().save_model(output_dir, _internal_call)
+        # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(self.model, "peft_config")
+        )
+        self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
+        return None
 
     def _run_epoch(self, *args, **kwargs):
         # Trainer checks these only after a step, so a run resumed at its last step would take one
@@ -180,10 +235,23 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
 
 
+def keep_loss_precise(trainer: Trainer) -> None:
+    """Under FSDP2 accelerate rounds all that the model returns to 16 bits, the loss among it.
+
+    Call it before `train()`, which shards the model.
+    """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+
+
 def require_finite(trainer: Trainer) -> None:
     """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
     log.
+
+    All ranks call it: under FSDP each sees its own shards only.
     """
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
-            raise NotANumber(f"the weights are not numbers after step {trainer.state.global_step} ({name})")
+    trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
+    if broken:
+        raise NotANumber(f"the weights are not numbers after step {trainer.state.global_step} ({broken[0]})")

@@ -6,6 +6,7 @@ A type is a config.json's `model_type`, such as `llama`. Nothing is imported.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -39,16 +40,10 @@ def class_attribute(model_type: str, class_name: str, attribute: str, default: A
 
     `default` if no class of the model's file sets it: PreTrainedModel's own value.
     """
-    classes = _classes(model_type)
-    waiting = [class_name]
-    while waiting:
-        cls = classes.get(waiting.pop(0))
-        if cls is None:
-            continue
+    for cls in _with_bases(_classes(model_type), class_name):
         for item in cls.body:
             if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == attribute:
                 return literal(item.value)
-        waiting.extend(ast.unparse(base) for base in cls.bases)
     return default
 
 
@@ -58,12 +53,144 @@ def layer_classes(model_type: str) -> frozenset[str]:
     return frozenset(layer for names in named for layer in names or ())
 
 
+def has_argument(model_type: str, class_name: str, argument: str) -> bool | None:
+    """Whether the class's `forward` names the argument. None if the class is not found."""
+    file = _file(model_type, "modeling")
+    if file is None:
+        return None
+    classes = {node.name: node for node in parse_file("transformers", file).body if isinstance(node, ast.ClassDef)}
+    for cls in _with_bases(classes, class_name):
+        for item in cls.body:
+            if isinstance(item, ast.FunctionDef) and item.name == "forward":
+                return argument in {given.arg for given in (*item.args.args, *item.args.kwonlyargs)}
+    return None
+
+
+# --- Configurations -------------------------------------------------------------------------------
+
+
+@cache
+def known_types() -> frozenset[str]:
+    """Every model type that this transformers has code for; empty if its tables are not found."""
+    trees = [parse_file("transformers", f"models/auto/{name}.py") for name in ("auto_mappings", "configuration_auto")]
+    tables = [
+        node.value
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.Expr)) and ast.unparse(node).startswith("CONFIG_MAPPING_NAMES")
+    ]
+    inside = [node for table in tables for node in ast.walk(table)]
+    pairs = [node.elts[0] for node in inside if isinstance(node, ast.Tuple) and len(node.elts) == 2]
+    keys = [key for node in inside if isinstance(node, ast.Dict) for key in node.keys]
+    return frozenset(str(literal(node)) for node in (*pairs, *keys) if isinstance(literal(node), str))
+
+
+def own_name(model_type: str, field: str) -> str:
+    """What the type calls a field: GPT-2's `max_position_embeddings` is its `n_positions`."""
+    for cls in _config_classes(model_type):
+        for item in cls.body:
+            if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "attribute_map":
+                return (literal(item.value) or {}).get(field, field)
+    return field
+
+
+def config_default(model_type: str, field: str) -> Any:
+    """The default of a field of the type's configuration, by the type's own name for it.
+
+    None if it has no such field, or its default is no literal.
+    """
+    for cls in _config_classes(model_type):
+        for item in cls.body:
+            if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == field:
+                return literal(item.value)
+    return None
+
+
+@cache
+def _config_classes(model_type: str) -> tuple[ast.ClassDef, ...]:
+    """The configuration of a type, and what it inherits from in the same file."""
+    file = _file(model_type, "configuration")
+    tree = parse_classes("transformers", file).body if file else []
+    classes = {node.name: node for node in tree if isinstance(node, ast.ClassDef)}
+    for name, cls in classes.items():
+        if any(isinstance(item, ast.Assign) and _is_type(item, model_type) for item in cls.body):
+            return tuple(_with_bases(classes, name))
+    return ()
+
+
+def _is_type(item: ast.Assign, model_type: str) -> bool:
+    return ast.unparse(item.targets[0]) == "model_type" and literal(item.value) == model_type
+
+
+# --- Quantised weights and tokenizers -------------------------------------------------------------
+
+
+def trains_quantised(method: str, adapters: bool) -> bool | None:
+    """Whether Trainer takes weights that are stored in this way, with adapters on them or without.
+
+    None where the source does not say it plainly: it depends on a package, on the configuration, or
+    the loader may restore the weights.
+    """
+    source = _quantizer(method)
+    if source is None or "quantization_config.dequantize = True" in source:
+        return None
+    name = "is_trainable" if adapters else "is_qat_trainable"
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if not found:
+        return None if adapters else False  # HfQuantizer's own
+    returned = {literal(node.value) for node in ast.walk(found[0]) if isinstance(node, ast.Return)}
+    return returned.pop() if returned in ({True}, {False}) else None
+
+
+def _quantizer(method: str) -> str | None:
+    """The source of the file that loads weights stored in this way."""
+    tree = parse_file("transformers", "quantizers/auto.py")
+    table = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "AUTO_QUANTIZER_MAPPING"
+    )
+    assert isinstance(table, ast.Dict)
+    classes = {literal(key): ast.unparse(value) for key, value in zip(table.keys, table.values, strict=True)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and classes.get(method) in {alias.name for alias in node.names}:
+            folder = package_folder("transformers")
+            assert folder
+            return (folder / "quantizers" / f"{node.module}.py").read_text(encoding="utf-8")
+    return None
+
+
+def tokenizer_needs_files(model_type: str) -> bool:
+    """False for a type whose own tokenizer reads no vocabulary, such as CANINE's characters."""
+    file, folder = _file(model_type, "tokenization"), package_folder("transformers")
+    return file is None or folder is None or "vocab_files_names" in (folder / file).read_text(encoding="utf-8")
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def _file(model_type: str, kind: str) -> str | None:
+    """The file of a type: `modeling`, `configuration` or `tokenization`. None if it has none."""
+    module = _folders().get(model_type, model_type.replace("-", "_"))
+    file = f"models/{module}/{kind}_{module}.py"
+    folder = package_folder("transformers")
+    return file if folder is not None and (folder / file).exists() else None
+
+
+def _with_bases(classes: dict[str, ast.ClassDef], name: str) -> Iterator[ast.ClassDef]:
+    """A class and those that it inherits from, as far as they are among `classes`."""
+    waiting = [name]
+    while waiting:
+        cls = classes.get(waiting.pop(0))
+        if cls is not None:
+            yield cls
+            waiting.extend(ast.unparse(base) for base in cls.bases)
+
+
 @cache
 def _classes(model_type: str) -> dict[str, ast.ClassDef]:
-    module = _folders().get(model_type, model_type.replace("-", "_"))
-    file = f"models/{module}/modeling_{module}.py"
-    folder = package_folder("transformers")
-    if folder is None or not (folder / file).exists():
+    file = _file(model_type, "modeling")
+    if file is None:
         return {}
     return {node.name: node for node in parse_classes("transformers", file).body if isinstance(node, ast.ClassDef)}
 

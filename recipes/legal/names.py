@@ -165,6 +165,12 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
+def debug_options() -> tuple[str, ...]:
+    """Legal words in `debug`."""
+    return enumerations(parse_file("transformers", "debug_utils.py"))["DebugOption"]
+
+
+@cache
 def optimizers_without_arguments() -> frozenset[str]:
     """Values of `optim` whose optimizer ignores `optim_args`."""
     tree = parse_file("transformers", "trainer_optimizer.py")
@@ -173,6 +179,17 @@ def optimizers_without_arguments() -> frozenset[str]:
     }
     handlers = values_by_member(tree, "_OPTIMIZER_HANDLERS", "training_args.py", "OptimizerNames")
     return frozenset(name for name, handler in handlers if handler not in readers)
+
+
+@cache
+def bitsandbytes_optimizers() -> frozenset[str]:
+    """Values of `optim` that bitsandbytes runs."""
+    members = find_class(parse_classes("transformers", "training_args.py"), "OptimizerNames").body
+    values = {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
+    tree = parse_file("transformers", "trainer_optimizer.py")
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    listed = assigned["_BITSANDBYTES_OPTIMIZERS"]
+    return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
 
 
 @cache

@@ -87,7 +87,7 @@ class Estimator:
             length=self.length(run),
             task=run["task"],
             dtype="bfloat16" if half else "float32",
-            autocast=None if run.engine.kind == "deepspeed" else mixed,  # DeepSpeed casts the model instead
+            autocast=None if _casts_the_model(run) else mixed,
             checkpointing=bool(run["gradient_checkpointing"]),
             mask=not run["packing"],
             adapters=_adapters(run),
@@ -129,7 +129,7 @@ class Estimator:
         layer = 82 * tokens * text.hidden_size
         layers = text.num_hidden_layers
         kept = 4 * tokens * text.hidden_size * layers + layer if run["gradient_checkpointing"] else layer * layers
-        copies = 2 * self.weights(run).total if run["bf16"] or run["fp16"] else 0
+        copies = 2 * self.weights(run).total if (run["bf16"] or run["fp16"]) and not _casts_the_model(run) else 0
         vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
         return Traced([(kept + copies, 12 * tokens * vocabulary, 0)], forward=1)
 
@@ -140,7 +140,13 @@ def _adapters(run: RunSpec) -> Adapters | None:
     compute = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else "float32"
     wanted = run["lora_target_modules"]
     targets = tuple(wanted) if wanted and wanted != ["all-linear"] else "all-linear"
-    return Adapters(run["lora_r"], targets, run["lora_dropout"], compute if run["load_in_4bit"] else None)
+    four_bits = compute if run["load_in_4bit"] else None
+    return Adapters(run["lora_r"], targets, run["lora_dropout"], four_bits, in_fp32=not _casts_the_model(run))
+
+
+def _casts_the_model(run: RunSpec) -> bool:
+    """Whether the parameters are cast for mixed precision, and no operation (`_prepare_fsdp2`)."""
+    return run.engine.kind in ("deepspeed", "fsdp")
 
 
 # --- The model ------------------------------------------------------------------------------------

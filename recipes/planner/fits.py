@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from recipes.planner.estimate import Estimator
 from recipes.planner.footprint import Components
@@ -26,13 +27,13 @@ class Usable:
 
 @dataclass(frozen=True)
 class Planned:
-    """One recipe on the requested GPU.
+    """One recipe on the requested GPU, under the name that --recipe takes.
 
     `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
     `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it. `micro_batch` and
     `accumulation` keep the global batch; if nothing fits, they are those of the smallest
     micro-batch. `traced` is false if the model could not be traced: then a closed form with a wider
-    margin replaces the trace.
+    margin replaces the trace. `flags` are what the recipe needs in order to fit: checkpointing.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Planned:
     host_bytes_per_node: int
     traced: bool = True
     fits_gpu: bool = True
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -80,7 +82,7 @@ def at_micro_batch(run: RunSpec, micro: int, estimator: Estimator, usable: Usabl
     fits_gpu = total * (1 + (MARGIN if was_traced else CLOSED_FORM_MARGIN)) <= usable.gpu
     fits_host = usable.host is None or host * (1 + MARGIN) <= usable.host
     return Planned(
-        name=run.recipe.name,
+        name=run["recipe"],
         fits=fits_gpu and fits_host,
         micro_batch=micro,
         accumulation=_share(run) // micro,
@@ -96,11 +98,15 @@ def batch_splits(
     run: RunSpec, estimator: Estimator, usable: Usable, mfu: float, bandwidth: float | None
 ) -> Iterator[BatchSplit]:
     """Every split of the global batch, largest micro-batch first. `bandwidth`: bytes per second."""
-    weights, length = estimator.weights(run), estimator.length(run)
     for micro in _divisors(_share(run)):
         entry = at_micro_batch(run, micro, estimator, usable)
-        time = step_time(run, weights, estimator.config, length, micro, mfu, bandwidth)
+        time = time_of(run, estimator, micro, mfu, bandwidth)
         yield BatchSplit(micro, entry.accumulation, entry.total_bytes, entry.fits, time)
+
+
+def time_of(run: RunSpec, estimator: Estimator, micro: int, mfu: float, bandwidth: float | None) -> StepTime:
+    """One optimizer step at this micro-batch. `bandwidth` is in bytes per second."""
+    return step_time(run, estimator.weights(run), estimator.config, estimator.length(run), micro, mfu, bandwidth)
 
 
 def _micro_batches(run: RunSpec) -> list[int]:

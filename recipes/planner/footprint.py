@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
+from recipes.errors import mistake
+from recipes.planner import fsdp
 from recipes.planner.shapes import Traced, Weights
+from recipes.rules.facts import gradient_accumulation_kwargs, is_true
 from recipes.run import RunSpec
 
 FP32, HALF = 4, 2
@@ -63,7 +66,15 @@ def need(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, cont
     """What `run` needs if each of its `accumulation` micro-batches keeps what `traced` found.
 
     `context` is what CUDA itself takes on a GPU, in bytes.
+
+    Raises `UserError` for tensor parallelism.
     """
+    if run.engine.parallelism.sharing > 1:
+        what = "is not planned: how much of this model each process of a group holds is unknown"
+        raise mistake("tensor_parallel", what, "recipes fit, which measures it")
+    if run.engine.kind == "fsdp":
+        fullest = _fullest_of_fsdp(run, weights, traced, accumulation, context if run.hardware.cuda else 0)
+        return Need(fullest, _host_bytes(run, weights))
     states = Components(
         parameters=_parameter_bytes(run, weights),
         optimizer=_optimizer_bytes(run, weights),
@@ -87,44 +98,104 @@ def need(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, cont
     return Need(fullest, _host_bytes(run, weights))
 
 
+def _fullest_of_fsdp(run: RunSpec, weights: Weights, traced: Traced, accumulation: int, context: int) -> Components:
+    """The fullest moment of a step under FSDP: what is gathered differs from moment to moment."""
+    stored = Components(
+        parameters=_parameter_bytes(run, weights),
+        optimizer=_optimizer_bytes(run, weights),
+        buffers=weights.buffer_bytes,
+        context=context,
+    )
+    unit = fsdp.units(weights, weight_bytes(run), shards(run))
+    whole, shard = weights.trained * weight_bytes(run), _gradient_bytes(run, weights)
+    all_made = max(1, traced.moments[-1][2])
+    moments = []
+    for place, (alive, logits, made) in enumerate(traced.moments):
+        done = made / all_made
+        gathered, unscattered, sent = fsdp.held(unit, done, place < traced.forward, has_logits=logits > 0)
+        scattered = shard * done
+        if accumulation > 1:  # of the micro-batches before
+            scattered = shard if scatters_each_micro_batch(run) else scattered + whole * (1 - done)
+        moments.append((alive, logits, scattered + unscattered, gathered, sent))
+    alive, logits, gradients, gathered, sent = max(moments, key=sum)
+    in_a_micro_batch = replace(
+        stored,
+        parameters=stored.parameters + math.ceil(gathered),
+        gradients=math.ceil(gradients),
+        activations=alive,
+        logits=logits,
+        buffers=stored.buffers + math.ceil(sent),
+    )
+    in_the_update = replace(stored, gradients=shard, optimizer=stored.optimizer + _step_bytes(run, weights))
+    # Weights in 4 bits are loaded onto each GPU as a whole: `fsdp2_prepare_model` then shards them.
+    whole_model = math.ceil(_stored_bytes(run, weights)) if weights.in_4_bits else 0
+    while_loading = Components(parameters=whole_model, context=context)
+    return max(in_a_micro_batch, in_the_update, while_loading, key=lambda moment: moment.total)
+
+
 # --- On the GPU -----------------------------------------------------------------------------------
+
+
+def scatters_each_micro_batch(run: RunSpec) -> bool:
+    """Whether FSDP scatters the gradients of every micro-batch, and not only those of the last."""
+    return is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
 
 
 def weight_bytes(run: RunSpec) -> int:
     """Bytes of a parameter in use: DeepSpeed and FSDP2 cast it to 16 bits, autocast does not."""
     if run.engine.kind in ("deepspeed", "fsdp") and (run["bf16"] or run["fp16"]):
         return HALF
-    return FP32 if run["dtype"] == "float32" else HALF
+    return _loaded_bytes(run)
 
 
 def _stored_bytes(run: RunSpec, weights: Weights) -> float:
     """Bytes of the whole model in the dtypes that it is kept in between steps."""
-    if run.engine.kind == "fsdp":  # accelerate shards fp32 parameters and gathers them in 16 bits
-        return weights.total * FP32
-    packed = weights.in_4_bits * (_NF4_NESTED if run["use_bnb_nested_quant"] else _NF4)
     trained = weights.trained * _trained_bytes(run)
-    width = FP32 if weights.in_4_bits and run.engine.kind != "deepspeed" else weight_bytes(run)  # peft casts the rest
-    return packed + trained + (weights.total - weights.in_4_bits - weights.trained) * width
+    width = weight_bytes(run)
+    if run.engine.kind == "fsdp":  # shards of frozen weights stay as they were loaded
+        width = _loaded_bytes(run)
+    if weights.in_4_bits and run.engine.kind != "deepspeed":
+        width = FP32  # peft casts the rest
+    return _packed_bytes(run, weights) + trained + (weights.total - weights.in_4_bits - weights.trained) * width
+
+
+def _packed_bytes(run: RunSpec, weights: Weights) -> float:
+    """Bytes of the weights that are stored in 4 bits."""
+    return weights.in_4_bits * (_NF4_NESTED if run["use_bnb_nested_quant"] else _NF4)
 
 
 def _trained_bytes(run: RunSpec) -> int:
-    """Bytes of a trained parameter and of its gradient. Adapters are fp32 except with DeepSpeed."""
-    if run.engine.kind == "fsdp" or (run["use_peft"] and run.engine.kind != "deepspeed"):
+    """Bytes of a trained parameter and of its gradient. Adapters are fp32 except with DeepSpeed.
+
+    In mixed precision, accelerate makes trained parameters fp32 for FSDP2 (`fsdp2_prepare_model`).
+    """
+    mixed = run["bf16"] or run["fp16"]
+    if (run.engine.kind == "fsdp" and mixed) or (run["use_peft"] and run.engine.kind != "deepspeed"):
         return FP32
     return weight_bytes(run)
+
+
+def _loaded_bytes(run: RunSpec) -> int:
+    return FP32 if run["dtype"] == "float32" else HALF
 
 
 def _shard(size: float, run: RunSpec, from_stage: int) -> int:
     """One GPU's share of a state, rounded up. ZeRO shards it from this stage on, FSDP2 always."""
     sharded = run.engine.kind == "fsdp" or (run.engine.kind == "deepspeed" and run.engine.zero_stage >= from_stage)
-    return math.ceil(size / run.world_size) if sharded else math.ceil(size)
+    return math.ceil(size / shards(run)) if sharded else math.ceil(size)
+
+
+def shards(run: RunSpec) -> int:
+    """Processes that share one copy of the model's states: HSDP has several copies of them."""
+    return run.world_size // run.engine.parallelism.replicate
 
 
 def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
+    if run.engine.kind == "fsdp":  # each GPU has all scales of 4-bit weights: they are no parameters
+        scales = _packed_bytes(run, weights) - fsdp.IN_4_BITS * weights.in_4_bits
+        own = _shard(_stored_bytes(run, weights) - scales, run, 3)
+        return math.ceil(scales) + (own if run.engine.offload_param == "none" else 0)
     stored = _shard(_stored_bytes(run, weights), run, 3)
-    if run.engine.kind == "fsdp":  # and what is in no layer, the current layer and the prefetched one
-        gathered = min(weights.total, weights.outside_layers + 2 * weights.largest_layer)
-        return stored + gathered * weight_bytes(run)
     if run.engine.zero_stage < 3:
         return stored
     # What ZeRO-3 has fetched and not yet released. A layer of experts is fetched as a whole.
@@ -135,12 +206,10 @@ def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
 
 def _gradient_bytes(run: RunSpec, weights: Weights) -> int:
     """Bytes of the gradients that stay from one micro-batch to the next."""
-    if run.engine.kind == "fsdp":  # shards, and those of what is in no layer until they are scattered
-        return _shard(weights.trained * FP32, run, 2) + weights.outside_layers * weight_bytes(run)
-    if run.engine.kind != "deepspeed":
-        return weights.trained * _trained_bytes(run)
     if run.engine.offload_optimizer != "none":  # gradients go to the host
         return 0
+    if run.engine.kind != "deepspeed":
+        return _shard(weights.trained * _trained_bytes(run), run, 2)
     return _shard(weights.trained * FP32, run, 2)
 
 
@@ -168,8 +237,6 @@ def _step_bytes(run: RunSpec, weights: Weights) -> int:
 def _communication_bytes(run: RunSpec, weights: Weights) -> int:
     if run.engine.kind == "deepspeed":
         return (REDUCE_BUCKET + weights.largest_parameter) * weight_bytes(run)  # and a gradient on its way there
-    if run.engine.kind == "fsdp":
-        return 2 * weights.largest_layer * weight_bytes(run)  # a layer's gradient, and the buffer it is sent from
     if run.engine.kind == "single" or run.world_size == 1 or run["gradient_as_bucket_view"]:
         return 0
     return weights.trained * _trained_bytes(run)  # DDP's buckets beside the gradients
@@ -185,9 +252,11 @@ def _host_bytes(run: RunSpec, weights: Weights) -> int:
     send back (deepspeed/runtime/zero/stage_1_and_2.py).
     """
     loaded_by = 1 if run.engine.kind == "fsdp" else run.local_world_size  # cpu_ram_efficient_loading: only rank 0
-    width = FP32 if run["dtype"] == "float32" else HALF
+    width = _loaded_bytes(run)
     loading = (_stored_bytes(run, weights) if weights.in_4_bits else weights.total * width) * loaded_by
     share = run.local_world_size / run.world_size
     states = 18 * weights.trained * share if run.engine.offload_optimizer != "none" else 0
     parameters = HALF * weights.total * share if run.engine.offload_param != "none" else 0
+    if run.engine.kind == "fsdp" and states:  # its shards are the parameters; then gradients and moments, in fp32
+        states, parameters = (_stored_bytes(run, weights) + 3 * FP32 * weights.trained) * share, 0
     return round(max(loading, states + parameters))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from recipes.errors import UserError
 from recipes.planner.estimate import Estimator
 from recipes.planner.fits import MARGIN, Usable, at_micro_batch
+from recipes.planner.speed import host_seconds
 from recipes.run import RunSpec, Settings, gpus, with_flags
 
 
@@ -34,7 +37,8 @@ _HALF_LENGTH = "half of --max_length"
 _RECOMPUTED = "a third more compute (two forward passes)"
 
 # In the order to try them: the recipe, the changed flags (None: left out), and the cost.
-_STEPS: tuple[tuple[str, Settings, str], ...] = (
+Step: TypeAlias = tuple[str, Settings, str]
+_STEPS: tuple[Step, ...] = (
     ("standard", _CHECKPOINTED, _RECOMPUTED),
     # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
     # without, on a V100.
@@ -43,16 +47,26 @@ _STEPS: tuple[tuple[str, Settings, str], ...] = (
         {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"},
         f"{_RECOMPUTED}; 8-bit Adam: not slower where published",
     ),
-    ("memory", {"optim": None}, f"{_RECOMPUTED}; Adam on the host: {{pcie}}"),
-    ("memory_zero3", {"optim": None}, f"{_RECOMPUTED}; Adam on the host; parameters over PCIe twice per micro-batch"),
+    ("memory", {"optim": None}, f"{_RECOMPUTED}; Adam on the host: {{host}}"),
+    ("memory_zero3", {"optim": None}, f"{_RECOMPUTED}; Adam and parameters on the host: {{host}}"),
     ("standard", _LORA, "none: frozen weights save as much as the second forward pass costs"),
+    ("standard", {**_LORA, "dtype": "bfloat16"}, "none; frozen weights in 16 bits"),
+    ("sharded", {**_LORA, "dtype": "bfloat16"}, "frozen weights in 16 bits, gathered per micro-batch"),
     ("standard", _QLORA, "weights are unpacked at each use; not measured"),
     ("standard", {**_QLORA, "max_length": _HALF_LENGTH}, "none, but half the context"),
 )
-_PCIE = 32e9  # bytes per second, PCI-SIG: 4.0, 16 lanes, one way
 
 
-def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
+def adapters_that_fit(run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
+    """The first step of `next_steps` that trains adapters on the GPUs alone, and fits."""
+    adapters = [step for step in _STEPS if step[1].get("use_peft")]
+    fitting = (step for step in next_steps(run_with, estimator, usable, adapters) if step.fits)
+    yield from itertools.islice((step for step in fitting if "--use_peft" in step.words), 1)
+
+
+def next_steps(
+    run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable, steps: Sequence[Step] | None = None
+) -> Iterator[NextStep]:
     """The steps in the order to try them, without those that change nothing or are not legal here.
 
     `run_with(recipe, **flags)` resolves a recipe with flags of the user's request replaced; it
@@ -61,7 +75,9 @@ def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: U
     smallest = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None}
     base = run_with("standard", **smallest)
     last = before = at_micro_batch(base, 1, estimator, usable).total_bytes
-    for recipe, changes, slowdown in _STEPS:
+    for recipe, changes, slowdown in steps or _STEPS:
+        if recipe == "sharded" and base.world_size == 1:  # nothing to share
+            continue
         changes = dict(changes)
         if "max_length" in changes:
             changes["max_length"] = max(2, estimator.length(base) // 2)
@@ -74,20 +90,22 @@ def next_steps(run_with: Callable[..., RunSpec], estimator: Estimator, usable: U
             continue
         last = entry.total_bytes
         words = _words(recipe, changes, base)
-        cost = slowdown.format(pcie=f"at least {_pcie_seconds(run, estimator):.1g} s per step, over PCIe 4.0 x16")
+        accumulation = run.batch.micro * run.batch.accumulation
+        cost = slowdown.format(
+            host=f"at least {_seconds(host_seconds(run, estimator.weights(run), accumulation))} per step"
+        )
         yield NextStep(words, last, before - last, entry.fits, entry.host_bytes_per_node, cost)
     yield from _larger_card(usable, before)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1g} s"
 
 
 def _words(recipe: str, changes: Settings, base: RunSpec) -> str:
     """The flags to write, and those of the user's flags to leave out."""
     dropped = [name for name, value in changes.items() if value is None and base.explicit(name)]
     return " ".join(with_flags(["--recipe", recipe], changes)) + "".join(f", without --{name}" for name in dropped)
-
-
-def _pcie_seconds(run: RunSpec, estimator: Estimator) -> float:
-    """Seconds to send one GPU's share of 16-bit gradients to the host, and of weights back."""
-    return 2 * 2 * estimator.weights(run).trained / run.world_size / _PCIE
 
 
 def _larger_card(usable: Usable, before: int) -> Iterator[NextStep]:

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.catalog import RECIPES
 from recipes.errors import UserError, mistake
 from recipes.planner.estimate import Estimator, read_config
-from recipes.planner.fits import BatchSplit, Planned, Usable, at_micro_batch, batch_splits, largest_that_fits
-from recipes.planner.next_steps import NextStep, next_steps
-from recipes.planner.speed import ASSUMED_MFU
+from recipes.planner.fits import BatchSplit, Planned, Usable, at_micro_batch, batch_splits, largest_that_fits, time_of
+from recipes.planner.next_steps import NextStep, adapters_that_fit, next_steps
+from recipes.planner.speed import ASSUMED_MFU, StepTime
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, gpus, resolve, with_flags
+from recipes.run import Json, RunSpec, find_recipe, gpus, resolve, with_flags
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_FASTEST_FIRST = ("fast", "standard", "memory", "memory_zero3")
+_FASTEST_FIRST = ("fast", "standard", "sharded", "memory", "memory_zero3")
 
 
 @dataclass(frozen=True)
 class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
+    `times` are those of a step of each recipe, by name. The fastest takes the least time in the
+    parts of a step that are known; of equal ones it is the first.
     `choices` are the ways to split the global batch of the recommended recipe, or of the first one
-    if none fits; in that case `next_steps` are the changes to try, in order. `refused` maps the
+    if none fits; in that case `next_steps` are the changes to try, in order. If only offload fits,
+    they are at most one: adapters that fit without it. `refused` maps the
     name of each recipe that is not legal with these flags to the reason. `length` is below
     `asked_length` if the model has fewer positions. `mfu` and `bandwidth` (bytes per second, None
     if unknown) are what the times assume.
@@ -45,6 +47,7 @@ class Plan:
     length: int
     asked_length: int
     recipes: tuple[Planned, ...]
+    times: dict[str, StepTime]
     recommended: str | None
     choices: tuple[BatchSplit, ...]
     next_steps: tuple[NextStep, ...]
@@ -85,17 +88,21 @@ def plan_memory(
     if isinstance(argv, str):
         raise mistake("argv", "is one string", "a list of strings, as shlex.split returns it")
     config = model if not isinstance(model, (str, Path)) else read_config(str(model))
+    name = str(model) if isinstance(model, (str, Path)) else config.name_or_path or config.model_type
     card = _card(gpu, gpu_memory)
-    request = _Request(str(model), card, num_processes, nodes, tuple(argv), accelerate_config)
+    request = _Request(name, config.to_dict(), card, num_processes, nodes, tuple(argv), accelerate_config)
     usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
     estimator = Estimator(config)
-    runs, refused = _legal_runs(request, _names(recipe, argv, accelerate_config))
-    planned = [largest_that_fits(run, estimator, usable) for run in runs]
-    recommended = next((entry.name for entry in planned if entry.fits), None)
-    chosen = next((run for run in runs if run.recipe.name == recommended), runs[0])
+    legal, refused = _legal_runs(request, _names(recipe, argv, accelerate_config, num_processes))
+    candidates = [_checkpointed_if_needed(run, request, estimator, usable) for run in legal]
+    runs, planned = [run for run, _ in candidates], [entry for _, entry in candidates]
     bytes_per_second = bandwidth * 1e9 if bandwidth else None
+    times = {entry.name: time_of(run, estimator, entry.micro_batch, mfu, bytes_per_second) for run, entry in candidates}
+    fitting = [entry.name for entry in planned if entry.fits]
+    recommended = min(fitting, key=lambda name: times[name].known, default=None)
+    chosen = next((run for run in runs if run["recipe"] == recommended), runs[0])
     return Plan(
-        model=str(model),
+        model=name,
         parameters=estimator.weights(chosen).total,
         trained=estimator.weights(chosen).trained,
         gpu=card.name,
@@ -104,9 +111,10 @@ def plan_memory(
         length=estimator.length(chosen),
         asked_length=chosen["max_length"],
         recipes=tuple(planned),
+        times=times,
         recommended=recommended,
         choices=tuple(batch_splits(chosen, estimator, usable, mfu, bytes_per_second)),
-        next_steps=() if recommended else tuple(next_steps(request.run, estimator, usable)),
+        next_steps=_steps(chosen, recommended, request, estimator, usable),
         refused=refused,
         mfu=mfu,
         bandwidth=bytes_per_second,
@@ -123,9 +131,10 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is
 
 @dataclass(frozen=True)
 class _Request:
-    """What to plan: the model's name, the card, how many cards and nodes, and train.py's flags."""
+    """What to plan: the model, its configuration, the card, how many cards and nodes, the flags."""
 
     model: str
+    config: Json
     card: Gpu
     num_processes: int
     nodes: int
@@ -135,7 +144,7 @@ class _Request:
     def run(self, recipe: str, **flags: object) -> RunSpec:
         """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
         local = self.num_processes // self.nodes
-        own = str(shipped(RECIPES[recipe]().engine)) if recipe in RECIPES else None
+        own = str(shipped(find_recipe(recipe).engine))
         run = resolve(
             ["--recipe", recipe, "--model_name_or_path", self.model, *with_flags(self.argv, flags)],
             world_size=self.num_processes,
@@ -146,7 +155,7 @@ class _Request:
             demonstrate=False,
             elsewhere=frozenset(),
         )
-        require_legal(run)
+        require_legal(replace(run, model=self.config))
         return run
 
 
@@ -164,11 +173,39 @@ def _legal_runs(request: _Request, names: list[str]) -> tuple[list[RunSpec], dic
     return runs, {name: str(error) for name, error in refused.items()}
 
 
-def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None) -> list[str]:
+def _steps(
+    chosen: RunSpec, recommended: str | None, request: _Request, estimator: Estimator, usable: Usable
+) -> tuple[NextStep, ...]:
+    """What to try if nothing fits. If only offload does: adapters without it, if they fit."""
+    if recommended is None:
+        return tuple(next_steps(request.run, estimator, usable))
+    if chosen.engine.offload_optimizer == "none" or chosen["use_peft"]:
+        return ()
+    return tuple(adapters_that_fit(request.run, estimator, usable))
+
+
+def _checkpointed_if_needed(
+    run: RunSpec, request: _Request, estimator: Estimator, usable: Usable
+) -> tuple[RunSpec, Planned]:
+    """The run as it is, or with activation checkpointing if only that fits: faster than offload."""
+    entry = largest_that_fits(run, estimator, usable)
+    states = entry.total_bytes - entry.components.activations - entry.components.logits
+    if entry.fits or states > usable.gpu or run.explicit("gradient_checkpointing"):
+        return run, entry
+    flags = {"gradient_checkpointing": True}
+    try:
+        other = request.run(run["recipe"], **flags)
+    except UserError:
+        return run, entry
+    checkpointed = largest_that_fits(other, estimator, usable)
+    return (other, replace(checkpointed, flags=flags)) if checkpointed.fits else (run, entry)
+
+
+def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:
     """The recipes to plan: the requested one, here or in a --config, else all but baseline.
 
-    With an Accelerate YAML the memory recipes are left out: it replaces the engine that they are
-    made of.
+    With an Accelerate YAML, those that are made of an engine of their own are left out: it replaces
+    that. One GPU has nothing to share, so that `sharded` is left out too.
     """
     if recipe:
         return [recipe]
@@ -176,8 +213,9 @@ def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | Non
         given = resolve(argv, demonstrate=False, environment={}).given
         if "recipe" in given:
             return [given["recipe"].value]
-    of_ddp = [name for name in _FASTEST_FIRST if not name.startswith("memory")]
-    return of_ddp if accelerate_config else list(_FASTEST_FIRST)
+    own_engine = [name for name in _FASTEST_FIRST if accelerate_config and name not in ("fast", "standard")]
+    nothing_to_share = ["sharded"] if processes == 1 else []
+    return [name for name in _FASTEST_FIRST if name not in (*own_engine, *nothing_to_share)]
 
 
 def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:

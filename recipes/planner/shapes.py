@@ -41,12 +41,14 @@ class Adapters:
     """LoRA of rank `rank` on `targets`.
 
     `four_bits` is the name of the dtype that 4-bit base weights compute in, None without them.
+    `in_fp32` is false if they compute in the weights' dtype: DeepSpeed and FSDP cast them too.
     """
 
     rank: int
     targets: tuple[str, ...] | str = "all-linear"
     dropout: float = 0.0
     four_bits: str | None = None
+    in_fp32: bool = True
 
 
 @dataclass(frozen=True)

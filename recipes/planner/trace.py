@@ -110,6 +110,9 @@ def _with_adapters(model: PreTrainedModel, adapters: Adapters) -> torch.nn.Modul
     lora = LoraConfig(r=adapters.rank, lora_dropout=adapters.dropout, target_modules=targets)
     with patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):  # fails on fake tensors
         wrapped = get_peft_model(model, lora)
+    if not adapters.in_fp32:
+        for parameter in filter(lambda parameter: parameter.requires_grad, wrapped.parameters()):
+            parameter.data = parameter.data.to(model.dtype)
     for layer in wrapped.modules():
         if adapters.four_bits and hasattr(layer, "cast_input_dtype_enabled"):
             layer.cast_input_dtype_enabled = False  # peft casts inputs of ordinary layers only

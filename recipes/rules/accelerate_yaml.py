@@ -107,7 +107,7 @@ def distributed_type_is_known(run):
         return
     value = run.engine.raw["distributed_type"]
     if value is False:  # YAML reads NO as false, and then accelerate requires num_processes
-        severity = "advice" if "num_processes" in run.engine.raw else "error"
+        severity = "advice" if run.engine.num_processes else "error"
         yield in_yaml(run, "distributed_type", "NO without quotes is false in YAML", "distributed_type: 'NO'", severity)
     elif value not in legal.distributed_types():
         near = nearest(str(value).upper(), legal.distributed_types())
@@ -170,17 +170,20 @@ def top_level_values_have_the_right_type(run):
 
 @rule
 def num_processes_is_given(run):
-    """`You need to manually pass in --num_processes using this config yaml.`"""
-    raw = run.engine.raw
-    value = raw.get("num_processes", 1 if raw.get("distributed_type") == "NO" else -1)
-    if not raw or type(value) is not int or value >= 1:
-        return
-    if value == -1 or value is None:
-        if run.world_size == 1:  # otherwise --num_processes was given
-            fix = "num_processes: 1, or accelerate launch --num_processes N"
-            yield in_yaml(run, "num_processes", "is not in the file, and accelerate launch needs it", fix, "advice")
-        return
-    yield in_yaml(run, "num_processes", f"{value} starts no process", "num_processes: 1")
+    """`You need to manually pass in `--num_processes` using this config yaml.`
+
+    A null is `Unsupported nproc_per_node value: None`. 'NO' needs no count, and ignores a 0.
+    """
+    raw, launched = run.engine.raw, run.engine.num_processes
+    is_single = raw.get("distributed_type") in ("NO", False)
+    value = raw.get("num_processes", 1 if is_single else None)
+    if not raw or launched not in (None, value):
+        return  # --num_processes was given
+    if value in (None, -1):
+        fix = "num_processes: 1, or --num_processes N, here and for accelerate launch"
+        yield in_yaml(run, "num_processes", "is not in the file, and accelerate launch needs it", fix)
+    elif type(value) is int and value < 1 and not is_single:
+        yield in_yaml(run, "num_processes", f"{value} starts no process", "num_processes: 1")
 
 
 @rule

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, mixed_precision, problem, rule, zero_stage
+from recipes.rules.facts import advice, mixed_precision, of_train_py, problem, rule, zero_stage
 
 
 @rule
+@of_train_py
 def four_bits_need_adapters(run):
     """`You cannot perform fine-tuning on purely quantized models`, when the Trainer is built."""
     if run["load_in_4bit"] and not run["use_peft"]:
@@ -13,6 +14,7 @@ def four_bits_need_adapters(run):
 
 
 @rule
+@of_train_py
 def qlora_loads_whole_weights(run):
     """ZeRO-3 shards 4-bit weights after loading: until then every process holds the whole model."""
     if run["load_in_4bit"] and zero_stage(run) == 3:
@@ -40,6 +42,7 @@ _ONLY_WITH = {
 
 
 @rule
+@of_train_py
 def adapter_settings_need_adapters(run):
     """Without `use_peft` the whole model trains, whatever lora_r says."""
     for switch, names in _ONLY_WITH.items():

@@ -14,9 +14,12 @@ from recipes.rules import (
     attention,
     batches,
     checkpoints,
+    data,
     deepspeed_json,
     engines,
     evaluation,
+    fsdp,
+    models,
     nested,
     optimizer,
     packages,
@@ -35,6 +38,9 @@ RULE_MODULES = (
     attention,
     engines,
     parallelism,
+    fsdp,
+    models,
+    data,
     batches,
     optimizer,
     adapters,
@@ -58,10 +64,21 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
     and reads the user's own default configuration if there is one.
     """
-    found = [*run.problems, *(problem for rule in RULES for problem in rule(run))]
+    found = [*run.problems, *(problem for rule in _rules_for(run) for problem in rule(run))]
     if not accelerate_config_given:
         found += stray_accelerate_config(run.environment)
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
+
+
+def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
+    """What is wrong with a run of which more is known now, and was not found before."""
+    known = check(before)
+    return [problem for problem in check(run) if problem not in known]
+
+
+def _rules_for(run: RunSpec) -> list[Rule]:
+    """All rules; for a script of the user's own, without those about what train.py does."""
+    return [rule for rule in RULES if not (run.own_script and getattr(rule, "of_train_py", False))]
 
 
 def require_legal(run: RunSpec) -> list[Problem]:

@@ -91,8 +91,12 @@ def signal_checkpoints_may_be_incomplete(run):
 
 @rule
 def zero3_saves_whole_weights(run):
-    """Otherwise ZeRO-3 writes a warning instead of model.safetensors: there is nothing to load."""
-    if zero_stage(run) != 3 or run["save_strategy"] == "no":
+    """Otherwise ZeRO-3 writes a warning instead of model.safetensors: there is nothing to load.
+
+    So does DeepSpeed's tensor parallelism, at any stage.
+    """
+    divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp not in (0, 1))
+    if not divided or run["save_strategy"] == "no":
         return
     content = zero_section(run)
     section = run.engine.raw.get("deepspeed_config")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.errors import Problem
-from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed
-from recipes.run.engine import read_yaml, shipped
+from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed, uses_fsdp
+from recipes.run.engine import from_yaml, shipped
 
 
 @rule
@@ -58,10 +58,11 @@ def one_process_uses_one_gpu(run):
 
 @rule
 def recipe_has_its_own_engine(run):
-    """A memory recipe under plain DDP offloads nothing and runs out of memory."""
-    own = read_yaml(shipped(run.recipe.engine), "engine").get("distributed_type")
-    if own == "DEEPSPEED" and not uses_deepspeed(run):
-        what = f"is made for DeepSpeed, and the launch uses {run.engine.title}"
+    """Under plain DDP `sharded` shards nothing, a memory recipe offloads nothing: out of memory."""
+    own = from_yaml(shipped(run.recipe.engine))
+    fits = {"deepspeed": uses_deepspeed, "fsdp": uses_fsdp}.get(own.kind)
+    if fits and not fits(run):
+        what = f"is made for {own.title}, and the launch uses {run.engine.title}"
         fix = f"accelerate launch --config_file {_short(shipped(run.recipe.engine))}; or let train.py start it"
         yield advice(run, "recipe", what, fix)
 
@@ -90,7 +91,7 @@ def fsdp_and_deepspeed_exclude_each_other(run):
 def fsdp_argument_needs_a_distributed_launch(run):
     """`ValueError: Using fsdp only works in distributed training.`"""
     if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
-        yield problem(run, "fsdp", "needs a distributed launch", "accelerate launch --config_file fsdp2.yaml")
+        yield problem(run, "fsdp", "needs a distributed launch", "accelerate launch --config_file sharded.yaml")
 
 
 @rule
@@ -102,6 +103,11 @@ def ddp_backend_needs_processes(run):
 
 @rule
 def nccl_needs_a_gpu(run):
-    """`ValueError: Your assigned backend nccl is not available, please use gloo`"""
-    if run["ddp_backend"] == "nccl" and (not run.hardware.cuda or run["use_cpu"]):
-        yield problem(run, "ddp_backend", "nccl needs GPUs", "leave it out: gloo is used on a CPU")
+    """`ValueError: Your assigned backend nccl is not available, please use gloo`
+
+    The others are for accelerators too, but for mpi: torch may have been built with it.
+    """
+    if run["ddp_backend"] not in (None, "gloo", "mpi") and (not run.hardware.cuda or run["use_cpu"]):
+        name = run["ddp_backend"]
+        needs = "GPUs" if name == "nccl" else "the accelerators that it is made for"
+        yield problem(run, "ddp_backend", f"{name} needs {needs}", "leave it out: gloo is used on a CPU")

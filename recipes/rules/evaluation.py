@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, mapping, problem, rule
+from recipes.rules.facts import advice, mapping, of_train_py, problem, rule
 
 
 @rule
@@ -23,6 +23,21 @@ def best_model_needs_matching_strategies(run):
         if (every < 1) != (save < 1) or round(save * 1_000_000) % round(every * 1_000_000):
             what = f"needs save_steps {save:g} to be a multiple of eval_steps {every:g}"
             yield problem(run, "load_best_model_at_end", what, f"--save_steps {every:g}")
+
+
+@rule
+def every_evaluation_is_saved(run):
+    """Trainer loads the best model that was saved: an older one than the best, or none at all."""
+    if not run["load_best_model_at_end"] or not run["eval_strategy"] == run["save_strategy"] == "steps":
+        return
+    every, save, steps = run["eval_steps"] or run["logging_steps"], run["save_steps"], run["max_steps"]
+    fix = f"--save_steps {every:g}" if every < 1 or steps < 1 or every <= steps else "a smaller --eval_steps"
+    if save >= 1 and 0 < steps < save:
+        what = f"{save:g} lies beyond max_steps {steps}: only the last step is saved, whether it is the best or not"
+        yield advice(run, "save_steps", what, f"{fix}, or leave save_steps out: saving follows evaluation")
+    elif 0 < every < save:
+        what = f"{save:g} saves one of {save / every:.0f} evaluations, and maybe not the best"
+        yield advice(run, "save_steps", what, f"{fix}, or leave it out: saving follows evaluation")
 
 
 @rule
@@ -49,6 +64,7 @@ def early_stopping_needs_evaluation(run):
 
 
 @rule
+@of_train_py
 def best_metric_is_reported(run):
     """`KeyError: The metric_for_best_model ... which is not found`, after the first evaluation."""
     wanted = run["metric_for_best_model"]
@@ -95,6 +111,7 @@ def _smaller_is_better(metric: str) -> bool | None:
 
 
 @rule
+@of_train_py
 def evaluating_needs_data(run):
     """`ValueError: Trainer: evaluation requires an eval_dataset.`; `do_eval` alone does nothing."""
     if run["eval_strategy"] != "no":
@@ -106,6 +123,7 @@ def evaluating_needs_data(run):
 
 
 @rule
+@of_train_py
 def accuracy_is_computed_at_the_end(run):
     """train.py's accuracy needs one array of all predictions, and takes no `compute_result`."""
     if run["task"] != "sequence_classification":
@@ -117,13 +135,22 @@ def accuracy_is_computed_at_the_end(run):
 
 
 @rule
+@of_train_py
 def labels_have_one_name(run):
-    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`."""
-    if run["label_names"] not in (None, ["labels"]):
+    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`.
+
+    Only evaluations read it.
+    """
+    if run["label_names"] in (None, ["labels"]):
+        return
+    if run["eval_strategy"] == "no":
+        yield advice(run, "label_names", "are read by evaluations, and there are none", "leave it out")
+    else:
         yield problem(run, "label_names", f"{run['label_names']} are not in the batches of train.py", "leave it out")
 
 
 @rule
+@of_train_py
 def a_training_trains(run):
     """train.py always trains, and evaluates by `eval_strategy`: other scripts read these flags."""
     if run.explicit("do_train") and not run["do_train"]:
@@ -133,6 +160,7 @@ def a_training_trains(run):
 
 
 @rule
+@of_train_py
 def test_split_is_used(run):
     """Without an evaluation strategy, nothing loads the split."""
     if run["eval_strategy"] == "no" and run.explicit("dataset_test_split") and run["dataset_test_split"]:

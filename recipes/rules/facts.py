@@ -21,10 +21,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.run import RunSpec
 from recipes.run.engine import Json, deepspeed_json
+from recipes.run.local_model import local_config
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
 
@@ -32,6 +35,15 @@ Rule = Callable[[RunSpec], Iterator[Problem]]
 def rule(function: Rule) -> Rule:
     """Marks a function as a rule: `check` collects all that are marked."""
     function.is_rule = True  # type: ignore[attr-defined]
+    return function
+
+
+def of_train_py(function: Rule) -> Rule:
+    """Marks a rule about what train.py does with model, data and metrics.
+
+    A script of the user's own may do otherwise: its factory calls are not judged by such a rule.
+    """
+    function.of_train_py = True  # type: ignore[attr-defined]
     return function
 
 
@@ -66,6 +78,14 @@ def installed(package: str) -> bool:
 def available(run: RunSpec, package: str) -> bool:
     """Whether a package is installed here, or known to be where the run goes."""
     return package in (run.elsewhere or ()) or installed(package)
+
+
+def model_config(run: RunSpec) -> Mapping[str, Any] | None:
+    """The configuration of the run's model: as loaded, or as its folder has it. None if unknown."""
+    if run.model is not None:
+        return run.model
+    name = run["model_name_or_path"]
+    return dict(DEMONSTRATION_MODEL) if name is None and run.demonstrate else local_config(name)
 
 
 def uses_deepspeed(run: RunSpec) -> bool:
@@ -108,9 +128,25 @@ def uses_fsdp(run: RunSpec) -> bool:
     return run.engine.kind == "fsdp" or bool(run["fsdp"])
 
 
-def fsdp_section(run: RunSpec) -> Json:
-    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`."""
-    both = {**mapping(run.engine.raw.get("fsdp_config")), **mapping(run["fsdp_config"])}
+def fsdp_version(run: RunSpec) -> int:
+    """1 or 2; 0 without FSDP. The launcher's default is 1, Trainer's own 2."""
+    if run.engine.kind == "fsdp":
+        return run.engine.fsdp_version
+    version = str(fsdp_section(run).get("version", 2))
+    return int(version) if run["fsdp"] and version.isdigit() else 0
+
+
+def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
+    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`.
+
+    With `launched`, what `accelerate launch` made of a YAML, its defaults included, if that is all
+    that is known.
+    """
+    written = mapping(run.engine.raw.get("fsdp_config"))
+    if launched and run.engine.kind == "fsdp" and not run.engine.raw:
+        written = {key.lower(): value for key, value in run.environment.items() if key.startswith("FSDP_")}
+        written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
+    both = {**written, **mapping(run["fsdp_config"])}
     return {str(key).removeprefix("fsdp_"): value for key, value in both.items()}
 
 

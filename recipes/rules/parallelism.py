@@ -1,10 +1,14 @@
-"""What DDP and FSDP require of the other settings."""
+"""How processes share a model and its examples, and what DDP and FSDP require of other settings."""
 
 from __future__ import annotations
+
+import math
 
 from recipes.errors import Problem
 from recipes.rules.facts import (
     advice,
+    deepspeed_file,
+    deepspeed_section,
     fsdp_section,
     gradient_accumulation_kwargs,
     in_yaml,
@@ -12,10 +16,237 @@ from recipes.rules.facts import (
     mapping,
     problem,
     rule,
-    sections,
     uses_ddp,
+    uses_deepspeed,
     uses_fsdp,
+    zero_stage,
 )
+from recipes.run import RunSpec
+from recipes.run.parallelism import SIZES
+
+# --- Processes that share examples ----------------------------------------------------------------
+
+_INSTEAD = 'leave it out; a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2} divides the model'
+
+
+def _of_sizes(run: RunSpec, field: str, what: str, fix: str, severity: str = "error") -> Problem:
+    """A problem with a size of the ParallelismConfig, under the name that its source has for it."""
+    return Problem(_name(run, field), what, fix, run.engine.parallelism.source, severity)
+
+
+def _name(run: RunSpec, field: str) -> str:
+    """The name of a size where it is written: a key of an Accelerate YAML, or a keyword."""
+    in_a_script = run.engine.parallelism.source == "argument"
+    return SIZES[field] if in_a_script else f"parallelism_config_{SIZES[field]}"
+
+
+@rule
+def sizes_of_groups_are_counts(run):
+    """`dp_replicate_size must be at least 1, but got 0`, or int's own ValueError for text."""
+    for field in SIZES:
+        size = getattr(run.engine.parallelism, field)
+        if type(size) is not int or size < 1:
+            yield _of_sizes(run, field, f"takes a whole number of at least 1, got {size!r}", "1, or leave it out")
+
+
+@rule
+def sequences_are_not_divided_by_deepspeed(run):
+    """DeepSpeed's sequence parallelism (ALST, Ulysses) trains, but not what plain DDP would.
+
+    Two CPU ranks with sp_size 2 and the same global batch: gradients are twice as large, because
+    the loss is gathered from all ranks and ZeRO multiplies by sp_size too, so clipping cuts them
+    off earlier. Micro-batches weigh the same whatever number of tokens they hold, label smoothing
+    is dropped, and so is every attention mask. Without DeepSpeed: `No sequence parallel group
+    found`.
+    """
+    size = run.engine.parallelism.sequence
+    if type(size) is int and size > 1:
+        what = (
+            f"{size} is refused: sequence parallelism multiplies the gradients by {size}, and clips them at that size"
+        )
+        yield _of_sizes(run, "sequence", what, _INSTEAD)
+
+
+@rule
+def sequences_are_not_divided_over_a_ring(run):
+    """Context parallelism needs torch's flash or efficient attention, which only a GPU has.
+
+    On CPU ranks, with accelerate's refusal of a CPU lifted: `Operator
+    aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy
+    registered`. That it trains the same as DDP could be shown on several GPUs only, and was not.
+    """
+    size = run.engine.parallelism.context
+    if type(size) is int and size > 1:
+        what = f"{size} is refused: context parallelism runs on several GPUs only, where nobody has proven its losses"
+        yield _of_sizes(run, "context", what, _INSTEAD)
+
+
+@rule
+def tensor_parallelism_is_deepspeeds(run):
+    """`Model should undergo tensor parallel before passing it to accelerate`
+
+    accelerate's tp_size divides nothing: it expects a model that was loaded in parts. A script of
+    the user's own may load one, and then trains what DDP would. Under DeepSpeed tp_size divides the
+    data, and Trainer counts the undivided batch.
+    """
+    size = run.engine.parallelism.tensor
+    if type(size) is int and size > 1 and (uses_deepspeed(run) or not run.own_script):
+        what = f"{size} is refused: it expects a model that was loaded in parts, and models are loaded whole here"
+        fix = f'a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {size}}}'
+        yield _of_sizes(run, "tensor", what, fix)
+
+
+@rule
+def megatron_has_its_own_trainer(run):
+    """`You must specify a training or evaluation dataloader ... when using Megatron-LM`
+
+    Trainer prepares data and model one after the other. Read in accelerate's source: Megatron-LM
+    needs GPUs.
+    """
+    if run.engine.kind == "megatron_lm":
+        what = "MEGATRON_LM does not work with Trainer, which prepares its data apart from the model"
+        yield in_yaml(run, "distributed_type", what, "distributed_type: DEEPSPEED, or FSDP")
+
+
+# --- DeepSpeed's tensor parallelism: losses are those of DDP on two and four CPU ranks ------------
+
+
+def _divides_tensors(run: RunSpec) -> bool:
+    return uses_deepspeed(run) and run.engine.parallelism.autotp not in (0, 1)
+
+
+def _in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
+    named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
+    return Problem(subject, what, fix, named if isinstance(named, str) else "DeepSpeed JSON", severity)
+
+
+@rule
+def tensor_parallel_sizes_are_counts(run):
+    """`'>' not supported between instances of 'str' and 'int'`, from every worker."""
+    size = run.engine.parallelism.autotp
+    if uses_deepspeed(run) and (type(size) is not int or size < 0):
+        what = f"takes a whole number, got {size!r}"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, '"autotp_size": 2, or leave it out')
+
+
+@rule
+def tensor_parallelism_needs_a_lower_stage(run):
+    """`Check batch related parameters. train_batch_size is not equal to ...`, under ZeRO-3."""
+    if _divides_tensors(run) and zero_stage(run) == 3:
+        what = "cannot be combined with ZeRO stage 3"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, '"stage": 2, or leave tensor_parallel out')
+
+
+@rule
+def tensor_parallelism_leaves_the_batch_to_trainer(run):
+    """Trainer wants all processes in `train_batch_size`, DeepSpeed and the global batch do not.
+
+    `Please correct the following DeepSpeed config values: ds train_batch_size=8 vs hf
+    train_batch_size (calculated)=16`
+    """
+    size = (deepspeed_file(run) or {}).get("train_batch_size", "auto")
+    if _divides_tensors(run) and size == run.batch.total:  # any other is reported as a contradiction
+        what = f"{size} is the global batch, and Trainer wants {size * run.engine.parallelism.sharing} there"
+        yield _in_json(run, "train_batch_size", what, '"train_batch_size": "auto"')
+
+
+@rule
+def tensor_parallelism_counts_no_accuracy(run):
+    """accelerate gathers the predictions of processes that share examples, and drops the last ones.
+
+    Training and eval_loss are right, but eval_accuracy counts some examples twice, others never.
+    """
+    if _divides_tensors(run) and run["task"] == "sequence_classification" and run["eval_strategy"] != "no":
+        what = "makes eval_accuracy count some examples twice and others never"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out, or --eval_strategy no")
+
+
+@rule
+def tensor_parallelism_trains_every_weight(run):
+    """`KeyError: Parameter containing`, or `loss must be a scalar tensor`: DeepSpeed divides the
+    layers, adapters included, and its optimizer looks for the trained ones as they were.
+    """
+    if _divides_tensors(run) and run["use_peft"]:
+        what = "cannot be combined with use_peft"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out for LoRA")
+
+
+@rule
+def deepspeed_shards_no_sequences(run):
+    """`Check batch related parameters. train_batch_size is not equal to ...`
+
+    The key is for models that divide their sequences themselves. Without `train_batch_size`
+    DeepSpeed reads it, and divides nothing.
+    """
+    content = deepspeed_file(run) or {}
+    if content.get("sequence_parallel_size") in (None, 1) or not uses_deepspeed(run):
+        return
+    if "train_batch_size" in content:
+        what = "contradicts the batch of Trainer, whose models do not divide their sequences"
+        yield _in_json(run, "sequence_parallel_size", what, "leave it out")
+    else:
+        what = "divides nothing: models of transformers do not know it"
+        yield _in_json(run, "sequence_parallel_size", what, "leave it out", "advice")
+
+
+# --- Replicas and shards (HSDP): every process has examples of its own ----------------------------
+
+
+@rule
+def replicas_and_shards_make_the_world(run):
+    """`ParallelismConfig total_size (2) does not match num_processes (4)`, from every worker.
+
+    Sizes that are all 1 are no request. DeepSpeed ignores replicas and shards.
+    """
+    parallelism = run.engine.parallelism
+    sizes = [getattr(parallelism, field) for field in SIZES]
+    if uses_deepspeed(run) or any(type(size) is not int or size < 1 for size in sizes):
+        return
+    total, replicate = math.prod(sizes), parallelism.replicate
+    if total in (1, run.world_size) or run.world_size % parallelism.sharing:
+        return
+    groups, sharing = run.data_parallel_size, parallelism.sharing
+    replicate = replicate if groups % replicate == 0 else 1
+    what = f"{parallelism.replicate} replicas x {parallelism.shard} shards"
+    what += (f" x {sharing} processes each" if sharing > 1 else "") + f" are not the {run.world_size} processes"
+    fix = f"{_name(run, 'replicate')} {replicate} and {_name(run, 'shard')} {groups // replicate}"
+    yield _of_sizes(run, "shard", what, fix)
+
+
+@rule
+def replicas_and_shards_are_of_fsdp2(run):
+    """`ParallelismConfig is only compatible DistributedType.FSDP (version 2) or ...`
+
+    Under DDP on GPUs they shard nothing: accelerate wraps the model in plain DDP. DeepSpeed ignores
+    them too.
+    """
+    parallelism = run.engine.parallelism
+    if not parallelism.source or parallelism.replicate == parallelism.shard == 1:
+        return
+    if uses_fsdp(run):
+        if str(fsdp_section(run).get("version", 1 if run.engine.kind == "fsdp" else 2)) == "1":
+            yield _of_sizes(run, "shard", "needs FSDP2", "fsdp_version: 2")
+        elif parallelism.shard == 1:  # `no dimension for FSDP to shard across`
+            what = f"1 leaves FSDP nothing to shard across {parallelism.replicate} replicas"
+            yield _of_sizes(run, "shard", what, f"{_name(run, 'shard')} of at least 2, or distributed_type: MULTI_GPU")
+        return
+    what = f"shards nothing: the engine is {run.engine.title.partition(',')[0]}, not FSDP"
+    yield _of_sizes(run, "shard", what, "distributed_type: FSDP with fsdp_version: 2, or leave it out", "advice")
+
+
+@rule
+def cpu_ranks_take_no_sizes(run):
+    """`ParallelismConfig is only compatible ..., but got DistributedType.MULTI_CPU`"""
+    on_a_cpu = run["use_cpu"] or not run.hardware.cuda
+    parallelism = run.engine.parallelism
+    if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
+        return  # no mesh, or refused on any machine
+    if parallelism.source and on_a_cpu and run.world_size > 1:
+        what = "is refused by accelerate on a CPU, whatever its sizes"
+        yield Problem("parallelism_config", what, "leave it out", parallelism.source)
+
+
+# --- DDP ------------------------------------------------------------------------------------------
 
 
 @rule
@@ -94,40 +325,3 @@ def nccl_timeout_is_an_argument(run):
     if "NCCL_TIMEOUT" in run.environment:
         what = "has no effect on the process group's timeout"
         yield Problem("NCCL_TIMEOUT", what, "--ddp_timeout SECONDS", "environment", "advice")
-
-
-@rule
-def fsdp_checkpoints_activations_once(run):
-    """`activation_checkpointing in FSDP config and ... argument can't both be set to True`"""
-    if not uses_fsdp(run) or not run["gradient_checkpointing"]:
-        return
-    if is_true(fsdp_section(run).get("activation_checkpointing")):
-        yield problem(run, "gradient_checkpointing", "is on in fsdp_config too", "keep the one in fsdp_config")
-
-
-@rule
-def fsdp_version_two_is_chosen(run):
-    """The launcher's default is FSDP1, which Trainer deprecates. Trainer's own default is FSDP2."""
-    section = dict(sections(run)).get("fsdp_config")
-    if run.engine.kind != "fsdp" or section is None:
-        return
-    version = section.get("fsdp_version", section.get("version", 1))
-    if str(version) == "1":
-        what = "1, which accelerate uses if the key is missing, is deprecated"
-        yield in_yaml(run, "fsdp_version", what, "fsdp_version: 2", "advice")
-
-
-@rule
-def efficient_loading_needs_synchronisation(run):
-    """`When using --fsdp_cpu_ram_efficient_loading set --fsdp_sync_module_states to True`
-
-    `fsdp_cpu_ram_efficient_loading` is true by default.
-    """
-    section = dict(sections(run)).get("fsdp_config", {})
-    synchronises = section.get("fsdp_sync_module_states", section.get("sync_module_states", True))
-    efficient = section.get("fsdp_cpu_ram_efficient_loading", section.get("cpu_ram_efficient_loading", True))
-    if run.engine.kind == "fsdp" and not synchronises and efficient:
-        fix = "fsdp_sync_module_states: true, or fsdp_cpu_ram_efficient_loading: false"
-        yield in_yaml(
-            run, "fsdp_sync_module_states", "false contradicts fsdp_cpu_ram_efficient_loading, which needs it", fix
-        )

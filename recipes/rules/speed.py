@@ -14,6 +14,7 @@ from recipes.rules.facts import (
     problem,
     rule,
     sections,
+    uses_fsdp,
 )
 from recipes.run import RunSpec, nearest
 
@@ -121,7 +122,12 @@ def compiling_needs_one_shape(run):
 
 @rule
 def syncing_each_batch_is_slow(run):
-    """`sync_each_batch` reduces gradients once for every micro-batch, not once a step."""
+    """`sync_each_batch` reduces gradients once for every micro-batch, not once a step.
+
+    Under FSDP it saves the memory of gradients that are not scattered.
+    """
+    if uses_fsdp(run):
+        return
     if is_true(gradient_accumulation_kwargs(run).get("sync_each_batch")) and run["gradient_accumulation_steps"] > 1:
         what = f"sync_each_batch reduces gradients {run['gradient_accumulation_steps']} times a step"
         yield advice(run, "accelerator_config", what, "leave it out unless memory requires it")

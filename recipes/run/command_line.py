@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import legal
-from recipes.errors import Problem
+from recipes.errors import Problem, mistake
 from recipes.legal import moved
 from recipes.run.engine import read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
@@ -86,6 +86,8 @@ def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[s
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
     """The settings of a --config file. Raises `UserError` if it cannot be read."""
     content = read_yaml(path, "--config")
+    if "base" in content:
+        raise mistake("config", f"{path} is a recipe", f"--recipe {path}")
     if "config" in content:
         problems.append(Problem("config", "cannot be set in a configuration file", "leave it out", str(path)))
         del content["config"]
@@ -149,6 +151,10 @@ def coerce(value: object, known: legal.Field) -> Any:
     Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
+    if known.name == "parallelism_config" and value not in (None, "None", "none"):
+        if hasattr(value, "tp_size"):
+            return value
+        raise ValueError(f"takes accelerate's ParallelismConfig, got {value!r}")
     value = _plain(value)
     if value is False and "no" in known.choices:
         value = "no"  # YAML reads it as false without quotes
@@ -219,6 +225,8 @@ def _names(types: frozenset[str]) -> str:
 
 
 def _expected(known: legal.Field) -> str:
+    if known.name == "parallelism_config":
+        return "parallelism_config: in an Accelerate YAML, or a ParallelismConfig in your own script"
     if known.choices:
         return "one of " + ", ".join(known.choices)
     return f"--{known.name} with {_names(known.types)}"

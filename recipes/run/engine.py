@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
+from recipes.run.parallelism import Parallelism, autotp_size, from_section, from_variables
 
 if TYPE_CHECKING:
     import yaml
@@ -20,28 +21,34 @@ Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as i
 class Engine:
     """`kind` is single, ddp, deepspeed, fsdp or another type of accelerate's in lower case.
 
-    `source` is where it was read, `raw` the content of its Accelerate YAML.
+    `source` is where it was read, `raw` the content of its Accelerate YAML. `num_processes` is what
+    the command line says, or the YAML; None if neither does.
     """
 
     kind: str
     source: str
     zero_stage: int = 0
+    fsdp_version: int = 0
     offload_optimizer: str = "none"
     offload_param: str = "none"
     mixed_precision: str = "no"
     dynamo_backend: str = "no"
     num_processes: int | None = None
     raw: Json = field(default_factory=dict)
+    parallelism: Parallelism = Parallelism()
 
     @property
     def title(self) -> str:
-        """Its name for people, such as `DDP` or `DeepSpeed ZeRO-2, optimizer offload`."""
-        names = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP"}
-        if self.kind != "deepspeed":
-            return names.get(self.kind, self.kind)
+        """Its name for people, such as `FSDP2` or `DeepSpeed ZeRO-2, optimizer offload`."""
+        return ", ".join(part for part in (self._name, str(self.parallelism)) if part)
+
+    @property
+    def _name(self) -> str:
+        names = {"single": "one process", "ddp": "DDP", "fsdp": f"FSDP{self.fsdp_version}"}
+        names["deepspeed"] = f"DeepSpeed ZeRO-{self.zero_stage}"
         devices = {"optimizer": self.offload_optimizer, "parameter": self.offload_param}
         offloaded = " and ".join(name for name, device in devices.items() if device != "none")
-        return f"DeepSpeed ZeRO-{self.zero_stage}" + (f", {offloaded} offload" if offloaded else "")
+        return names.get(self.kind, self.kind) + (f", {offloaded} offload" if offloaded else "")
 
 
 KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
@@ -96,24 +103,51 @@ def _loader() -> type[yaml.SafeLoader]:
 
 
 def from_yaml(path: str | Path) -> Engine:
-    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them."""
+    """The engine of an Accelerate YAML. Illegal values do not raise: the rules report them.
+
+    Raises `UserError` for an empty file: accelerate launch dies of it in a traceback.
+    """
     raw = read_yaml(path, "--accelerate_config")
-    deepspeed, dynamo = _section(raw, "deepspeed_config"), _section(raw, "dynamo_config")
+    if not raw:
+        fix = "a file with compute_environment, distributed_type and num_processes, or one of accelerate_configs/"
+        raise mistake("--accelerate_config", f"{path} is empty, which accelerate launch refuses", fix)
+    dynamo = _section(raw, "dynamo_config")
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false
     backend = dynamo.get("dynamo_backend", dynamo.get("backend", raw.get("dynamo_backend", "no")))
     processes = raw.get("num_processes")
-    json_zero = _zero_of_json(deepspeed)
+    parallelism = from_section(_section(raw, "parallelism_config"), str(path))
+    autotp = autotp_size(deepspeed_json(_section(raw, "deepspeed_config")) or {}) if kind == "DEEPSPEED" else 1
     return Engine(
         kind=KINDS.get(kind, kind.lower()),
         source=str(path),
-        zero_stage=_int(json_zero.get("stage", deepspeed.get("zero_stage", 2))) if kind == "DEEPSPEED" else 0,
-        offload_optimizer=_device(json_zero.get("offload_optimizer"), deepspeed.get("offload_optimizer_device")),
-        offload_param=_device(json_zero.get("offload_param"), deepspeed.get("offload_param_device")),
         mixed_precision=_precision(raw.get("mixed_precision")),
         dynamo_backend=str(backend).lower(),
         num_processes=processes if isinstance(processes, int) and not isinstance(processes, bool) else None,
         raw=raw,
+        parallelism=replace(parallelism, autotp=autotp),
+        **_sharding(kind, raw),
     )
+
+
+def _sharding(kind: str, raw: Json) -> Json:
+    """What only DeepSpeed and FSDP have. FSDP offloads parameters and optimizer together."""
+    if kind == "FSDP":
+        section = {str(key).removeprefix("fsdp_"): value for key, value in _section(raw, "fsdp_config").items()}
+        return _fsdp(section.get("version", 1), section.get("offload_params", False))
+    if kind != "DEEPSPEED":
+        return {}
+    section = _section(raw, "deepspeed_config")
+    zero = _zero_of_json(section)
+    return dict(
+        zero_stage=_int(zero.get("stage", section.get("zero_stage", 2))),
+        offload_optimizer=_device(zero.get("offload_optimizer"), section.get("offload_optimizer_device")),
+        offload_param=_device(zero.get("offload_param"), section.get("offload_param_device")),
+    )
+
+
+def _fsdp(version: object, offload: object) -> Json:
+    device = "cpu" if str(offload).lower() in ("true", "1") else "none"
+    return dict(fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
 
 
 def from_deepspeed(config: str | Json) -> Engine:
@@ -126,6 +160,7 @@ def from_deepspeed(config: str | Json) -> Engine:
         zero_stage=_int(zero.get("stage", 0)),
         offload_optimizer=_device(zero.get("offload_optimizer"), None),
         offload_param=_device(zero.get("offload_param"), None),
+        parallelism=Parallelism(autotp=autotp_size(content)),
     )
 
 
@@ -136,11 +171,14 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
         source="the launcher",
         mixed_precision=environment.get("ACCELERATE_MIXED_PRECISION", "no"),
         dynamo_backend=environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower(),
+        parallelism=from_variables(environment),
     )
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("true", "1"):
         file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if file.lower() != "none":
-            return replace(from_deepspeed(file), mixed_precision=single.mixed_precision)
+            engine = from_deepspeed(file)
+            parallelism = replace(single.parallelism, autotp=engine.parallelism.autotp)
+            return replace(engine, mixed_precision=single.mixed_precision, parallelism=parallelism)
         return replace(
             single,
             kind="deepspeed",
@@ -149,7 +187,8 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
             offload_param=environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
         )
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        return replace(single, kind="fsdp")
+        offload = environment.get("FSDP_OFFLOAD_PARAMS", "false")
+        return replace(single, kind="fsdp", **_fsdp(environment.get("FSDP_VERSION", "1"), offload))
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return replace(single, kind="ddp")
     if "ACCELERATE_MIXED_PRECISION" in environment:
@@ -158,7 +197,11 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
 
 
 def launch_environment(engine: Engine) -> dict[str, str]:
-    """The variables that `accelerate launch` would export for a DeepSpeed YAML."""
+    """The variables that `accelerate launch` would export for a DeepSpeed or FSDP YAML."""
+    if engine.kind == "fsdp":
+        section = engine.raw.get("fsdp_config") or {}
+        given = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in section.items()}
+        return {"ACCELERATE_USE_FSDP": "true", **{key.upper(): value for key, value in given.items()}}
     section = engine.raw.get("deepspeed_config") or {}
     names = {
         "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",

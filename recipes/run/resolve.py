@@ -12,11 +12,13 @@ from dataclasses import replace
 from recipes import catalog, legal
 from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
-from recipes.run.batch import Batch, split
-from recipes.run.command_line import accept, nearest, parse, read_config
-from recipes.run.engine import Engine, from_deepspeed, from_yaml, shipped
+from recipes.run.batch import Batch, data_parallel_size, split
+from recipes.run.command_line import accept, parse, read_config
+from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
+from recipes.run.own_recipe import find_recipe, own_settings
+from recipes.run.parallelism import Parallelism, from_config, from_variables
 from recipes.run.spec import BATCH_FIELDS, LIBRARY, RunSpec, Setting, Settings
 
 
@@ -32,14 +34,17 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     demonstrate: bool = True,
     elsewhere: frozenset[str] | None = None,
+    launched: bool = False,
+    own_script: bool = False,
 ) -> RunSpec:
     """The run of train.py's command line `argv`, and of `settings`, which count the same.
 
     The world size is the given one, or the Accelerate YAML's, or 1. `environment` is os.environ if
-    not given, `hardware` this machine. With `demonstrate` false, a run that names no model and no
-    data is not train.py's demonstration. `elsewhere` are the packages known to be where the run
-    goes; None if it runs here. Problems are in `run.problems`. Raises `UserError` for a file that
-    cannot be read.
+    not given, `hardware` this machine. With `launched`, the engine is the one that a launcher has
+    set up for this process. With `demonstrate` false, a run that names no model and no data is not
+    train.py's demonstration. `elsewhere` are the packages known to be where the run goes; None if
+    it runs here. With `own_script`, a script of the user's own trains, not train.py. Problems are
+    in `run.problems`. Raises `UserError` for a file that cannot be read.
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
@@ -47,14 +52,23 @@ def resolve(
     if "config" in given and given["config"].value is not None:
         given = {**read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)
+    given = {**own_settings(recipe), **given}
+    environment = os.environ if environment is None else environment
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
-    own = given.get("deepspeed")
-    engine = engine or yaml_engine or (from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine)))
-    world = world_size or (yaml_engine.num_processes if yaml_engine else None) or 1
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
-    batch = _split(recipe, world, given, problems)
+    if engine is None:
+        if launched:
+            engine = launched_engine(recipe, given, environment, hardware)
+        else:
+            engine = yaml_engine or _chosen_engine(recipe, given)
+        engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
+    if world_size:
+        engine = replace(engine, num_processes=world_size)
+    in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
+    world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
+    batch = _split(recipe, world, engine.parallelism, given, problems)
     return RunSpec(
         recipe=recipe,
         hardware=hardware,
@@ -64,35 +78,86 @@ def resolve(
         given=given,
         batch=batch,
         problems=tuple(problems),
-        environment=os.environ if environment is None else environment,
+        environment=environment,
         demonstrate=demonstrate,
         elsewhere=elsewhere,
+        own_script=own_script,
     )
+
+
+def _chosen_engine(recipe: Recipe, given: Settings) -> Engine:
+    """The engine of a run for which no Accelerate YAML is named."""
+    own = given.get("deepspeed")
+    return from_deepspeed(own.value) if own else from_yaml(shipped(recipe.engine))
+
+
+def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], hardware: Hardware) -> Engine:
+    """The engine that a launcher has set up for this process.
+
+    Under plain DDP a recipe that shards or offloads would do neither. So such a recipe starts FSDP
+    or DeepSpeed itself, with its own YAML. accelerate uses FSDP on GPUs only: on a CPU the same
+    launch is DDP.
+    """
+    own = given.get("deepspeed")
+    if own and own.value:
+        return from_deepspeed(own.value)
+    ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
+    around = from_environment({name: value for name, value in environment.items() if name not in ignored})
+    engine = from_yaml(shipped(recipe.engine))
+    starts_itself = ("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)
+    if engine.kind in starts_itself and (around is None or around.kind in ("single", "ddp")):
+        return engine
+    return around or from_yaml(shipped("single.yaml"))
+
+
+def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str], named: bool) -> Engine:
+    """The engine with parallelism that its own YAML or JSON does not tell.
+
+    Trainer prefers the arguments `parallelism_config` and `deepspeed` to what the launcher exports.
+    The launcher hands on the variables that it finds, unless its YAML (`named`) has sizes.
+    """
+    sizes = engine.parallelism if engine.parallelism.source else from_variables(environment)
+    around = None if named else from_environment(environment)
+    autotp = engine.parallelism.autotp if around is None else around.parallelism.autotp
+    config, own = (given[name].value if name in given else None for name in ("parallelism_config", "deepspeed"))
+    if config is not None:
+        sizes = from_config(config)
+    if own:
+        autotp = from_deepspeed(own).parallelism.autotp
+    return replace(engine, parallelism=replace(sizes, autotp=autotp))
 
 
 def _find_recipe(given: dict[str, Setting], problems: list[Problem]) -> Recipe:
     asked = given.get("recipe", Setting("standard", LIBRARY))
-    if asked.value in catalog.RECIPES:
-        return catalog.RECIPES[asked.value]()
-    fix = nearest(str(asked.value), catalog.RECIPES) or "one of " + ", ".join(catalog.RECIPES)
-    problems.append(Problem("recipe", f"there is no recipe {asked.value!r}", fix, asked.source))
-    return catalog.standard()
+    try:
+        return find_recipe(asked.value)
+    except UserError as error:
+        problems += [problem if problem.source else replace(problem, source=asked.source) for problem in error.problems]
+        return catalog.standard()
 
 
-def _split(recipe: Recipe, world: int, given: dict[str, Setting], problems: list[Problem]) -> Batch:
+def _split(
+    recipe: Recipe, world: int, parallelism: Parallelism, given: dict[str, Setting], problems: list[Problem]
+) -> Batch:
     total, micro, accumulation = (given.get(name) for name in BATCH_FIELDS)
     if any(setting and setting.value < 1 for setting in (total, micro, accumulation)):
         return Batch(1, 1, world, "unknown: a size below 1 was given")  # rules.values reports it
     try:
+        groups = data_parallel_size(world, parallelism)
+    except UserError as error:
+        problems.extend(error.problems)
+        return Batch(1, 1, 1, "unknown: the processes cannot be divided")
+    try:
         return split(
             total.value if total else legal.run_flags()["global_batch_size"].default,
-            world,
+            groups,
             recipe.micro_batch_cap,
             micro.value if micro else None,
             accumulation.value if accumulation else None,
             total is not None,
+            parallelism.sharing,
         )
     except UserError as error:
         sources = {setting.source for setting in (total, micro, accumulation) if setting} or {"default 16"}
         problems.extend(replace(problem, source=" and ".join(sorted(sources))) for problem in error.problems)
-        return Batch(1, 1, world, "unknown: the global batch cannot be split")
+        return Batch(1, 1, groups, "unknown: the global batch cannot be split")

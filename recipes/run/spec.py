@@ -32,6 +32,7 @@ LIBRARY = "library default"
 COMMAND_LINE = "command line"
 BATCH = "batch arithmetic"
 FIT = "fit.json"
+BEST_MODEL = "load_best_model_at_end"
 BATCH_FIELDS = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 HIDDEN = "***"
 
@@ -49,6 +50,8 @@ class RunSpec(Mapping):
 
     `given` is what the user wrote, `demonstrate` whether train.py's demonstration may be trained.
     `elsewhere`: packages known to be where the run goes; None if it runs here.
+    `model`: the configuration of its model once it is loaded; None before.
+    `own_script`: a script of the user's own trains, not train.py.
     `batch_source`: what chose a micro-batch that the user did not, arithmetic or `--fit`.
     `limits`: values that the user did not write, lowered to what the model allows.
     """
@@ -64,6 +67,8 @@ class RunSpec(Mapping):
     environment: Mapping[str, str] = field(default_factory=dict)
     demonstrate: bool = True
     elsewhere: frozenset[str] | None = None
+    model: Mapping[str, Any] | None = None
+    own_script: bool = False
     batch_source: str = BATCH
     limits: Mapping[str, Setting] = field(default_factory=dict)
 
@@ -108,6 +113,11 @@ class RunSpec(Mapping):
         return replace(problem, source=self.setting(problem.subject).source)
 
     @property
+    def data_parallel_size(self) -> int:
+        """Processes, or groups of processes, that get examples of their own."""
+        return max(1, self.world_size // self.engine.parallelism.sharing)
+
+    @property
     def demonstration(self) -> bool:
         """Whether train.py trains its demonstration: the user named neither a model nor data."""
         return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given
@@ -133,10 +143,22 @@ class RunSpec(Mapping):
             yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
-        yield f"recipe {self.recipe.name}", self.recipe.settings.get(name)
+        yield self.recipe.source, self.recipe.settings.get(name)
         epochs_win = name == "max_steps" and "num_train_epochs" in self.given
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
             yield "demonstration", catalog.DEMONSTRATION[name]
+        if name in ("save_strategy", "save_steps") and self[BEST_MODEL]:
+            yield BEST_MODEL, self._saved_when_evaluated(name)
+
+    def _saved_when_evaluated(self, name: str) -> catalog.Decision | None:
+        """Save every model that is evaluated, unless somebody says when to save; else None."""
+        strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is"
+        if name == "save_strategy":
+            says_when = self.explicit("save_steps") or "save_steps" in self.recipe.settings
+            return None if strategy == "no" or says_when else (strategy, reason)
+        if strategy != "steps" or self["save_strategy"] != "steps":
+            return None
+        return self["eval_steps"] or self["logging_steps"], reason
 
     def _from_batch(self, name: str) -> catalog.Decision | None:
         if name not in BATCH_FIELDS:

@@ -28,6 +28,7 @@ def run_of(recipe, hardware=CPU, world=1, **settings):
         ("baseline", 1, 2, "single.yaml"),
         ("standard", 5, 1, "standard.yaml"),
         ("fast", 10, 1, "fast.yaml"),
+        ("sharded", 5, 1, "sharded.yaml"),
         ("memory", 10, 1, "memory.yaml"),
         ("memory_zero3", 10, 1, "memory_zero3.yaml"),
     ],
@@ -100,6 +101,10 @@ def test_every_engine_is_a_shipped_yaml(recipe):
 def test_a_variant_changes_only_what_it_names():
     base, variant = RECIPES["memory"](), RECIPES["memory_zero3"]()
     assert variant.settings == base.settings
+
+
+def test_sharded_leaves_out_what_only_ddp_reads():
+    assert not [name for name in RECIPES["sharded"]().settings if name.startswith("ddp_")]
 
 
 def test_importing_the_recipes_imports_neither_torch_nor_transformers():

@@ -1,5 +1,6 @@
 """`from recipes import fast`: real TrainingArguments, or any subclass, for a script of your own."""
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,11 @@ class WithPacking(TrainingArguments):
     packing: bool = False
     max_length: int | None = 1024
     loss_type: str = "nll"
+
+
+@dataclass
+class LikeTrl(WithPacking):
+    padding_free: bool = False
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -78,3 +84,88 @@ def test_what_training_arguments_cannot_hold_is_refused(setting, tmp_path):
 def test_another_class_than_training_arguments_is_refused(tmp_path):
     with pytest.raises(UserError, match="a subclass of TrainingArguments"):
         recipes.standard(str(tmp_path), args_class=dict)
+
+
+# --- What only the script knows -------------------------------------------------------------------
+
+OWN_METRIC = dict(metric_for_best_model="f1", eval_strategy="steps", eval_steps=5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(OWN_METRIC, load_best_model_at_end=True),
+        dict(OWN_METRIC, save_strategy="best"),
+        dict(eval_on_start=True),
+        dict(label_names=["rewards"]),
+        dict(do_train=False),
+        dict(batch_eval_metrics=True, eval_strategy="epoch"),
+    ],
+    ids=str,
+)
+def test_what_the_script_computes_and_evaluates_is_not_judged(settings, tmp_path):
+    args = recipes.standard(str(tmp_path), **settings)
+    assert {name: getattr(args, name) for name in settings if not name.endswith("strategy")} == {
+        name: value for name, value in settings.items() if not name.endswith("strategy")
+    }
+
+
+def test_fields_of_the_subclass_mean_what_the_subclass_says(tmp_path):
+    """TRL packs without padding, and cuts nothing off where `max_length` is None."""
+    args = recipes.standard(str(tmp_path), args_class=LikeTrl, packing=True, padding_free=True, max_length=None)
+    assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
+
+
+def test_saving_follows_evaluation_in_a_script_too(tmp_path):
+    args = recipes.standard(str(tmp_path), **OWN_METRIC, load_best_model_at_end=True)
+    assert (args.save_strategy, args.save_steps) == ("steps", 5)
+
+
+def test_what_trainer_itself_refuses_is_refused(tmp_path):
+    with pytest.raises(UserError, match="needs evaluations"):
+        recipes.standard(str(tmp_path), load_best_model_at_end=True)
+
+
+# --- The engine -----------------------------------------------------------------------------------
+
+ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def started_with(monkeypatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # or it would set up the engine
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "variables", "engine"),
+    [
+        ("memory", {}, "one process"),
+        ("memory_zero3", {}, "one process"),
+        ("memory", TORCHRUN, "DDP"),
+        ("memory_zero3", ZERO_2, "DeepSpeed ZeRO-2"),
+    ],
+)
+def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, engine, tmp_path, monkeypatch):
+    started_with(monkeypatch, variables)
+    with pytest.warns(UserWarning, match=f"trains on {engine} instead.*accelerate launch .*{recipe}.yaml"):
+        getattr(recipes, recipe)(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "variables", "settings"),
+    [
+        ("memory", ZERO_2, {}),
+        ("memory", {}, {"deepspeed": {"zero_optimization": {"stage": 2}}}),
+        ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it
+        ("standard", {}, {}),
+        ("fast", TORCHRUN, {}),
+    ],
+)
+def test_no_warning_where_the_engine_is_there(recipe, variables, settings, tmp_path, monkeypatch):
+    started_with(monkeypatch, variables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        getattr(recipes, recipe)(str(tmp_path), **settings)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from launch.training.data import Data
 from launch.training.demo import demo_tokenizer
-from launch.training.model import load_model, load_tokenizer
+from launch.training.model import load_model, load_tokenizer, with_model
 from recipes.errors import UserError
-from recipes.flags import RunFlags
+from recipes.rules.check import require_legal
+from recipes.run import RunSpec, resolve
+from recipes.run.hardware import Hardware
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LANGUAGE = Data(None, None, None, "texts", None)
@@ -24,21 +24,19 @@ def save(model, folder) -> str:
     return str(folder)
 
 
-def run_with(name=None, **chosen):
-    defaults = {flag.name: flag.default for flag in dataclasses.fields(RunFlags)}
-    arguments = {
-        "seed": 42,
-        "bf16": False,
-        "fp16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "gradient_checkpointing_kwargs": None,
-    }
-    return defaults | arguments | {"model_name_or_path": name} | chosen
+def run_with(name=None, **chosen) -> RunSpec:
+    """A run on a CPU with these settings."""
+    named = {"model_name_or_path": name} if name else {}
+    data = {"dataset_name": "somebody/reviews"} if "task" in chosen else {}
+    settings = {"recipe": "baseline", **named, **data, **chosen}
+    return resolve([], settings=settings, hardware=Hardware(cores=2), environment={})
 
 
 def load(run, data=LANGUAGE):
-    return load_model(run, load_tokenizer(run), data)
+    """As train.py does it: the rules first, then the tokenizer, the rules once more, the model."""
+    require_legal(run)
+    tokenizer = load_tokenizer(run)
+    return load_model(with_model(run, tokenizer), tokenizer, data)
 
 
 def problem(run, data=LANGUAGE):

@@ -21,7 +21,7 @@ def assert_fires(
     rule: str,
     settings: dict,
     *,
-    world: int = 1,
+    world: int | None = 1,
     gpu: tuple[int, int] | None = None,
     config=None,
     environment: dict[str, str] | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -10,12 +9,14 @@ import pytest
 from launch.training.batches import IGNORED
 from launch.training.data import load_data
 from recipes.errors import UserError
-from recipes.flags import RunFlags
+from recipes.rules.check import require_legal
+from recipes.run import RunSpec, resolve
+from recipes.run.hardware import Hardware
 
 
-def run_with(**chosen):
-    defaults = {flag.name: flag.default for flag in dataclasses.fields(RunFlags)}
-    return defaults | {"eval_strategy": "no"} | chosen
+def run_with(**chosen) -> RunSpec:
+    """A run on a CPU with these settings."""
+    return resolve([], settings={"recipe": "baseline", **chosen}, hardware=Hardware(cores=2), environment={})
 
 
 def jsonl(tmp_path, rows, name="data.jsonl"):
@@ -38,7 +39,9 @@ def learned(tokenizer, row):
 
 
 def problem(run, tokenizer, **options):
+    """What is wrong with the data: as train.py finds it, by the rules first."""
     with pytest.raises(UserError) as caught:
+        require_legal(run)
         load_data(run, tokenizer, **options)
     (found,) = caught.value.problems
     return found

@@ -30,22 +30,26 @@ def resolved(argv: str | list[str] = "", **keywords):
 
 @dataclass(frozen=True)
 class Run:
-    """What a user writes. `yaml` is a shipped file's name or a text; `files` are written for it."""
+    """What a user writes. `yaml` is a shipped file's name or a text; `files` are written for it.
+
+    `world` is what --num_processes says, None without it.
+    """
 
     argv: str = ""
-    world: int = 1
+    world: int | None = 1
     hardware: Hardware = CPU
     yaml: str = ""
     environment: dict = field(default_factory=dict)
     files: dict = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    elsewhere: frozenset[str] | None = None
 
     def resolve(self, folder: Path, monkeypatch):
         monkeypatch.chdir(folder)
         monkeypatch.setattr(facts, "installed", lambda package: package not in self.missing)
         for name, content in self.files.items():
             text = content if isinstance(content, str) else json.dumps(content)
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
         return resolve(
             self.argv.split(),
@@ -53,6 +57,7 @@ class Run:
             hardware=self.hardware,
             accelerate_config=self._config(folder),
             environment=self.environment,
+            elsewhere=self.elsewhere,
         )
 
     def _config(self, folder: Path) -> str | None:
@@ -76,6 +81,13 @@ def fsdp(*lines: str) -> str:
     return yaml("FSDP", "fsdp_config:", *(f"  {line}" for line in lines or ("fsdp_version: 2",)))
 
 
+def groups(type_: str = "FSDP", version: int = 2, **sizes: int) -> str:
+    """An Accelerate YAML with sizes of its `parallelism_config`."""
+    lines = [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
+    own = ["fsdp_config:", f"  fsdp_version: {version}"] if type_ == "FSDP" else []
+    return yaml(type_, *own, "parallelism_config:", *lines)
+
+
 def ds_json(**content) -> dict:
     return {"ds.json": {"zero_optimization": {"stage": 2}, **content}}
 
@@ -86,3 +98,13 @@ EVAL = "--eval_strategy steps"
 BEST = "--load_best_model_at_end"
 TWO_GPUS = machine(A100, 2)
 CLASSIFY = "--task sequence_classification --dataset_name d.csv"
+
+
+def model(**config) -> dict:
+    """The files of a model in the folder `m`, as far as rules read them. None leaves a key out."""
+    content = {"model_type": "llama", "max_position_embeddings": 128, **config}
+    content = {name: value for name, value in content.items() if value is not None}
+    return {"m/config.json": content, "m/model.safetensors": "", "m/tokenizer.json": {}}
+
+
+MODEL = "--model_name_or_path ./m"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.runs import BEST
+
 _HEAD = "compute_environment: LOCAL_MACHINE\n"
 
 
@@ -18,7 +20,7 @@ class Wrong:
     config: str = ""
     yaml: str = ""
     json: Any = None
-    world: int = 1
+    world: int | None = 1
     gpu: tuple[int, int] | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -161,7 +163,7 @@ _RANGES = [
     Wrong("max_length", "at least 2", "--max_length 1"),
     Wrong("lora_r", "from 1 up", "--use_peft --lora_r 0"),
     Wrong("lora_dropout", "below 1", "--use_peft --lora_dropout 1.0"),
-    Wrong("ddp_bucket_cap_mb", "from 1 up", "--ddp_bucket_cap_mb 0"),
+    Wrong("ddp_bucket_cap_mb", "0 or more", "--ddp_bucket_cap_mb -1"),
     Wrong("early_stopping_patience", "from 1 up", "--early_stopping_patience 0 --eval_strategy steps"),
 ]
 
@@ -183,8 +185,8 @@ _COMBINATIONS = [
     Wrong("optim", "--optim adamw_torch", "--recipe memory_zero3 --optim sgd"),
     Wrong("load_in_4bit", "--use_peft", "--load_in_4bit"),
     Wrong("load_best_model_at_end", "--eval_strategy", "--load_best_model_at_end"),
-    Wrong("load_best_model_at_end", "--save_strategy", "--load_best_model_at_end --eval_strategy epoch"),
-    Wrong("load_best_model_at_end", "--save_steps", "--load_best_model_at_end --eval_strategy steps --eval_steps 300"),
+    Wrong("load_best_model_at_end", "--save_strategy", f"{BEST} --eval_strategy epoch --save_strategy steps"),
+    Wrong("load_best_model_at_end", "--save_steps", f"{BEST} --eval_strategy steps --eval_steps 3 --save_steps 5"),
     Wrong("save_strategy", "--eval_strategy", "--save_strategy best"),
     Wrong("early_stopping_patience", "--eval_strategy", "--early_stopping_patience 3"),
     Wrong("lr_scheduler_type", "--eval_strategy", "--lr_scheduler_type reduce_lr_on_plateau"),
@@ -252,7 +254,8 @@ _YAML = [
     Wrong("mixed_precision", "--fp16", "--bf16", yaml=_yaml("MULTI_GPU", "mixed_precision: fp16")),
     Wrong("compute_environment", "LOCAL_MACHINE", yaml="compute_environment: LAPTOP\ndistributed_type: 'NO'\n"),
     Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'")),
-    Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0")),
+    Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0"), world=None),
+    Wrong("num_processes", "--num_processes N", yaml=f"{_HEAD}distributed_type: MULTI_GPU\n", world=None),
     Wrong("num_machines", "num_machines: 1", yaml=_yaml("MULTI_GPU", "num_machines: two")),
     Wrong("machine_rank", "0 to 0", yaml=_yaml("MULTI_GPU", "machine_rank: 1")),
     Wrong(

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from launch.host.world import World, launched, on_launched_engine
+from launch.host.world import World, launched
 from recipes.errors import UserError
 from recipes.run import resolve
 from recipes.run.engine import from_environment
@@ -21,8 +21,8 @@ ZERO_3 = {
 
 
 def engine_of(recipe, environment, **settings):
-    run = resolve(settings={"recipe": recipe, **settings}, hardware=Hardware(), environment=environment)
-    return on_launched_engine(run).engine
+    settings = {"recipe": recipe, **settings}
+    return resolve(settings=settings, hardware=Hardware(), environment=environment, launched=True).engine
 
 
 def test_a_process_started_by_hand_is_alone():

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from launch.training.batches import IGNORED, Pad, pack
 from launch.training.data import TOKENIZED, compute_accuracy, load_data
 from launch.training.demo import demo_corpus, demo_tokenizer
+from recipes.errors import UserError
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -37,7 +38,7 @@ def test_demonstration_has_no_evaluation_unless_asked_for(tokenizer, monkeypatch
 
 def test_demonstration_holds_texts_out_for_evaluation(tokenizer, monkeypatch):
     monkeypatch.setattr("launch.training.sources.demo_corpus", lambda: [f"text {n}\n" for n in range(40)])
-    data = load_data(run_with(eval_strategy="steps"), tokenizer)
+    data = load_data(run_with(eval_strategy="steps", packing=False), tokenizer)
     assert len(data.train) == 38
     assert decoded(tokenizer, data.eval) == ["text 19\n<|endoftext|>", "text 39\n<|endoftext|>"]
 
@@ -54,7 +55,9 @@ def test_main_process_releases_the_others_when_it_fails(monkeypatch, tmp_path, t
     state = SimpleNamespace(is_local_main_process=True, wait_for_everyone=lambda: waits.append("main"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr("accelerate.PartialState", lambda: state)
-    problem(run_with(dataset_name="./nothing"), tokenizer)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    problem(run_with(dataset_name=str(broken)), tokenizer)
     assert waits == ["main"]
 
 
@@ -119,7 +122,8 @@ def test_one_class_is_nothing_to_learn(tmp_path, tokenizer):
 
 
 def test_classification_needs_data(tokenizer):
-    assert problem(run_with(task="sequence_classification"), tokenizer).subject == "dataset_name"
+    with pytest.raises(UserError, match="classification needs labelled texts"):
+        load_data(run_with(task="sequence_classification", packing=False), tokenizer)
 
 
 def test_accuracy_is_the_share_of_right_answers():

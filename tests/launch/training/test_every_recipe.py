@@ -11,6 +11,7 @@ YAMLS = {
     "baseline": "single.yaml",
     "standard": "standard.yaml",
     "fast": "fast.yaml",
+    "sharded": "sharded.yaml",
     "memory": "memory.yaml",
     "memory_zero3": "memory_zero3.yaml",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ from transformers import (
 )
 
 from launch.training.demo import demo_tokenizer
-from launch.training.model import limited_to_model, load_model, load_tokenizer, max_positions
+from launch.training.model import described, load_model, load_tokenizer, with_model
 from recipes.errors import UserError
+from recipes.rules.check import require_legal
 from recipes.run import resolve
+from recipes.run.local_model import max_positions
 from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -109,23 +112,39 @@ def test_a_saved_model_loads_without_this_package(llama, tmp_path):
     ids=["llama", "gpt2", "roberta", "bloom"],
 )
 def test_positions_a_model_has(config, positions):
-    assert max_positions(config) == positions
+    assert max_positions(described(config)) == positions
 
 
 def test_sequences_longer_than_the_model_are_refused(llama):
     assert problem(run_with(llama, max_length=2049)).fix == "--max_length 2048 or less"
 
 
-def test_a_longer_sequence_that_the_user_wrote_is_refused_before_the_data_is_read(tokenizer):
-    run = resolve(["--max_length", "1025"], environment={})
+def test_a_longer_sequence_that_the_user_wrote_is_refused_before_anything_is_loaded():
     with pytest.raises(UserError, match="1025 tokens are more than the 1024 positions"):
-        limited_to_model(run, tokenizer)
+        require_legal(resolve(["--max_length", "1025"], environment={}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", {"max_length": 2049}, "2049 tokens are more than the 2048 positions"),
+        ("bert", {}, "is an encoder"),
+    ],
+)
+def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, message, request, monkeypatch):
+    """Before that, check knows nothing of it."""
+    run = replace(run_with(request.getfixturevalue(kind), **settings), elsewhere=frozenset())
+    tokenizer = load_tokenizer(run)
+    monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
+    require_legal(run)
+    with pytest.raises(UserError, match=message):
+        with_model(run, tokenizer)
 
 
 def test_a_longer_sequence_of_a_recipe_is_lowered_to_what_the_model_takes(tmp_path):
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=128)), tmp_path)
     run = resolve(["--model_name_or_path", name], environment={})
-    limited = limited_to_model(run, load_tokenizer(run))
+    limited = with_model(run, load_tokenizer(run))
     assert (limited["max_length"], limited.setting("max_length").source) == (128, "limit")
     assert run["max_length"] > 128
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.errors import UserError
+from recipes.rules.check import check
+from recipes.run import resolve
 from tests.support.real_failures import arguments, assert_fires, launched, run_launch_command
 from tests.support.runs import LOCAL, TWO_GPUS, Run, deepspeed, fsdp, yaml
 
@@ -40,8 +43,8 @@ CASES = {
         Run(yaml=yaml("MULTI_GPU", "gpu_ids: all")),
     ),
     "num_processes_is_given": (
+        Run(yaml=yaml("MULTI_GPU", processes=None), world=None),
         Run(yaml=yaml("MULTI_GPU", processes=None)),
-        Run(yaml=yaml("MULTI_GPU", processes=None), world=2),
     ),
     "gpu_ids_name_enough_gpus": (
         Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'"), hardware=TWO_GPUS),
@@ -79,6 +82,9 @@ ALSO_FIRES = [
     ("nested_yaml_keys_are_known", Run(yaml=fsdp("fsdp_verion: 2")), "fsdp_verion"),
     ("nested_yaml_keys_are_known", Run(yaml=yaml("FSDP", "parallelism_config:", "  tp_size: 2")), "tp_size"),
     ("distributed_type_is_known", Run(yaml=yaml("NO")), "distributed_type"),
+    ("num_processes_is_given", Run(yaml=yaml("MULTI_GPU", "num_processes:", processes=None), world=None), "num_proc"),
+    ("num_processes_is_given", Run(yaml=yaml("'NO'", processes=-1), world=None), "num_processes"),
+    ("num_processes_is_given", Run(yaml=yaml("MULTI_GPU", processes=0), world=None), "num_processes"),
     ("distributed_type_is_known", Run(yaml=f"{LOCAL}num_processes: 1\n"), "distributed_type"),
     ("machines_share_the_processes", Run(yaml=yaml("MULTI_GPU", "machine_rank: 1")), "machine_rank"),
 ]
@@ -89,6 +95,8 @@ LEGAL_AFTER_ALL = [
     ("nested_yaml_values_are_legal", Run(yaml=deepspeed("zero3_init_flag: 'true'", "gradient_clipping: auto"))),
     ("nested_yaml_values_are_legal", Run(yaml=fsdp("fsdp_version: '2'", "fsdp_offload_params: 'false'"))),
     ("mixed_precision_is_known", Run(yaml=yaml("MULTI_GPU", "mixed_precision: BF16"))),
+    ("num_processes_is_given", Run(yaml=yaml("'NO'", processes=None), world=None)),
+    ("num_processes_is_given", Run(yaml=yaml("MULTI_GPU", processes=0), world=2)),
     ("gpu_ids_name_enough_gpus", Run(world=4, yaml=yaml("MULTI_GPU", "gpu_ids: '0,1'"))),  # on a CPU
 ]
 
@@ -156,12 +164,29 @@ def test_a_section_that_is_a_file_name_breaks_the_launcher(write_yaml):
     assert_fires("sections_hold_settings", {}, config=file)
 
 
-def test_the_launcher_wants_num_processes(write_yaml):
-    file = write_yaml("MULTI_GPU", processes=None)
+@pytest.mark.parametrize("type_", ["MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP"])
+def test_the_launcher_wants_num_processes(type_, write_yaml):
+    file = write_yaml(type_, processes=None)
     with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
         launched(file)
     launched(file, "--num_processes", "2")
-    assert_fires("num_processes_is_given", {}, config=file)
+    assert_fires("num_processes_is_given", {}, config=file, world=None)
+
+
+def test_one_process_needs_no_count(write_yaml):
+    file = write_yaml("'NO'", processes=None)
+    launched(file)
+    assert not check(resolve([], accelerate_config=str(file), environment={}))
+
+
+@pytest.mark.parametrize("content", ["", "# later", "\n\n"])
+def test_an_empty_file_breaks_the_launcher(content, tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'get'"):
+        launched(file, "--num_processes", "2")
+    with pytest.raises(UserError, match="is empty"):
+        resolve([], world_size=2, accelerate_config=str(file), environment={})
 
 
 def test_a_misspelt_zero_stage_trains_with_stage_two(write_yaml, monkeypatch):

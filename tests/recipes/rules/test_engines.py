@@ -26,7 +26,7 @@ CASES = {
         Run("--recipe memory", yaml="standard.yaml"),
         Run("--recipe memory", yaml="memory_zero3.yaml"),
     ),
-    "fsdp_needs_a_gpu": (Run(yaml="fsdp2.yaml"), Run(yaml="fsdp2.yaml", hardware=machine(A100))),
+    "fsdp_needs_a_gpu": (Run(yaml="sharded.yaml"), Run(yaml="sharded.yaml", hardware=machine(A100))),
     "fsdp_and_deepspeed_exclude_each_other": (
         Run("--recipe memory --fsdp full_shard", yaml="memory.yaml"),
         Run("--recipe memory", yaml="memory.yaml"),
@@ -49,11 +49,13 @@ CASES = {
 ALSO_FIRES = [
     ("single_engine_starts_one_process", Run(yaml=yaml("MULTI_CPU", processes=2), world=2), "distributed_type"),
     ("single_engine_starts_one_process", Run("--recipe baseline", world=2), "distributed_type"),
+    ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="standard.yaml"), "recipe"),
 ]
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
     ("single_engine_starts_one_process", Run(world=2, yaml=yaml("MULTI_CPU", "mpirun_config: {mpirun_hostfile: h}"))),
+    ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="sharded.yaml", hardware=TWO_GPUS)),
     ("processes_have_a_gpu_each", Run(world=4, hardware=TWO_GPUS, yaml=yaml("MULTI_GPU", "num_machines: 2"))),
 ]
 
@@ -102,4 +104,4 @@ def test_two_ranks_without_use_cpu_train_two_models(tmp_path):
 def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
     output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2
-    assert_fires("fsdp_needs_a_gpu", {}, world=2, config=shipped("fsdp2.yaml"))
+    assert_fires("fsdp_needs_a_gpu", {}, world=2, config=shipped("sharded.yaml"))

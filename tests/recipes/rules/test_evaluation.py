@@ -14,6 +14,10 @@ PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "best_model_needs_matching_strategies": (Run(f"{BEST} {EVAL} --save_strategy epoch"), Run(f"{BEST} {EVAL}")),
+    "every_evaluation_is_saved": (
+        Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 10"),
+        Run(f"{BEST} {EVAL} --eval_steps 5"),
+    ),
     "saving_the_best_needs_evaluation": (
         Run("--save_strategy best --metric_for_best_model loss"),
         Run(f"--save_strategy best --metric_for_best_model loss {EVAL}"),
@@ -23,8 +27,8 @@ CASES = {
         Run(f"--early_stopping_patience 3 {EVAL} {BEST}"),
     ),
     "best_metric_is_reported": (
-        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model f1"),
-        Run(f"{EVAL} {BEST} --save_steps 500 --eval_steps 500 --metric_for_best_model eval_loss"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model f1"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model eval_loss"),
     ),
     "best_is_the_better_value": (
         Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better true"),
@@ -39,7 +43,7 @@ CASES = {
         Run(f"--batch_eval_metrics {CLASSIFY}"),
         Run(f"--eval_do_concat_batches false {CLASSIFY}"),
     ),
-    "labels_have_one_name": (Run("--label_names foo"), Run("--label_names labels")),
+    "labels_have_one_name": (Run(f"--label_names foo {EVAL}"), Run(f"--label_names labels {EVAL}")),
     "a_training_trains": (Run("--do_train false"), Run("--do_train")),
     "test_split_is_used": (Run("--dataset_test_split test"), Run(f"--dataset_test_split test {EVAL}")),
 }
@@ -57,6 +61,7 @@ ALSO_FIRES = [
         Run(f"{BEST} {EVAL} --save_strategy best --eval_strategy no"),
         "load_best",
     ),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 20 --save_steps 20 --max_steps 10"), "save_steps"),
     ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping_patience"),
     (
@@ -75,6 +80,9 @@ ALSO_FIRES = [
 LEGAL_AFTER_ALL = [
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
+    ("best_model_needs_matching_strategies", Run(f"{BEST} --eval_strategy epoch")),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_strategy steps")),
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 5 --max_steps 5")),
     ("best_is_the_better_value", Run(f"{EVAL} --greater_is_better true")),  # nothing reads it
     ("best_is_the_better_value", Run(f"{BEST} {EVAL} --metric_for_best_model f1 --greater_is_better false")),
 ]
@@ -138,3 +146,12 @@ def test_do_eval_alone_evaluates_nothing(tmp_path):
     history = train(tmp_path, evaluates=True, do_eval=True).state.log_history
     assert not [entry for entry in history if "eval_loss" in entry]
     assert_fires("evaluating_needs_data", {"do_eval": True})
+
+
+def test_a_best_model_that_was_not_saved_is_not_loaded(tmp_path):
+    """The first evaluation is the best here: its step has no checkpoint, so none is loaded."""
+    evaluation = dict(eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", greater_is_better=True)
+    settings = {**evaluation, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    state = train(tmp_path, evaluates=True, **settings).state
+    assert (state.best_global_step, state.best_model_checkpoint) == (1, None)
+    assert_fires("every_evaluation_is_saved", settings)

@@ -9,12 +9,62 @@ import pytest
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import BY_NAME, arguments, assert_fires, run_ranks, torchrun, train
-from tests.support.runs import A100, Run, fsdp, machine
+from tests.support.runs import A100, CLASSIFY, DS, TWO_GPUS, Run, ds_json, groups, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
+    "sizes_of_groups_are_counts": (Run(yaml=groups(dp_shard=0)), Run(yaml=groups(dp_shard=1))),
+    "sequences_are_not_divided_by_deepspeed": (
+        Run(yaml=groups("DEEPSPEED", sp=2), world=2),
+        Run(yaml=groups("DEEPSPEED", sp=1), world=2),
+    ),
+    "sequences_are_not_divided_over_a_ring": (
+        Run(yaml=groups(cp=2), world=2, hardware=TWO_GPUS),
+        Run(yaml=groups(dp_shard=2), world=2, hardware=TWO_GPUS),
+    ),
+    "tensor_parallelism_is_deepspeeds": (
+        Run(yaml=groups("MULTI_GPU", tp=2), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "megatron_has_its_own_trainer": (Run(yaml=yaml("MEGATRON_LM")), Run(yaml=yaml("DEEPSPEED"))),
+    "tensor_parallel_sizes_are_counts": (
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": "two"})),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 0})),
+    ),
+    "tensor_parallelism_needs_a_lower_stage": (
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, zero_optimization={"stage": 3}), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "tensor_parallelism_leaves_the_batch_to_trainer": (
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size=16), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size="auto"), world=2),
+    ),
+    "tensor_parallelism_counts_no_accuracy": (
+        Run(f"{DS} {CLASSIFY} --eval_strategy epoch", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+        Run(f"{DS} {CLASSIFY}", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "tensor_parallelism_trains_every_weight": (
+        Run(f"{DS} --use_peft", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "deepspeed_shards_no_sequences": (
+        Run(DS, files=ds_json(sequence_parallel_size=2, train_batch_size="auto"), world=2),
+        Run(DS, files=ds_json(sequence_parallel_size=1, train_batch_size="auto"), world=2),
+    ),
+    "replicas_and_shards_make_the_world": (
+        Run(yaml=groups(dp_replicate=2, dp_shard=4), world=4, hardware=machine(A100, 4)),
+        Run(yaml=groups(dp_replicate=2, dp_shard=2), world=4, hardware=machine(A100, 4)),
+    ),
+    "replicas_and_shards_are_of_fsdp2": (
+        Run(yaml=groups(version=1, dp_shard=2), world=2, hardware=TWO_GPUS),
+        Run(yaml=groups(version=2, dp_shard=2), world=2, hardware=TWO_GPUS),
+    ),
+    "cpu_ranks_take_no_sizes": (
+        Run(yaml=groups("MULTI_GPU", dp_shard=1), world=2),
+        Run(yaml=groups("MULTI_GPU", dp_shard=1), world=1),
+    ),
     "static_graph_needs_accumulation_one": (
         Run("--ddp_static_graph true --gradient_accumulation_steps 2", world=2),
         Run("--ddp_static_graph true --gradient_accumulation_steps 1", world=2),
@@ -33,15 +83,6 @@ CASES = {
     "bf16_compression_needs_nccl": (Run("--ddp_comm_hook bf16", world=2), Run("--ddp_comm_hook fp16", world=2)),
     "ddp_timeout_is_not_for_cpus": (Run("--ddp_timeout 60"), Run("--ddp_timeout 60", hardware=machine(A100))),
     "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
-    "fsdp_checkpoints_activations_once": (
-        Run("--gradient_checkpointing", yaml=fsdp("fsdp_activation_checkpointing: true")),
-        Run("--gradient_checkpointing", yaml=fsdp("fsdp_activation_checkpointing: false")),
-    ),
-    "fsdp_version_two_is_chosen": (Run(yaml=fsdp("fsdp_offload_params: true")), Run(yaml=fsdp("version: 2"))),
-    "efficient_loading_needs_synchronisation": (
-        Run(yaml=fsdp("version: 2", "sync_module_states: false")),
-        Run(yaml=fsdp("version: 2", "sync_module_states: false", "cpu_ram_efficient_loading: false")),
-    ),
 }
 
 # rule, another run that is legal
@@ -67,33 +108,6 @@ LEGAL_AFTER_ALL = [
         ),
     ),
 ]
-
-
-FAILS_WITH_SHARDS = [
-    (
-        "fsdp_checkpoints_activations_once",
-        dict(gradient_checkpointing=True, fsdp_config={"activation_checkpointing": True}),
-        "can't both be set to True",
-    ),
-    (
-        "weights_alone_cannot_find_the_best",
-        dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
-        "FSDP can't be used with `save_only_model`",
-    ),
-    (
-        "sharded_checkpoints_hold_the_optimizer",
-        dict(save_only_model=True, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"}),
-        "not compatible with FSDP state dict type",
-    ),
-]
-
-
-@pytest.mark.parametrize(("rule", "settings", "message"), FAILS_WITH_SHARDS)
-def test_fsdp_fails(rule, settings, message, gpu_rank, tmp_path):
-    settings = {"fsdp": "full_shard", **settings}
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path, evaluates=True, use_cpu=False, **settings)
-    assert_fires(rule, settings, world=2, gpu=(8, 0))
 
 
 def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):

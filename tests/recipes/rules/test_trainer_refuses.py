@@ -19,6 +19,13 @@ REFUSED_BY_THE_CONSTRUCTOR = [
     ("nested_settings_are_known", dict(accelerator_config={"even_batch": True}), TypeError, "even_batch"),
     ("nested_settings_can_be_read", dict(accelerator_config="nowhere.json"), FileNotFoundError, "nowhere.json"),
     ("ddp_backend_needs_processes", dict(ddp_backend="gloo"), ValueError, "Default process group"),
+    ("debug_options_exist", dict(debug="loud"), ValueError, "not a valid DebugOption"),
+    (
+        "no_state_is_configured_before",
+        dict(accelerator_config={"use_configured_state": True}),
+        ValueError,
+        "requires a",
+    ),
     (
         "best_model_needs_matching_strategies",
         dict(load_best_model_at_end=True, save_strategy="steps"),

@@ -14,7 +14,7 @@ worlds = st.integers(1, 64)
 @given(share=st.integers(1, 512), world=worlds, cap=st.integers(1, 64))
 def test_the_global_batch_is_kept_on_any_world(share, world, cap):
     batch = split(share * world, world, cap)
-    assert batch.micro * batch.accumulation * batch.world == share * world
+    assert batch.micro * batch.accumulation * batch.data_parallel == share * world
 
 
 @given(share=st.integers(1, 512), world=worlds, cap=st.integers(1, 64))

@@ -1,0 +1,251 @@
+"""Whether train.py can train the model: its folder, type, task, length and stored weights.
+
+Of a local folder all of this is known before the start. Of a model on the Hub it is known once its
+config.json is downloaded: train.py then applies the same rules again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.errors import Problem
+from recipes.legal import models, version
+from recipes.rules.facts import advice, available, mapping, missing, model_config, of_train_py, problem, rule
+from recipes.run import RunSpec
+from recipes.run.engine import Json
+from recipes.run.local_model import config_value, existing_path, has_weights, max_positions, model_folder
+
+_ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+_AUTO_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+
+
+def _config(run: RunSpec) -> Json:
+    """The model's configuration as far as it is known."""
+    return dict(model_config(run) or {})
+
+
+def _type(run: RunSpec) -> str:
+    """The `model_type`; empty if it is unknown."""
+    return str(_config(run).get("model_type") or "")
+
+
+def _about_model(run: RunSpec, what: str, fix: str) -> Problem:
+    return problem(run, "model_name_or_path", what, fix)
+
+
+# --- The folder -----------------------------------------------------------------------------------
+
+
+@rule
+@of_train_py
+def the_model_is_a_folder(run):
+    """Libraries look for a missing path on the Hub, and say that the repository is not found."""
+    name = run["model_name_or_path"]
+    if not name or run.elsewhere is not None or model_folder(name):
+        return
+    if existing_path(name):
+        yield _about_model(run, f"{name} is a file", "the folder that holds config.json and the weights")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        yield _about_model(run, f"there is no folder {name}", "an existing folder, or a Hub id")
+
+
+@rule
+@of_train_py
+def the_folder_holds_a_model(run):
+    """`OSError: no file named model.safetensors found`, or a tokenizer without any vocabulary."""
+    folder = model_folder(run["model_name_or_path"])
+    if folder is None or run.elsewhere is not None:  # it may hold more where the run goes
+        return
+    if not (folder / "config.json").exists():
+        adapters = (folder / "adapter_config.json").exists()
+        what = "holds LoRA adapters without their base model" if adapters else "has no config.json"
+        fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
+        yield _about_model(run, f"the folder {folder} {what}", fix)
+    elif model_config(run) is None:
+        what = f"{folder / 'config.json'} is not a JSON object"
+        yield _about_model(run, what, "the config.json that save_pretrained wrote")
+    elif not has_weights(folder):
+        what = f"the folder {folder} has a config.json and no weights"
+        yield _about_model(run, what, "a folder with model.safetensors too, as save_pretrained writes it")
+    elif not _has_tokenizer(folder) and models.tokenizer_needs_files(_type(run)):
+        # BERT's tokenizer, for example, is loaded with five tokens, and all text is unknown to it.
+        fix = "tokenizer.save_pretrained into the same folder"
+        yield _about_model(run, f"the folder {folder} has no tokenizer", fix)
+
+
+_BESIDE_A_TOKENIZER = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "trainer_state.json",
+    "run.json", "fit.json", "all_results.json", "train_results.json", "eval_results.json", "requirements.txt",
+)  # fmt: skip
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether any file may be a tokenizer's: they have many names."""
+    not_its = (".safetensors", ".bin", ".index.json", ".md", ".py", ".pt", ".pth", ".h5", ".msgpack", ".log")
+    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return any(name not in _BESIDE_A_TOKENIZER and not name.endswith(not_its) for name in names)
+
+
+# --- The type and the task ------------------------------------------------------------------------
+
+
+def _code(run: RunSpec, auto_class: str) -> bool:
+    """Whether the model brings Python code of its own for one of transformers' auto classes."""
+    return auto_class in mapping(_config(run).get("auto_map"))
+
+
+def _untrusted(run: RunSpec) -> Problem:
+    what = f"{run['model_name_or_path']} comes with Python code"
+    return Problem(
+        "trust_remote_code", what, "read it, then --trust_remote_code", run.setting("trust_remote_code").source
+    )
+
+
+@rule
+@of_train_py
+def the_model_type_is_known(run):
+    """`Transformers does not recognize this architecture`, or it would run the model's own code."""
+    kind = _type(run)
+    if run.model is not None or not _config(run) or kind in models.known_types() or not models.known_types():
+        return  # a configuration that was loaded is one that transformers, or a script, knows
+    if _code(run, "AutoConfig"):
+        if not run["trust_remote_code"]:
+            yield _untrusted(run)
+        return
+    what = f"has the type {kind!r}, which transformers {version('transformers')} does not know"
+    fix = "pip install --upgrade transformers, or another model"
+    if not kind:
+        what, fix = "has no model_type in its config.json", "the config.json that save_pretrained wrote"
+    say = problem if run.elsewhere is None else advice  # there may be another transformers there
+    yield say(run, "model_name_or_path", f"{run['model_name_or_path']} {what}", fix)
+
+
+@rule
+@of_train_py
+def the_model_can_do_the_task(run):
+    """`Unrecognized configuration class ... for this kind of AutoModel: AutoModelForCausalLM.`"""
+    kind, task = _type(run), run["task"]
+    if kind not in models.known_types() or task not in _AUTO_CLASSES or models.model_class(kind, task):
+        return
+    if not _code(run, _AUTO_CLASSES[task]):
+        others = [other for other in _AUTO_CLASSES if models.model_class(kind, other)]
+        fix = f"--task {others[0]}" if others else "a model that has one"
+        yield _about_model(run, f"transformers has no {kind} model for {task}", f"{fix}, or another model")
+    elif not run["trust_remote_code"]:
+        yield _untrusted(run)
+
+
+@rule
+@of_train_py
+def a_language_model_is_a_decoder(run):
+    """An encoder loads, and its loss falls: it sees the tokens that it has to predict."""
+    config, kind = _config(run), _type(run)
+    if run["task"] != "causal_lm" or kind not in models.model_types(_ENCODERS):
+        return
+    if not config_value(config, "is_encoder_decoder") and not config_value(config, "is_decoder"):
+        what = f"{run['model_name_or_path']} is an encoder ({kind}): it sees the tokens it has to predict"
+        yield _about_model(run, what, "a decoder, or --task sequence_classification")
+
+
+@rule
+@of_train_py
+def a_language_model_has_its_head(run):
+    """A classifier's weights have no language-model head: it starts with random values."""
+    config = _config(run)
+    classifies = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
+    if run["task"] == "causal_lm" and classifies and config_value(config, "tie_word_embeddings") is False:
+        what = f"{run['model_name_or_path']} is a classifier: its language-model head starts with random values"
+        yield advice(run, "model_name_or_path", what, "--task sequence_classification, or the model it was made from")
+
+
+@rule
+@of_train_py
+def sequences_fit_the_model(run):
+    """`IndexError: index out of range in self`, or a device-side assert in the embedding.
+
+    A length that the user did not write is lowered instead.
+    """
+    positions = max_positions(_config(run))
+    if positions and run.explicit("max_length") and run["max_length"] > positions:
+        what = f"{run['max_length']} tokens are more than the {positions} positions the model has"
+        yield problem(run, "max_length", what, f"--max_length {positions} or less")
+
+
+@rule
+@of_train_py
+def padding_free_needs_positions(run):
+    """Only position_ids tell a model where the sequences of a row begin: BLOOM and Mamba have none.
+
+    Some models have them and ignore them: train.py tries it when the model is loaded.
+    """
+    kind = _type(run)
+    name = models.model_class(kind, "causal_lm") if run["padding_free"] and run["task"] == "causal_lm" else None
+    if name and models.has_argument(kind, name, "position_ids") is False:
+        yield problem(
+            run, "padding_free", f"a {kind} model lets the sequences of a row see each other", "--padding_free false"
+        )
+
+
+# --- Trained and stored weights -------------------------------------------------------------------
+
+
+@rule
+@of_train_py
+def adapters_need_trained_weights(run):
+    """A model from scratch has nothing to quantise or to freeze."""
+    if run["model_name_or_path"] is not None or not run.demonstrate:
+        return
+    if run["load_in_4bit"]:
+        what = "quantises trained weights, and there are none"
+        yield problem(run, "load_in_4bit", what, "name a model_name_or_path")
+    elif run["use_peft"]:
+        yield problem(run, "use_peft", "would freeze weights that were never trained", "name a model_name_or_path")
+
+
+@rule
+@of_train_py
+def stored_weights_can_be_trained(run):
+    """`You cannot perform fine-tuning on purely quantized models`, or on the method at all."""
+    stored = _stored_as(run)
+    if not stored or mapping(_config(run).get("quantization_config")).get("dequantize"):
+        return
+    title = f"{run['model_name_or_path']} has weights quantised with {stored}"
+    if run["load_in_4bit"] and not stored.startswith("bitsandbytes"):
+        # `The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`
+        yield problem(run, "load_in_4bit", f"{title}, which bitsandbytes cannot load", "leave it out")
+    elif models.trains_quantised(stored, adapters=True) is False:
+        yield _about_model(run, f"{title}, which cannot be trained", "the model that is not quantised")
+    elif not run["use_peft"] and models.trains_quantised(stored, adapters=False) is False:
+        yield _about_model(run, f"{title}, which only train with adapters", "--use_peft")
+    elif stored.startswith("bitsandbytes") and not available(run, "bitsandbytes"):
+        yield missing(run, "model_name_or_path", "bitsandbytes")
+
+
+@rule
+@of_train_py
+def stored_weights_stay_as_they_are(run):
+    """The folder's own configuration wins, with a warning."""
+    if not run["load_in_4bit"] or not _stored_as(run).startswith("bitsandbytes"):
+        return
+    for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+        if run.explicit(name):
+            yield advice(run, name, "is ignored: the model's weights are quantised already", "leave it out")
+    if _stored_as(run).endswith("8bit"):
+        what = "is ignored: the model's weights are quantised already, in 8 bits"
+        yield advice(run, "load_in_4bit", what, "leave it out, or the model that is not quantised")
+
+
+def _stored_as(run: RunSpec) -> str:
+    """How the model's weights are quantised, as transformers names it; empty if they are not."""
+    section = _config(run).get("quantization_config")
+    if not isinstance(section, dict):
+        return ""
+    method = str(section.get("quant_method") or ("bitsandbytes" if _bits(section) else ""))
+    return f"{method}_{_bits(section)}" if method == "bitsandbytes" else method
+
+
+def _bits(section: Json) -> str:
+    return "8bit" if section.get("load_in_8bit") else "4bit" if section.get("load_in_4bit") else ""

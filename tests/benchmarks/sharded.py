@@ -1,0 +1,205 @@
+"""Planned against live bytes of FSDP2: small models on two ranks, torch's real fully_shard, gloo.
+
+    python -m tests.benchmarks.sharded [--json]
+
+accelerate's own function wraps the model, as it does on GPUs. After every operation of two steps
+each rank adds up the bytes of the tensors that are alive. The short cases hold little but
+parameters, gradients, optimizer state and what is gathered; the long ones mostly activations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+WORLD = 2
+_WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
+_LORA = "--use_peft true --lora_dropout 0 --lora_r 8"
+# The model's changes, tokens per sequence, and the flags that change the recipe.
+CASES: dict[str, tuple[dict, int, str]] = {
+    "short": ({"vocab_size": 2000}, 8, ""),
+    "short, a large vocabulary": ({"vocab_size": 32000}, 8, ""),
+    "short, tied embeddings": ({"vocab_size": 32000, "tie_word_embeddings": True}, 8, ""),
+    "short, fp32": ({"vocab_size": 2000}, 8, "--bf16 false"),
+    "short, accumulation 2": ({"vocab_size": 2000}, 8, "--gradient_accumulation_steps 2"),
+    "short, accumulation 2, scattered once": (
+        {"vocab_size": 2000},
+        8,
+        '--gradient_accumulation_steps 2 --accelerator_config {"split_batches":false}',
+    ),
+    "short, LoRA": ({"vocab_size": 2000}, 8, _LORA),
+    "long": ({"vocab_size": 2000}, 512, ""),
+    "long, a large vocabulary": ({"vocab_size": 32000}, 512, ""),
+    "long, checkpointing": ({"vocab_size": 2000}, 512, "--gradient_checkpointing true"),
+    "long, LoRA": ({"vocab_size": 2000}, 512, _LORA),
+}
+MICRO = 2
+
+
+def run_of(case: str):
+    from recipes.run import resolve
+    from recipes.run.engine import shipped
+    from recipes.run.hardware import Hardware
+
+    _, length, flags = CASES[case]
+    argv = ["--recipe", "sharded", "--bf16", "true", "--optim", "adamw_torch_fused", "--max_length", str(length)]
+    argv += ["--per_device_train_batch_size", str(MICRO), *flags.removeprefix("--bf16 true").split()]
+    if "--bf16" in argv[5:]:
+        del argv[2:4]
+    if "--gradient_accumulation_steps" not in argv:
+        argv += ["--gradient_accumulation_steps", "1"]
+    config = str(shipped("sharded.yaml"))
+    hardware = Hardware(cores=2)
+    return resolve(
+        argv, world_size=WORLD, hardware=hardware, accelerate_config=config, environment={}, demonstrate=False
+    )
+
+
+def config_of(case: str):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_WIDE, **CASES[case][0])
+
+
+def predicted(case: str) -> int:
+    from recipes.planner.estimate import Estimator
+
+    needed, _ = Estimator(config_of(case)).need(run_of(case), MICRO)
+    return needed.gpu.total
+
+
+def _measure(rank: int, folder: str, cases: list[str]) -> None:
+    """One rank. Rank 0 writes the peak of each case into live.json."""
+    import torch
+    import torch.distributed as dist
+
+    from recipes.quiet import silence
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    with silence():
+        found = {case: _two_steps(case) for case in cases}
+    if rank == 0:
+        Path(folder, "live.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _two_steps(case: str) -> int:
+    """The most bytes that were alive on this rank."""
+    import torch
+
+    from launch.training.model import _auto_class, _with_adapters
+    from recipes.rules.facts import gradient_accumulation_kwargs
+
+    run, config = run_of(case), config_of(case)
+    config.use_cache = False
+    torch.manual_seed(0)
+    model = _auto_class(run).from_config(config, dtype=torch.float32)
+    if run["use_peft"]:
+        model = _with_adapters(run, model)
+    if run["gradient_checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    model = _wrapped(run, model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    rows = torch.randint(0, 1000, (MICRO, run["max_length"]))
+    accumulation = run["gradient_accumulation_steps"]
+    each = bool(gradient_accumulation_kwargs(run).get("sync_each_batch"))
+    with _live_bytes([*model.parameters(), *model.buffers()]) as live:
+        for _ in range(2):
+            for micro in range(accumulation):
+                model.set_requires_gradient_sync(each or micro == accumulation - 1)  # as Accelerator.no_sync does
+                model(input_ids=rows, labels=rows, attention_mask=torch.ones_like(rows)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
+def _wrapped(run, model):
+    """As `Accelerator.prepare` does it for FSDP2 on a GPU."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap"
+    )
+    precision = "bf16" if run["bf16"] else "no"
+    if run["bf16"]:
+        plugin.set_mixed_precision("bf16")
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    accelerator = SimpleNamespace(state=state, mixed_precision=precision, is_main_process=False, device="cpu")
+    return fsdp2_prepare_model(accelerator, model)
+
+
+@contextlib.contextmanager
+def _live_bytes(tensors):
+    """Adds up the bytes of all storages after each operation: fully_shard empties some."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Live(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.storages: dict[int, weakref.ref] = {}
+            self.peak = 0
+
+        def add(self, tensor) -> None:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            self.storages.setdefault(
+                storage._cdata, weakref.ref(storage, lambda _, key=storage._cdata: self.storages.pop(key, None))
+            )
+
+        def look(self) -> None:
+            alive = [storage for ref in list(self.storages.values()) if (storage := ref()) is not None]
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self.add(tensor)
+            self.look()
+            return out
+
+    live = Live()
+    for tensor in tensors:
+        live.add(tensor)
+    with live:
+        yield live
+
+
+def measure(cases: list[str]) -> dict[str, dict[str, int]]:
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_measure, (folder, cases), nprocs=WORLD)
+        found = json.loads(Path(folder, "live.json").read_text())
+    return {case: {"predicted_bytes": predicted(case), "live_bytes": live} for case, live in found.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = measure(list(CASES))
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    print("| two steps on two ranks, FSDP2 | predicted MiB | live MiB | off by |\n|---|---|---|---|")
+    for case, row in found.items():
+        ratio = row["predicted_bytes"] / row["live_bytes"] - 1
+        print(f"| {case} | {row['predicted_bytes'] / 2**20:.1f} | {row['live_bytes'] / 2**20:.1f} | {ratio:+.1%} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

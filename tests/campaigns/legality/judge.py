@@ -1,0 +1,64 @@
+"""What `recipes check` says of a case: the real rules, in this process, in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from launch.host.world import on_launched_engine
+from recipes.errors import Problem, UserError
+from recipes.rules.check import RULES
+from recipes.run import RunSpec, resolve, with_fit
+from tests.campaigns.legality.cards import hardware
+from tests.campaigns.legality.case import YAML, Case, flags
+
+PARSING = "what is written"  # the errors that no rule reports: unknown names, wrong types, the batch
+
+
+@dataclass
+class Judgement:
+    """`errors` by the name of the rule that reports them; none if the run is legal.
+
+    `batch` is the global batch that check prints, `world` the number of processes. `advised` are
+    the rules that only advise.
+    """
+
+    errors: dict[str, list[Problem]] = field(default_factory=dict)
+    world: int = 1
+    batch: int = 0
+    run: RunSpec | None = None
+    advised: frozenset[str] = frozenset()
+
+    @property
+    def legal(self) -> bool:
+        return not self.errors
+
+
+def judge(case: Case) -> Judgement:
+    """As `recipes check` does, in the current folder, which must be the case's own."""
+    try:
+        run = with_fit(
+            resolve(
+                flags(case),
+                world_size=case.processes,
+                accelerate_config=YAML if case.yaml else None,
+                hardware=hardware(case.machine) if case.machine else None,
+            )
+        )
+        if case.launcher == "accelerate":
+            return _of(run)
+        # Another launch than `recipes check` expects, so train.py's own check counts.
+        announced = {"RANK": "0", "WORLD_SIZE": str(case.processes)} if case.launcher == "torchrun" else {}
+        return _of(on_launched_engine(replace(run, environment={**run.environment, **announced})))
+    except UserError as error:
+        return Judgement({PARSING: list(error.problems)})
+
+
+def _of(run: RunSpec) -> Judgement:
+    found = [(PARSING, problem) for problem in run.problems]
+    found += [(rule.__name__, problem) for rule in RULES for problem in rule(run)]
+    errors: dict[str, list[Problem]] = {}
+    for name, problem in found:
+        if problem.severity == "error":
+            errors.setdefault(name, []).append(problem)
+    advised = frozenset(name for name, problem in found if problem.severity != "error")
+    return Judgement(errors, run.world_size, run.batch.total, run, advised)

@@ -1,0 +1,126 @@
+"""One rank of a tried run: train.py as it is, with somebody who watches what it really does.
+
+With $LEGALITY_UNCHECKED train.py's own check is switched off. What was seen goes to
+observed/RANK.json in the current folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started by a real launcher
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+
+FOLDER = "observed"
+
+
+def main(argv: list[str]) -> int:
+    """Returns train.py's exit code; raises what train.py raises."""
+    from launch import train
+    from tests.campaigns.legality import cards
+
+    if os.environ.get("LEGALITY_UNCHECKED"):
+        _switch_off_the_check()
+    cards.pretend()
+    with _watching() as seen:
+        try:
+            return train.main(argv)
+        finally:
+            Path(FOLDER).mkdir(exist_ok=True)
+            file = Path(FOLDER, f"{os.environ.get('RANK', 0)}.json")
+            part = file.with_suffix(".part")  # the rank may be killed meanwhile
+            part.write_text(json.dumps(seen, default=str), encoding="utf-8")
+            part.rename(file)
+
+
+def _switch_off_the_check() -> None:
+    """Nothing is refused, and a value that is not of its setting's type is passed on."""
+    from launch import train
+    from recipes.run import command_line
+
+    coerce = command_line.coerce
+
+    def anything(value: object, known) -> object:
+        try:
+            return coerce(value, known)
+        except ValueError:
+            return float(value) if isinstance(value, str) and value in ("nan", "inf", "1.5") else value
+
+    train.require_legal = lambda run: []
+    command_line.coerce = anything
+
+
+class _watching:
+    """Replaces two methods of Trainer for the length of a training. Gives what they saw."""
+
+    def __enter__(self) -> dict[str, Any]:
+        from transformers import Trainer
+
+        self.train, self.step = Trainer.train, Trainer.training_step
+        seen: dict[str, Any] = {"rows": {}, "evaluations": 0}
+        watched = self
+
+        def train(trainer, *args, **kwargs):
+            try:
+                return watched.train(trainer, *args, **kwargs)
+            finally:
+                seen.update(_facts(trainer))
+
+        def training_step(trainer, model, inputs, *args, **kwargs):
+            seen["rows"].setdefault(str(trainer.state.global_step + 1), []).extend(_rows(inputs))
+            return watched.step(trainer, model, inputs, *args, **kwargs)
+
+        Trainer.train, Trainer.training_step = train, training_step
+        return seen
+
+    def __exit__(self, *error) -> None:
+        from transformers import Trainer
+
+        Trainer.train, Trainer.training_step = self.train, self.step
+
+
+def _rows(inputs) -> list[int]:
+    """A checksum for each example of a micro-batch; a padding-free row holds several."""
+    ids = inputs["input_ids"]
+    if "position_ids" in inputs and len(ids) == 1:
+        starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+        parts = [ids[0, a:b] for a, b in zip(starts, [*starts[1:], ids.shape[1]], strict=True)]
+    elif inputs.get("attention_mask") is not None:
+        parts = [row[mask.bool()] for row, mask in zip(ids, inputs["attention_mask"], strict=True)]
+    else:
+        parts = list(ids)
+    return [zlib.crc32(part.cpu().numpy().tobytes()) for part in parts]
+
+
+def _facts(trainer) -> dict[str, Any]:
+    """How it really trained: what accelerate and Trainer made of the settings."""
+    accelerator = trainer.accelerator
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type.value == "DEEPSPEED" else None
+    return {
+        "engine": accelerator.distributed_type.value,
+        "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
+        "autocast": accelerator.native_amp,
+        "compiled": accelerator.state.dynamo_plugin.backend.value != "NO",
+        "optimizer": type(optimizer).__name__,
+        "schedule": type(trainer.lr_scheduler).__name__,
+        "model": type(trainer.model_wrapped).__name__,
+        "zero": plugin.deepspeed_config.get("zero_optimization") if plugin else None,
+        "examples": len(trainer.train_dataset),
+        "steps": trainer.state.global_step,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "evaluations": sum("eval_loss" in entry for entry in trainer.state.log_history),
+        "checkpoints": sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Rules against settings that change a run silently, and what in the trained run proves it.
+
+What check refuses mostly fails without it, which needs no proof. Where it trains, the rule must be
+here: with a function of the trained run that says what differs from what was asked, or, where two
+steps cannot show it, with the reason why it is refused nevertheless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.campaigns.legality.case import Case
+from tests.campaigns.legality.judge import PARSING, Judgement
+from tests.campaigns.legality.tried import Outcome
+
+Proof = Callable[[Case, Judgement, Outcome], str]
+
+
+def silent_effect(rule: str, case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    """What trained instead of what was asked; empty if it is what was asked."""
+    if rule in BEYOND_TWO_STEPS:
+        return BEYOND_TWO_STEPS[rule]
+    proof = SHOWN_BY.get(rule)
+    return proof(case, judgement, outcome) if proof else ""
+
+
+def _another_batch(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    asked = judgement.run["global_batch_size"] if judgement.run else 0
+    return f"{outcome.batch} examples a step instead of {asked}" if outcome.batch != asked else ""
+
+
+def _as_written(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    """Unknown names are dropped, wrong values too, and the recipe may be another."""
+    if outcome.refused_by_parser:
+        return outcome.refused_by_parser
+    if judgement.run and all("finite number" in problem.what for problem in judgement.run.problems):
+        return "nan and inf are not numbers"
+    recipe = [change.value for change in case.changes if change.name == "recipe"]
+    if recipe and outcome.record["recipe"] not in (recipe[-1], recipe[-1][0]):
+        return f"trains {outcome.record['recipe']}"
+    return _another_batch(case, judgement, outcome)
+
+
+def _another_precision(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    run = judgement.run
+    asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
+    used = outcome.seen[0]["precision"]
+    return f"computes in {used} instead of {asked}" if used != asked else ""
+
+
+def _compiles(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    return "compiles" if outcome.seen[0]["compiled"] and not judgement.run["torch_compile"] else ""
+
+
+def _another_world(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    trained = outcome.processes
+    return f"{trained} processes instead of {judgement.world}" if trained != judgement.world else ""
+
+
+def _out_of_range(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    """Each value that is out of range must be one of those that are known to change a run."""
+    subjects = [problem.subject for problem in judgement.errors["values_are_in_range"]]
+    proofs = [_VALUES.get(subject) for subject in subjects]
+    found = [proof(outcome) if callable(proof) else proof or "" for proof in proofs]
+    return "; ".join(found) if all(found) else ""
+
+
+def _batch_of_one(outcome: Outcome) -> str:
+    return f"trains {outcome.batch} examples a step"
+
+
+_VALUES: dict[str, str | Callable[[Outcome], str]] = {
+    "save_total_limit": lambda outcome: "keeps them all" if outcome.seen[0]["checkpoints"] else "",
+    "include_num_input_tokens_seen": "any other word counts as `all`",
+    "eval_delay": "a negative delay means none",
+    "eval_steps": "a negative number means logging_steps",
+    "label_smoothing_factor": "the labels' weights are negative",
+    "lora_alpha": "the adapters are multiplied by 0",
+    "weight_decay": "weights grow instead of decaying",
+    "max_grad_norm": "any number below 0 turns clipping off",
+    "global_batch_size": _batch_of_one,
+    "early_stopping_patience": "0 stops nothing early",
+    "max_steps": "any number below 0 means num_train_epochs",
+}
+
+
+def _another_optimizer(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    asked, used = judgement.run["optim"], outcome.seen[0]["optimizer"]
+    return f"{used} instead of {asked}" if "CPUAdam" in used and not asked.startswith("adamw_torch") else ""
+
+
+SHOWN_BY: dict[str, Proof] = {
+    PARSING: _as_written,
+    "yaml_precision_agrees_with_arguments": _another_precision,
+    "yaml_compiles_what_the_arguments_do_not": _compiles,
+    "compile_settings_compile": lambda case, judgement, outcome: "compiles" if outcome.seen[0]["compiled"] else "",
+    "single_engine_starts_one_process": _another_world,
+    "batches_are_not_split": _another_batch,
+    "accumulation_is_said_once": _another_batch,
+    "offload_needs_adamw": _another_optimizer,
+    "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",
+    "a_training_trains": lambda *_: "it trains",
+    "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
+    "values_are_in_range": _out_of_range,
+    "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",
+    "nested_settings_are_known": lambda *_: "nothing reads that key",
+    "nested_yaml_keys_are_known": lambda *_: "nothing reads that key",
+    "packing_frees_the_padding": lambda *_: "rows are packed, and padding_free is dropped",
+}
+BEYOND_TWO_STEPS: dict[str, str] = {
+    "batch_size_is_not_searched": "the batch changes only where memory runs out",
+    "batches_come_out_even": "ranks wait for each other only where the data does not divide",
+}

@@ -1,0 +1,86 @@
+"""A recipe of a user's own goes wherever a shipped one goes: every command, a job, a training."""
+
+import json
+import shutil
+
+import pytest
+
+from launch.cli import main
+from launch.jobs import azure as azure_job
+from tests.support.running import ROOT, train_here
+
+MINE = "base: standard\npurpose: For our tickets.\nchanges:\n  logging_steps: [3, we watch it closely]\n"
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("mine.yaml").write_text(MINE)
+
+
+def test_show_prints_its_values_with_their_reasons(capsys):
+    assert main(["show", "mine.yaml", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["recipe"], shown["purpose"]) == ("mine", "For our tickets.")
+    expected = {"value": 3, "source": "recipe mine.yaml", "reason": "we watch it closely"}
+    assert shown["settings"]["logging_steps"] == expected
+
+
+@pytest.mark.parametrize("words", [["mine.yaml", "--diff", "standard"], ["standard", "--diff", "mine.yaml"]])
+def test_its_difference_to_another_recipe_is_what_it_changes(words, capsys):
+    assert main(["show", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"logging_steps": {"mine.yaml": 3, "standard": 5}}
+
+
+def test_a_copy_of_it_is_a_configuration_that_names_it(capsys):
+    assert main(["copy", "mine.yaml", "copy.yaml"]) == 0
+    assert main(["check", "--config", "copy.yaml"]) == 0
+    assert "legal: mine" in capsys.readouterr().out
+
+
+def test_plan_recommends_it_under_the_name_that_the_flag_takes(capsys):
+    assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
+    *_, command = capsys.readouterr().out.strip().splitlines()
+    words = command.partition(": ")[2].split()
+    assert words[:2] == ["--recipe", "mine.yaml"] and main(["check", *words]) == 0
+
+
+def test_a_mistake_in_it_ends_every_command_with_exit_code_2(tmp_path, capsys):
+    tmp_path.joinpath("mine.yaml").write_text(MINE.replace("logging_steps", "loging_steps"))
+    plan = ["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml"]
+    submit = ["submit", "local", "--recipe", "mine.yaml", "--dry_run"]
+    for words in (["show", "mine.yaml"], ["check", "--recipe", "mine.yaml"], plan, submit):
+        assert main(words) == 2
+        assert "loging_steps" in (error := capsys.readouterr().err) and "Fix: logging_steps" in error
+
+
+@pytest.mark.parametrize("target", [["local"], ["slurm", "--gpus_per_node", "1"]])
+def test_a_job_here_or_on_a_shared_disk_names_the_file(target, capsys):
+    assert main(["submit", *target, "--recipe", "mine.yaml", "--dry_run"]) == 0
+    assert "--recipe mine.yaml" in capsys.readouterr().out
+
+
+def test_a_job_on_azure_needs_the_file_in_the_checkout(tmp_path, monkeypatch, capsys):
+    words = ["submit", "azureml", "--recipe", "mine.yaml", "--compute", "c", "--dry_run"]
+    assert main(words) == 2
+    assert "mine.yaml is not in the checkout" in capsys.readouterr().err
+
+    checkout = tmp_path / "checkout"
+    shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")
+    shutil.copytree(ROOT / "azureml", checkout / "azureml")
+    checkout.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
+    checkout.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
+    monkeypatch.chdir(checkout)
+    for name, folder in {"_CHECKOUT": checkout, "FOLDER": checkout / "azureml"}.items():
+        monkeypatch.setattr(azure_job, name, folder)
+    monkeypatch.setattr(azure_job.azure_read, "SCRIPT", checkout / "launch" / "train.py")
+    assert main(words) == 0
+    job = capsys.readouterr().out
+    assert "--config_file engine.yaml" in job and "--recipe mine.yaml" in job
+
+
+def test_a_training_records_it_and_its_file(tiny_model, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path / "out", "--recipe", "mine.yaml", "--max_steps", "1")
+    assert outcome.code == 0, outcome.output
+    assert (outcome.record["recipe"], outcome.record["recipe_files"]) == ("mine", [str(tmp_path / "mine.yaml")])
+    assert outcome.record["settings"]["logging_steps"]["source"] == "recipe mine.yaml"

@@ -1,0 +1,136 @@
+"""The best model: every evaluated one is saved, the summary says which was loaded, and run.json
+holds the metrics of exactly the saved weights.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes.run import BEST_MODEL
+from tests.support.running import train_here
+from tests.support.runs import resolved
+
+SPLIT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]"
+EVERY_SECOND = f"--eval_strategy steps --eval_steps 2 {SPLIT} --learning_rate 1e-3".split()
+# The loss falls, so that with greater_is_better the first evaluation stays the best.
+FIRST_IS_BEST = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()
+
+
+def evaluated(outcome) -> dict[int, list[float]]:
+    """Step -> the losses of its evaluations."""
+    found: dict[int, list[float]] = {}
+    for entry in outcome.record["log_history"]:
+        if "eval_loss" in entry:
+            found.setdefault(entry["step"], []).append(entry["eval_loss"])
+    return found
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(first, second) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def first_is_best(tiny_model, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("best")
+    flags = [*EVERY_SECOND, *FIRST_IS_BEST, "--max_steps", "5", "--save_total_limit", "9"]
+    return folder, train_here(tiny_model, texts, folder, *flags)
+
+
+def test_every_evaluated_model_is_saved(first_is_best):
+    folder, outcome = first_is_best
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    assert outcome.record["settings"]["save_steps"]["reason"].startswith("every evaluated model is saved")
+
+
+def test_the_summary_says_which_step_was_loaded(first_is_best):
+    _, outcome = first_is_best
+    assert (outcome.record["model_step"], outcome.record["global_step"]) == (2, 5)
+    assert "of step 2, the best by eval_loss" in outcome.output
+
+
+def test_the_best_weights_are_saved_with_their_own_metrics(first_is_best):
+    folder, outcome = first_is_best
+    assert same(weights(folder), weights(folder / "checkpoint-2"))
+    assert not same(weights(folder), weights(folder / "checkpoint-5"))
+    assert outcome.record["eval_loss"] == evaluated(outcome)[2][0] > evaluated(outcome)[5][0]
+
+
+def test_the_saved_model_has_the_recorded_loss(first_is_best, texts, tmp_path):
+    folder, outcome = first_is_best
+    flags = f"--eval_strategy steps {SPLIT} --learning_rate 0 --max_steps 1".split()
+    again = train_here(folder, texts, tmp_path, *flags)
+    assert again.record["eval_loss"] == pytest.approx(outcome.record["eval_loss"], rel=1e-5)
+
+
+def test_no_model_is_evaluated_twice(first_is_best):
+    _, outcome = first_is_best
+    assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}
+
+
+def test_the_last_model_is_not_evaluated_twice_either(tiny_model, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path, *EVERY_SECOND, "--max_steps", "3")
+    assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 3: 1}
+    assert (outcome.record["model_step"], outcome.record["eval_loss"]) == (3, evaluated(outcome)[3][0])
+
+
+def test_a_last_model_that_was_never_evaluated_is(tiny_model, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path, *EVERY_SECOND, *"--max_steps 2 --eval_delay 3".split())
+    assert list(evaluated(outcome)) == [2] and outcome.record["eval_loss"] == evaluated(outcome)[2][0]
+
+
+def test_a_resumed_run_still_knows_the_best(tiny_model, texts, tmp_path):
+    """With one checkpoint to keep, the best and the newest stay until the end."""
+    flags = [*EVERY_SECOND, *FIRST_IS_BEST]
+    first = train_here(tiny_model, texts, tmp_path, *flags, *"--max_steps 4 --save_total_limit 2".split())
+    resumed = train_here(tiny_model, texts, tmp_path, *flags, *"--max_steps 5 --save_total_limit 1".split())
+    assert "resuming from" in resumed.output and "step 4" in resumed.output
+    assert resumed.record["model_step"] == 2
+    assert resumed.record["eval_loss"] == pytest.approx(evaluated(first)[2][0])
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
+
+
+def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, texts, tmp_path):
+    flags = f"--eval_strategy steps --eval_steps 1 --save_steps 2 --max_steps 2 {SPLIT} --learning_rate 1e-3".split()
+    outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
+    assert "2 saves one of 2 evaluations" in outcome.output
+    assert "of step 2, the last: the best, of step 1, was not saved" in outcome.output
+    assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
+    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
+
+
+# --- What a run decides ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy", "steps"),
+    [
+        ("--eval_strategy steps --eval_steps 30", "steps", 30),
+        ("--eval_strategy steps --logging_steps 7", "steps", 7),
+        ("--eval_strategy steps --eval_steps 0.1", "steps", 0.1),
+        ("--eval_strategy steps --eval_steps 30 --save_strategy steps", "steps", 30),
+        ("--eval_strategy steps --eval_steps 30 --save_steps 60", "steps", 60),
+        ("--eval_strategy steps --eval_steps 30 --save_strategy best", "best", 500),
+        ("--eval_strategy epoch", "epoch", 500),
+        ("--eval_strategy epoch --save_steps 9", "steps", 9),
+    ],
+)
+def test_saving_follows_evaluation_unless_somebody_says_when(flags, strategy, steps):
+    run = resolved(f"--load_best_model_at_end {flags}")
+    assert (run["save_strategy"], run["save_steps"]) == (strategy, steps)
+
+
+def test_it_shows_why():
+    setting = resolved("--load_best_model_at_end --eval_strategy epoch").setting("save_strategy")
+    assert (setting.source, "best" in setting.reason) == (BEST_MODEL, True)
+
+
+def test_nothing_changes_for_a_run_that_keeps_its_last_model():
+    run = resolved("--eval_strategy steps --eval_steps 30")
+    assert (run["save_strategy"], run["save_steps"]) == ("steps", 500)

@@ -1,0 +1,86 @@
+"""train.py with FSDP2 on CPU ranks: all is real, but accelerate's refusal of a CPU is lifted.
+
+accelerate looks at FSDP only where it has found a GPU. Here it believes that it has found one, so
+that its own plugin and `fully_shard` shard the model over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from transformers import TrainerCallback
+
+from launch import train
+from launch.training import build, results
+from recipes.rules import check
+from recipes.run.engine import from_environment
+
+
+def lift_the_refusal() -> None:
+    """accelerate sees GPUs, train.py takes the launched engine as it is."""
+    join = PartialState.__init__
+
+    def join_as_gpus(self, *args, **kwargs) -> None:
+        join(self, *args, **kwargs)
+        if self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+            self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = join_as_gpus
+    resolving = sys.modules["recipes.run.resolve"]  # the package hides the module behind its function
+    resolving.launched_engine = lambda recipe, given, environment, hardware: from_environment(environment)
+    of_a_cpu = ("fsdp_needs_a_gpu", "cpu_ranks_take_no_sizes")
+    check.RULES[:] = [rule for rule in check.RULES if rule.__name__ not in of_a_cpu]
+
+
+def count_what_each_rank_holds() -> None:
+    """Writes held-RANK.json beside the results: local bytes of parameters and of the optimizer."""
+    of_run = results.results
+
+    def counted(run, trainer, metrics):
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        held = {
+            "parameters": sum(map(local_bytes, trainer.model.parameters())),
+            "optimizer": sum(map(local_bytes, states)),
+        }
+        rank = trainer.accelerator.process_index
+        Path(run["output_dir"], f"held-{rank}.json").write_text(json.dumps(held))
+        return of_run(run, trainer, metrics)
+
+    results.results = counted
+
+
+def local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() * local.element_size() if local.dim() else 0
+
+
+def stop_the_last_rank(step: int) -> None:
+    """The last rank gets SIGTERM at the end of a step, as from a node that is taken away."""
+    build_trainer = build.build_trainer
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step and args.process_index == args.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopping(*args):
+        trainer = build_trainer(*args)
+        trainer.callback_handler.callbacks.insert(0, Stop())
+        return trainer
+
+    build.build_trainer = stopping
+
+
+if __name__ == "__main__":
+    lift_the_refusal()
+    count_what_each_rank_holds()
+    if "STOP_AT_STEP" in os.environ:
+        stop_the_last_rank(int(os.environ["STOP_AT_STEP"]))
+    sys.exit(train.main())

@@ -215,7 +215,8 @@ def attention_kernels_are_installed(run):
     """
     name = next(iter(_own_kernels(run)), _asked(run)) if "flash" in _asked(run) else _asked(run)
     version = _flash_version(name)
-    if not name or not run.hardware.cuda or run["use_cpu"]:  # attention_kernels_need_a_gpu
+    on_cpu = run["use_cpu"] or not run.hardware.cuda
+    if not name or (version and on_cpu):  # attention_kernels_need_a_gpu
         return
     is_ours = version in _FLASH_PACKAGES if version else attention.is_kernel(name)
     if not is_ours or _has_kernels(run):

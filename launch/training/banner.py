@@ -12,6 +12,7 @@ from rich.table import Table
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
+from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.scaling.row import Timing
 
@@ -67,7 +68,7 @@ def batch(run: RunSpec) -> str:
 
 def precision(run: RunSpec) -> str:
     """The compute precision with the reason for it."""
-    name = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "fp32"
+    name = mixed_precision(run).replace("no", "fp32")
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
     weights = f"{name} weights, fp32 master copy" if run.engine.kind == "deepspeed" else f"{run['dtype']} weights"
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")

@@ -20,12 +20,13 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.initialization import no_init_weights
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer
 from recipes.errors import UserError, mistake
-from recipes.rules.check import require_legal
+from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.local_model import existing_path, max_positions
 
@@ -61,10 +62,13 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     # A new head, new adapters and a model from scratch start the same on every rank.
     set_seed(run["seed"])
     config = load_config(run, tokenizer, data.labels)
-    model = _from_scratch(run, config) if run["model_name_or_path"] is None else _pretrained(run, config)
+    if run["model_name_or_path"] is None:
+        model = _from_scratch(run, config)
+    else:
+        model = _unread(run, config) if _waits_for_weights(run) else _pretrained(run, config)
     # With a cache, transformers overlooks where padding-free sequences begin.
     model.config.use_cache = False
-    if run["padding_free"]:
+    if run["padding_free"] and not _waits_for_weights(run):
         _require_separate_sequences(run, model)
     _require_batches_for_batch_norm(run, model, data)
     return _with_adapters(run, model) if run["use_peft"] else model
@@ -88,9 +92,11 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
     and by the same rules; of a model on the Hub only now.
     """
     config = described(load_config(run, tokenizer, labels=None))
-    run = replace(run, model=config)
-    require_legal(run)
-    return run.limited("max_length", max_positions(config), "the longest sequence of this model")
+    known = replace(run, model=config)
+    errors = [problem for problem in new_problems(known, run) if problem.severity == "error"]
+    if errors:
+        raise UserError(*errors)
+    return known.limited("max_length", max_positions(config), "the longest sequence of this model")
 
 
 def described(config: PreTrainedConfig) -> Json:
@@ -131,6 +137,25 @@ def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         if run["attn_implementation"] is None:
             raise
         raise _without_attention(" ".join(str(error).split())) from None
+
+
+def _waits_for_weights(run: Settings) -> bool:
+    """Whether FSDP2 will send this process the weights that rank 0 has read.
+
+    transformers reads them on every rank all the same.
+    """
+    sends = is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not run["load_in_4bit"]
+    return sends and torch.distributed.get_rank() > 0
+
+
+def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model with weights in memory that nobody has touched, which takes no RAM."""
+    with no_init_weights():
+        model = _auto_class(run).from_config(
+            config, dtype=getattr(torch, run["dtype"]), trust_remote_code=run["trust_remote_code"], **_attention(run)
+        )
+    model.tie_weights()
+    return model
 
 
 def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
 
@@ -251,7 +252,10 @@ def keep_loss_precise(trainer: Trainer) -> None:
 def require_finite(trainer: Trainer) -> None:
     """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
     log.
+
+    All ranks call it: under FSDP each sees its own shards only.
     """
-    for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
-            raise NotANumber(f"the weights are not numbers after step {trainer.state.global_step} ({name})")
+    trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
+    if broken:
+        raise NotANumber(f"the weights are not numbers after step {trainer.state.global_step} ({broken[0]})")

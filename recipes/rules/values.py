@@ -45,7 +45,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_prefetch_factor": _COUNT,
     "seed": _SEED,
     "data_seed": _TORCH_SEED,
-    "ddp_bucket_cap_mb": _COUNT,
+    "ddp_bucket_cap_mb": _NOT_NEGATIVE,
     "ddp_timeout": _COUNT,
     "early_stopping_patience": _COUNT,
     "memory_limit": _POSITIVE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,12 @@ def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
 
 
-def text_config(config: Json) -> Json:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part that describes the decoder: that of a model with images has a section for it."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
-def config_value(config: Json, field: str) -> Any:
+def config_value(config: Mapping[str, Any], field: str) -> Any:
     """A field, whatever the model's type calls it; its default if the configuration omits it."""
     if field in config:
         return config[field]
@@ -67,7 +68,7 @@ def config_value(config: Json, field: str) -> Any:
     return config[name] if name in config else models.config_default(model_type, name)
 
 
-def max_positions(config: Json) -> int | None:
+def max_positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence, in tokens, that the model has positions for.
 
     None if it has no such limit.

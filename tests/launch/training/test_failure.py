@@ -70,7 +70,7 @@ def test_a_run_out_of_memory_is_planned_at_the_length_that_the_model_allows(
 
 
 def test_a_model_that_cannot_be_debugged_is_said_in_one_line(monkeypatch, tiny_model, texts, tmp_path):
-    def cannot(*_):
+    def cannot(*_, **__):
         raise NotImplementedError("\"abs_cpu\" not implemented for 'Bool'")
 
     monkeypatch.setattr("launch.training.trainer.RecipeTrainer.train", cannot)

@@ -258,23 +258,3 @@ def test_a_lowest_rate_above_the_rate_raises_it(tmp_path):
 
 def rates(trainer) -> list[float]:
     return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
-
-
-WITHOUT_DEFAULTS = [
-    dict(lr_scheduler_type="polynomial"),
-    dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6}),
-    dict(lr_scheduler_type="cosine_warmup_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_absolute_rates_fail_under_deepspeed(stage, one_rank, tmp_path, monkeypatch):
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    zero = {"zero_optimization": {"stage": stage}}
-    batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    for settings in WITHOUT_DEFAULTS:
-        with pytest.raises(AttributeError, match="has no attribute 'defaults'"):
-            train(tmp_path, deepspeed={**zero, **batch}, **settings)
-        assert_fires("deepspeed_takes_no_absolute_rates", {"deepspeed": zero, **settings})

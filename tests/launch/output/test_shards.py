@@ -1,0 +1,90 @@
+"""Checkpoints in FSDP's shards: what is missing or damaged is named, and nothing in them is run."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from launch.output.checkpoints import faults, fresh_parts
+
+STATES = {"pytorch_model_fsdp_0": "model", "optimizer_0": "optimizer"}
+
+
+@pytest.fixture
+def checkpoint(real_checkpoint, tmp_path):
+    """As Trainer writes it under FSDP2: the states of model and optimizer by torch's own writer."""
+    folder = shutil.copytree(real_checkpoint, tmp_path / "checkpoint-4")
+    for name in ("model.safetensors", "optimizer.pt"):
+        (folder / name).unlink()
+    for name, state in STATES.items():
+        content = {state: {"weight": torch.arange(1000.0), "bias": torch.ones(10)}}
+        dcp.save(content, storage_writer=dcp.FileSystemWriter(folder / name), no_dist=True)
+    return folder
+
+
+def test_what_torch_wrote_is_valid(checkpoint):
+    assert faults(checkpoint) == [] and fresh_parts(checkpoint) == []
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_a_missing_file_is_named(state, file, checkpoint):
+    (checkpoint / state / file).unlink()
+    assert faults(checkpoint) == [f"{state}/{file} is missing"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_missing_folder_is_named(state, checkpoint):
+    shutil.rmtree(checkpoint / state)
+    assert faults(checkpoint) == [f"{state} is missing"]
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth", "trainer_state.json"])
+def test_what_is_beside_the_shards_is_needed_too(name, checkpoint):
+    (checkpoint / name).unlink()
+    assert faults(checkpoint) == [f"{name} is missing"]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_a_file_cut_off_is_a_fault(file, kept, checkpoint):
+    path = checkpoint / "optimizer_0" / file
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    (fault,) = faults(checkpoint)
+    assert fault.startswith(f"optimizer_0/{file}")
+
+
+def test_zeros_in_the_middle_are_a_fault(checkpoint):
+    path = checkpoint / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[1500:1600] = bytes(100)
+    path.write_bytes(bytes(content))
+    assert faults(checkpoint) == ["pytorch_model_fsdp_0/__0_0.distcp is cut off or damaged"]
+
+
+class Touches:
+    """Pickled, it makes whoever loads it create a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_an_index_runs_nothing(checkpoint, tmp_path):
+    (checkpoint / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Touches(tmp_path / "ran")))
+    assert faults(checkpoint) == ["optimizer_0/.metadata cannot be read"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_whole_states_are_files(checkpoint):
+    for name, file in zip(STATES, ("pytorch_model_fsdp.bin", "optimizer.bin"), strict=True):
+        shutil.rmtree(checkpoint / name)
+        torch.save({"weight": torch.ones(3)}, checkpoint / file)
+    assert faults(checkpoint) == []
+    (checkpoint / "optimizer.bin").write_bytes(b"cut off")
+    assert faults(checkpoint) == ["optimizer.bin is cut off or damaged"]

@@ -1,0 +1,178 @@
+"""Recipe `sharded` on CPU ranks: FSDP2 shards, trains what DDP trains, and saves one whole model.
+
+accelerate's refusal of a CPU is lifted (tests/support/fsdp_on_cpu.py); all else is what users run.
+"""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from launch.output.checkpoints import newest_valid
+from tests.support.running import ROOT, launch_quickly, losses, model_flags
+
+SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
+STEADY = "--learning_rate 5e-3 --lr_scheduler_type constant --logging_steps 1".split()
+HELD_OUT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
+EVERY_SECOND_STEP = "--eval_strategy steps --eval_steps 2 --save_strategy steps --save_steps 2".split()
+
+
+@pytest.fixture(scope="module")
+def flags(tiny_model, texts):
+    return model_flags(tiny_model, texts)
+
+
+@pytest.fixture(scope="module")
+def sharded(flags, tmp_path_factory):
+    """Trains with FSDP2; returns the outcome and its folder."""
+
+    def start(*more: str, steps: int = 4, processes: int = 2, output=None, env=None):
+        folder = output or tmp_path_factory.mktemp("sharded")
+        words = ["--recipe", "sharded", *flags, *STEADY, "--max_steps", str(steps), *more]
+        how = dict(processes=processes, config="sharded.yaml", script=SCRIPT, env=env)
+        return launch_quickly(*words, output=folder, **how), folder
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def replicated(flags, tmp_path_factory):
+    """Trains the same with DDP."""
+
+    def start(*more: str):
+        folder = tmp_path_factory.mktemp("ddp")
+        words = ["--recipe", "standard", *flags, *STEADY, "--max_steps", "4", *more]
+        return launch_quickly(*words, output=folder), folder
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def both(sharded, replicated):
+    return sharded(), replicated()
+
+
+def held(folder, what: str) -> list[int]:
+    return [json.loads((folder / f"held-{rank}.json").read_text())[what] for rank in (0, 1)]
+
+
+def test_losses_are_those_of_ddp(both):
+    (outcome, _), (ddp, _) = both
+    assert outcome.code == 0, outcome.output
+    assert outcome.record["engine"] == "FSDP2"
+    assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-6)
+
+
+def test_each_rank_holds_its_share_of_parameters_and_optimizer(both):
+    (outcome, folder), _ = both
+    parameters = 4 * outcome.record["num_parameters"]
+    assert held(folder, "parameters") == [parameters / 2] * 2
+    assert held(folder, "optimizer") == [2 * parameters / 2] * 2
+
+
+def test_the_saved_model_is_whole_and_that_of_ddp(both):
+    from transformers import AutoModelForCausalLM
+
+    (_, folder), (_, other) = both
+    whole, expected = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
+    assert whole.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert whole[name].allclose(weight, atol=1e-5), name
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_checkpoints_stay_sharded(both):
+    (_, folder), _ = both
+    names = {file.name for file in (folder / "checkpoint-4" / "pytorch_model_fsdp_0").iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert not list((folder / "checkpoint-4").glob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [(), ("--use_peft",)], ids=["whole", "lora"])
+def test_a_resume_goes_on_bit_for_bit(adapters, sharded, tmp_path):
+    _, folder = sharded(*adapters)
+    resumed, _ = sharded(*adapters, steps=8, output=folder)
+    whole, _ = sharded(*adapters, steps=8)
+    assert "resuming from" in resumed.output
+    assert losses(resumed)[4:] == losses(whole)[4:]
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_stops_all_at_one_step_and_the_run_goes_on(sharded):
+    stopped, folder = sharded(steps=8, env={"STOP_AT_STEP": "3"})
+    assert stopped.record["status"] == "preempted", stopped.output
+    newest, damaged = newest_valid(folder)
+    assert newest is not None and 3 <= newest.step < 8 and not damaged
+    resumed, _ = sharded(steps=8, output=folder)
+    whole, _ = sharded(steps=8)
+    assert losses(resumed)[newest.step :] == losses(whole)[newest.step :]
+
+
+@pytest.mark.slow
+def test_one_process_trains_the_same(both, sharded):
+    alone, _ = sharded(processes=1)
+    assert alone.record["engine"] == "FSDP2"
+    assert losses(alone) == pytest.approx(losses(both[0][0]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_one_process_resumes_what_two_have_written(sharded, tmp_path):
+    _, folder = sharded()
+    resumed, _ = sharded(steps=6, processes=1, output=folder)
+    whole, _ = sharded(steps=6)
+    assert losses(resumed)[4:] == pytest.approx(losses(whole)[4:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_in_bf16_the_loss_is_not_rounded(sharded, replicated):
+    """Under FSDP2 the libraries round the count of tokens, and then the loss itself, to bf16."""
+    (outcome, _), (ddp, _) = sharded("--bf16"), replicated("--bf16")
+    assert losses(outcome)[0] == pytest.approx(losses(ddp)[0], rel=2e-4)
+    assert losses(outcome) == pytest.approx(losses(ddp), rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("four_bits", [(), ("--load_in_4bit",)], ids=["lora", "qlora"])
+def test_adapters_train_as_under_ddp(four_bits, sharded, replicated):
+    (outcome, folder), (ddp, other) = sharded("--use_peft", *four_bits), replicated("--use_peft", *four_bits)
+    assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5)
+    weights, expected = (load_file(place / "adapter_model.safetensors") for place in (folder, other))
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].allclose(expected[name], atol=1e-5) for name in expected)
+
+
+@pytest.mark.slow
+def test_weights_in_4_bits_are_sharded(sharded):
+    (_, narrow), (_, wide) = sharded("--use_peft", "--load_in_4bit"), sharded("--use_peft")
+    linear = 2 * (4 * 32 * 32 + 3 * 32 * 64)  # weights of the tiny model's two layers: half a byte, not four
+    saved = held(wide, "parameters")[0] - held(narrow, "parameters")[0]
+    assert saved == linear * 3.5 / 2
+    assert len(set(held(narrow, "parameters"))) == 1
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_changes_nothing_but_memory(both, sharded):
+    outcome, _ = sharded("--gradient_checkpointing")
+    assert losses(outcome) == losses(both[0][0])
+
+
+@pytest.mark.slow
+def test_the_best_model_is_that_of_one_checkpoint(sharded):
+    """Ranks that disagree which one is the best would each load a half of another model."""
+    best = ["--load_best_model_at_end", "--greater_is_better", "true", "--save_total_limit", "3"]
+    outcome, _ = sharded(*HELD_OUT, *EVERY_SECOND_STEP, *best, steps=6)
+    evaluated = [entry["eval_loss"] for entry in outcome.record["log_history"] if "eval_loss" in entry]
+    assert evaluated[0] == max(evaluated)
+    assert outcome.record["eval_loss"] == pytest.approx(evaluated[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_demonstration_finishes_and_shows_a_sample(processes, tmp_path):
+    flags = ["--recipe", "sharded", "--max_steps", "2"]
+    outcome = launch_quickly(*flags, output=tmp_path, processes=processes, config="sharded.yaml", script=SCRIPT)
+    assert (outcome.code, outcome.record["status"]) == (0, "finished")
+    sample = outcome.output.partition("a sample from the trained model")[2]
+    assert sample.strip().startswith("def "), outcome.output

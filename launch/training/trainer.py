@@ -119,9 +119,11 @@ class RecipeTrainer(Trainer):
         self._evaluated = _Evaluated()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         evaluated, self._evaluated = self._evaluated, None
-        if evaluated.weight:
-            mean = self.accelerator.reduce(evaluated.total.to(self.args.device), "mean") / evaluated.weight
-            output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
+        if evaluated.items is not None:
+            sums = torch.stack([evaluated.total, torch.tensor(evaluated.weight, dtype=torch.float64)])
+            total, weight = self.accelerator.reduce(sums.to(self.args.device), "mean").tolist()
+            if weight:
+                output.metrics[f"{metric_key_prefix}_loss"] = total / weight
         return output
 
     def evaluate(self, *args, **kwargs):
@@ -172,8 +174,9 @@ class RecipeTrainer(Trainer):
 
 @dataclass
 class _Evaluated:
-    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` sums
-    items of all ranks.
+    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` its items.
+
+    With `average_tokens_across_devices` these are the items of all ranks, otherwise of this one.
     """
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -181,8 +184,9 @@ class _Evaluated:
     items: Any = None
 
     def add(self, loss: torch.Tensor) -> None:
-        self.total = self.total + (loss.double() * self.items).cpu()
-        self.weight += int(self.items)
+        if int(self.items):  # all of this rank's examples may only fill up the last batch
+            self.total = self.total + (loss.double() * self.items).cpu()
+            self.weight += int(self.items)
 
 
 def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing: float = 0.0) -> torch.Tensor:

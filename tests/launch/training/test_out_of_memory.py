@@ -141,16 +141,18 @@ def test_a_attempt_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "ways"),
+    ("flags", "world", "ways"),
     [
-        ("--recipe fast", "--gradient_checkpointing true, --recipe memory with another --output_dir"),
-        ("--recipe memory", "--recipe memory_zero3 with another --output_dir"),
-        ("--recipe memory_zero3", "more GPUs, or a shorter --max_length"),
+        ("--recipe fast", 1, "--gradient_checkpointing true, --recipe memory with another --output_dir"),
+        ("--recipe fast", 2, "--gradient_checkpointing true, --recipe sharded with another --output_dir"),
+        ("--recipe sharded", 2, "--gradient_checkpointing true, --recipe memory with another --output_dir"),
+        ("--recipe memory", 2, "--recipe memory_zero3 with another --output_dir"),
+        ("--recipe memory_zero3", 2, "more GPUs, or a shorter --max_length"),
     ],
 )
-def test_beyond_the_attempts_another_engine_takes_less_from_the_start(flags, ways):
-    gpu = Hardware((Gpu("A", (8, 0), 80 << 30),), cores=8)
-    assert other_ways(resolve(flags.split(), hardware=gpu)).startswith(ways)
+def test_beyond_the_attempts_another_engine_takes_less_from_the_start(flags, world, ways):
+    gpus = Hardware((Gpu("A", (8, 0), 80 << 30),) * world, cores=8)
+    assert other_ways(resolve(flags.split(), hardware=gpus, world_size=world)).startswith(ways)
 
 
 def test_only_a_run_here_can_be_started_again_from_here(capsys):

@@ -176,3 +176,24 @@ def test_the_demonstration_finishes_and_shows_a_sample(processes, tmp_path):
     assert (outcome.code, outcome.record["status"]) == (0, "finished")
     sample = outcome.output.partition("a sample from the trained model")[2]
     assert sample.strip().startswith("def "), outcome.output
+
+
+def test_a_rank_that_waits_for_weights_has_all_that_they_fill(tiny_model, tmp_path, monkeypatch):
+    """Same names, shapes and ties as on rank 0, or the ranks would wait for different tensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from launch.training import model
+    from tests.support.models import load, run_with, save
+
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
+    folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
+    read = load(run_with(folder))
+    monkeypatch.setattr(model, "is_fsdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    waiting = load(run_with(folder))
+    assert [(name, weight.shape) for name, weight in waiting.named_parameters()] == [
+        (name, weight.shape) for name, weight in read.named_parameters()
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(waiting.buffers(), read.buffers(), strict=True))

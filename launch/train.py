@@ -23,7 +23,7 @@ from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
 from recipes.quiet import quiet_libraries, quiet_progress_bars
-from recipes.rules.check import check, require_legal
+from recipes.rules.check import new_problems, require_legal
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    before = check(run)
-    run = progress.run = with_model(run, tokenizer)
-    print_problems([found for found in check(run) if found not in before], console(progress.world.is_main))
+    before, run = run, with_model(run, tokenizer)
+    progress.run = run
+    print_problems(new_problems(run, before), console(progress.world.is_main))
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with (
         process_group(run, progress.world, args),
@@ -118,9 +118,9 @@ def train_in_group(
     with kept_record(run, world) as record:
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
+        trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
         if data.eval is not None:
             trained.metrics.update(trainer.final_metrics())
-        trainer.save_model()
         record.results = results(run, trainer, trained.metrics)
     banner.show_results(record.results, run, world, trainer, progress.argv)
     return True

@@ -146,6 +146,10 @@ def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
     timed = plan.times[plan.recipes[0].name].total is not None  # what is known for one is known for all
     heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed
     print_table(heads, [_row(entry, plan.times[entry.name].total) for entry in plan.recipes])
+    if timed:
+        speed = "if --bandwidth says how fast" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
+        print(f"step: compute at {plan.mfu:.0%} of the GPU's peak (--mfu), sending {speed}, and at least what")
+        print("offload adds: PCIe, and Adam on the host. In truth these overlap in part.")
     for entry in plan.recipes:
         if entry.flags:
             print(f"{entry.name}: with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits")
@@ -178,7 +182,7 @@ def _print_splits(plan: Plan, name: str, processes: int) -> None:
     heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (time.communication is not None)
     print_table(heads, [_split_row(split, processes, len(heads)) for split in plan.choices])
     if time.compute is not None:
-        print(f"compute: assumes {plan.mfu:.0%} of the GPU's peak (--mfu); a small micro-batch reaches less")
+        print("compute: a small micro-batch reaches a smaller share of the peak")
     if processes > 1:
         speed = "--bandwidth GB/s adds its time" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
         print(f"sending: {speed}; part of it overlaps with compute")

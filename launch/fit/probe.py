@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 REQUEST, VERDICT = "request.json", "verdict.json"
 STEPS = 2
 
-# A probe saves and reports nothing.
+# A probe saves, evaluates and reports nothing, and its schedule needs no evaluation.
 _SETTINGS = {
-    "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no", "report_to": "none",
+    "max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False,
+    "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}, "logging_strategy": "no", "report_to": "none",
     "load_best_model_at_end": False, "early_stopping_patience": None, "resume_from_checkpoint": None,
     "push_to_hub": False, "fresh": False, "fit": False, "disable_tqdm": True,
 }  # fmt: skip

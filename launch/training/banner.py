@@ -12,6 +12,7 @@ from rich.table import Table
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
+from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.scaling.row import Timing
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
+    from launch.training.model import has_batch_norm
     from launch.training.results import parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
@@ -47,6 +49,10 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     if idle > 0:
         are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
         out.print(f"[yellow]advice[/yellow]  {are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
+    if run.world_size > 1 and has_batch_norm(model):
+        what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
+        fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
+        out.print(f"[yellow]advice[/yellow]  {what}. Fix: {fix}", highlight=False)
 
 
 def batch(run: RunSpec) -> str:
@@ -62,7 +68,7 @@ def batch(run: RunSpec) -> str:
 
 def precision(run: RunSpec) -> str:
     """The compute precision with the reason for it."""
-    name = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "fp32"
+    name = mixed_precision(run).replace("no", "fp32")
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
     weights = f"{name} weights, fp32 master copy" if run.engine.kind == "deepspeed" else f"{run['dtype']} weights"
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")

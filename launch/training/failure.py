@@ -82,6 +82,8 @@ def _failed(error: BaseException, run: RunSpec) -> str | None:
         return f"{error}; a lower learning rate or fp32 usually helps"
     if _disk_is_full(error, run):
         return "the disk is full"
+    if isinstance(error, NotImplementedError) and "underflow_overflow" in (run["debug"] or ""):
+        return f"--debug underflow_overflow cannot look into this model ({error}): leave it out"
     if _lost_a_rank(error):
         return "another rank failed: see the error that it printed"
     return None

@@ -26,9 +26,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer
 from recipes.errors import UserError, mistake
-from recipes.rules.check import require_legal
+from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
-from recipes.run.local_model import max_positions
+from recipes.run.local_model import existing_path, max_positions
 
 # What transformers raises for a model it cannot load.
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
@@ -70,6 +70,7 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     model.config.use_cache = False
     if run["padding_free"] and not _waits_for_weights(run):
         _require_separate_sequences(run, model)
+    _require_batches_for_batch_norm(run, model, data)
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -91,9 +92,11 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
     and by the same rules; of a model on the Hub only now.
     """
     config = described(load_config(run, tokenizer, labels=None))
-    run = replace(run, model=config)
-    require_legal(run)
-    return run.limited("max_length", max_positions(config), "the longest sequence of this model")
+    known = replace(run, model=config)
+    errors = [problem for problem in new_problems(known, run) if problem.severity == "error"]
+    if errors:
+        raise UserError(*errors)
+    return known.limited("max_length", max_positions(config), "the longest sequence of this model")
 
 
 def described(config: PreTrainedConfig) -> Json:
@@ -191,6 +194,50 @@ def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
         )
 
 
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    """Whether a layer normalises over the micro-batch of its own process."""
+    return any(_norms_a_batch(module) for module in model.modules())
+
+
+def _norms_a_batch(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def _require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, data: Data) -> None:
+    """BatchNorm fails on one value per channel, as a lone example may be: try it with one."""
+    single = _lone_example(run, data)
+    if not single or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
+        return
+    row = torch.arange(1, 9, device=model.device).unsqueeze(0)
+    was_training, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            model.train()(input_ids=row)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        setting, fix = single
+        raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix) from None
+    finally:
+        model.train(was_training)
+        for name, buffer in model.named_buffers():  # running means, which the trial has moved
+            buffer.copy_(buffers[name])
+
+
+def _lone_example(run: Settings, data: Data) -> tuple[str, str] | None:
+    """The setting that leaves a micro-batch of one example, and what to write; None without one."""
+    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
+    if micro == 1:
+        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
+        return "per_device_train_batch_size", fix
+    # On several processes accelerate fills the last batch of an epoch up.
+    examples = len(data.train) if data.train is not None else 0
+    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
+    if world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]:
+        return "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
+    return None
+
+
 def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
@@ -216,7 +263,7 @@ def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
             f"{name} has a head for another number of classes than the data's",
             "a model without a classification head, or data with the same classes",
         )
-    if not Path(name).expanduser().exists():
+    if existing_path(name) is None:
         what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
     return mistake(
         "model_name_or_path",

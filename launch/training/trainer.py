@@ -46,7 +46,7 @@ class RecipeTrainer(Trainer):
         except AssertionError as error:
             if "AutoTP" not in str(error):
                 raise
-            what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error)}"
+            what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).rstrip('.')}"
             raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained

@@ -165,6 +165,12 @@ def log_levels() -> tuple[str, ...]:
 
 
 @cache
+def debug_options() -> tuple[str, ...]:
+    """Legal words in `debug`."""
+    return enumerations(parse_file("transformers", "debug_utils.py"))["DebugOption"]
+
+
+@cache
 def optimizers_without_arguments() -> frozenset[str]:
     """Values of `optim` whose optimizer ignores `optim_args`."""
     tree = parse_file("transformers", "trainer_optimizer.py")
@@ -211,6 +217,32 @@ def deepspeed_keys() -> frozenset[str]:
         for file in folder.glob(pattern):
             names |= strings(ast.parse(file.read_text(encoding="utf-8")))
     return frozenset(name for name in names if name.isidentifier())
+
+
+@cache
+def deepspeed_optimizers() -> frozenset[str]:
+    """Legal types of a DeepSpeed JSON's `optimizer`: torch's, and DeepSpeed's in lower case."""
+    config = parse_file("deepspeed", "runtime/config.py")
+    own = {name for node in config.body if _assigns(node, "_OPTIMIZER") for name in strings(node)}
+    return frozenset(own | _imported("torch", "optim/__init__.py"))
+
+
+@cache
+def deepspeed_schedulers() -> frozenset[str]:
+    """Legal types of a DeepSpeed JSON's `scheduler`: classes of DeepSpeed, and of torch."""
+    files = (("deepspeed", "runtime/lr_schedules.py"), ("torch", "optim/lr_scheduler.py"))
+    bodies = [node for package, file in files for node in parse_file(package, file).body]
+    return frozenset(node.name for node in bodies if isinstance(node, ast.ClassDef))
+
+
+def _assigns(node: ast.stmt, ending: str) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(ending)
+
+
+def _imported(package: str, file: str) -> set[str]:
+    """The names that a file imports."""
+    imports = [node for node in parse_file(package, file).body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def _field_names(package: str, file: str, cls: str) -> frozenset[str]:

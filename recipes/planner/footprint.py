@@ -106,7 +106,7 @@ def _fullest_of_fsdp(run: RunSpec, weights: Weights, traced: Traced, accumulatio
         buffers=weights.buffer_bytes,
         context=context,
     )
-    unit = fsdp.units(weights, weight_bytes(run), run.world_size)
+    unit = fsdp.units(weights, weight_bytes(run), shards(run))
     whole, shard = weights.trained * weight_bytes(run), _gradient_bytes(run, weights)
     all_made = max(1, traced.moments[-1][2])
     moments = []
@@ -127,7 +127,10 @@ def _fullest_of_fsdp(run: RunSpec, weights: Weights, traced: Traced, accumulatio
         buffers=stored.buffers + math.ceil(sent),
     )
     in_the_update = replace(stored, gradients=shard, optimizer=stored.optimizer + _step_bytes(run, weights))
-    return max(in_a_micro_batch, in_the_update, key=lambda moment: moment.total)
+    # Weights in 4 bits are loaded onto each GPU as a whole: `fsdp2_prepare_model` then shards them.
+    whole_model = math.ceil(_stored_bytes(run, weights)) if weights.in_4_bits else 0
+    while_loading = Components(parameters=whole_model, context=context)
+    return max(in_a_micro_batch, in_the_update, while_loading, key=lambda moment: moment.total)
 
 
 # --- On the GPU -----------------------------------------------------------------------------------
@@ -179,15 +182,19 @@ def _loaded_bytes(run: RunSpec) -> int:
 def _shard(size: float, run: RunSpec, from_stage: int) -> int:
     """One GPU's share of a state, rounded up. ZeRO shards it from this stage on, FSDP2 always."""
     sharded = run.engine.kind == "fsdp" or (run.engine.kind == "deepspeed" and run.engine.zero_stage >= from_stage)
-    shards = run.world_size // run.engine.parallelism.replicate  # HSDP keeps every shard in each replica
-    return math.ceil(size / shards) if sharded else math.ceil(size)
+    return math.ceil(size / shards(run)) if sharded else math.ceil(size)
+
+
+def shards(run: RunSpec) -> int:
+    """Processes that share one copy of the model's states: HSDP has several copies of them."""
+    return run.world_size // run.engine.parallelism.replicate
 
 
 def _parameter_bytes(run: RunSpec, weights: Weights) -> int:
-    if run.engine.kind == "fsdp":  # accelerate leaves 4-bit weights whole: their storage is no float
-        packed = _packed_bytes(run, weights)
-        shards = _shard(_stored_bytes(run, weights) - packed, run, 3)
-        return math.ceil(packed) + (shards if run.engine.offload_param == "none" else 0)
+    if run.engine.kind == "fsdp":  # each GPU has all scales of 4-bit weights: they are no parameters
+        scales = _packed_bytes(run, weights) - fsdp.IN_4_BITS * weights.in_4_bits
+        own = _shard(_stored_bytes(run, weights) - scales, run, 3)
+        return math.ceil(scales) + (own if run.engine.offload_param == "none" else 0)
     stored = _shard(_stored_bytes(run, weights), run, 3)
     if run.engine.zero_stage < 3:
         return stored
@@ -250,4 +257,6 @@ def _host_bytes(run: RunSpec, weights: Weights) -> int:
     share = run.local_world_size / run.world_size
     states = 18 * weights.trained * share if run.engine.offload_optimizer != "none" else 0
     parameters = HALF * weights.total * share if run.engine.offload_param != "none" else 0
+    if run.engine.kind == "fsdp" and states:  # its shards are the parameters; then gradients and moments, in fp32
+        states, parameters = (_stored_bytes(run, weights) + 3 * FP32 * weights.trained) * share, 0
     return round(max(loading, states + parameters))

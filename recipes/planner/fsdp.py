@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 from recipes.planner.shapes import Weights
 
+IN_4_BITS = 0.5  # bytes of a weight in 4 bits, without scales
+
 Held = tuple[float, float, float]  # gathered parameters, whole gradients, and the buffers for scattering
 
 
@@ -46,13 +48,14 @@ class Units:
     cast: float
 
 
-def units(weights: Weights, width: int, world_size: int) -> Units:
-    """`width` is the bytes of a gathered parameter. 4-bit weights are not gathered."""
+def units(weights: Weights, width: int, shards: int) -> Units:
+    """`width` is the bytes of a gathered parameter that is not in 4 bits."""
     in_layers = max(1, weights.total - weights.outside_layers)
     everything_trains = bool(weights.trained_embedding)  # adapters are in the layers
-    trained_in_layers = weights.trained - weights.outside_layers * everything_trains
+    trained_in_layers = max(0, weights.trained - weights.outside_layers * everything_trains)
     tail, table = weights.outside_layers - weights.looked_up, weights.looked_up
-    layer = weights.largest_layer * width * (1 - weights.in_4_bits / in_layers)
+    packed = weights.in_4_bits / in_layers
+    layer = weights.largest_layer * (packed * IN_4_BITS + (1 - packed) * width)
     return Units(
         layer=layer,
         tail=tail * width,
@@ -62,8 +65,8 @@ def units(weights: Weights, width: int, world_size: int) -> Units:
         table_gradient=table * width * everything_trains,
         all_gradients=weights.trained * width,
         tied=not table,
-        copies=2 if world_size > 1 else 1,
-        cast=layer / world_size if world_size > 1 else 0,
+        copies=2 if shards > 1 else 1,
+        cast=layer / shards if shards > 1 else 0,
     )
 
 

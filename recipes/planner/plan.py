@@ -14,7 +14,7 @@ from recipes.planner.fits import BatchSplit, Planned, Usable, at_micro_batch, ba
 from recipes.planner.next_steps import NextStep, adapters_that_fit, next_steps
 from recipes.planner.speed import ASSUMED_MFU, StepTime
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, find_recipe, gpus, resolve, with_flags
+from recipes.run import Json, RunSpec, find_recipe, gpus, resolve, with_flags
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
 
@@ -88,8 +88,9 @@ def plan_memory(
     if isinstance(argv, str):
         raise mistake("argv", "is one string", "a list of strings, as shlex.split returns it")
     config = model if not isinstance(model, (str, Path)) else read_config(str(model))
+    name = str(model) if isinstance(model, (str, Path)) else config.name_or_path or config.model_type
     card = _card(gpu, gpu_memory)
-    request = _Request(str(model), card, num_processes, nodes, tuple(argv), accelerate_config)
+    request = _Request(name, config.to_dict(), card, num_processes, nodes, tuple(argv), accelerate_config)
     usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
     estimator = Estimator(config)
     legal, refused = _legal_runs(request, _names(recipe, argv, accelerate_config, num_processes))
@@ -101,7 +102,7 @@ def plan_memory(
     recommended = min(fitting, key=lambda name: times[name].known, default=None)
     chosen = next((run for run in runs if run["recipe"] == recommended), runs[0])
     return Plan(
-        model=str(model),
+        model=name,
         parameters=estimator.weights(chosen).total,
         trained=estimator.weights(chosen).trained,
         gpu=card.name,
@@ -130,9 +131,10 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is
 
 @dataclass(frozen=True)
 class _Request:
-    """What to plan: the model's name, the card, how many cards and nodes, and train.py's flags."""
+    """What to plan: the model, its configuration, the card, how many cards and nodes, the flags."""
 
     model: str
+    config: Json
     card: Gpu
     num_processes: int
     nodes: int
@@ -153,7 +155,7 @@ class _Request:
             demonstrate=False,
             elsewhere=frozenset(),
         )
-        require_legal(run)
+        require_legal(replace(run, model=self.config))
         return run
 
 

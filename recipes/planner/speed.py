@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.planner.footprint import FP32, HALF, scatters_each_micro_batch
+from recipes.planner.footprint import FP32, HALF, scatters_each_micro_batch, shards
+from recipes.planner.fsdp import IN_4_BITS
 from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
 
@@ -129,14 +130,23 @@ def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
         width = FP32 if run["ddp_comm_hook"] == "no" else HALF
         return round(2 * share * weights.trained * width)
     width = HALF if run["bf16"] or run["fp16"] else FP32
-    once = run.engine.zero_stage == 1 or (run.engine.kind == "fsdp" and not scatters_each_micro_batch(run))
-    gradients, parameters = (1 if once else accumulation) * weights.trained, weights.trained
     if run.engine.kind == "fsdp":
-        tail = weights.outside_layers - weights.looked_up
-        parameters = accumulation * (2 * (weights.total - weights.in_4_bits) - tail)
-    elif run.engine.zero_stage == 3:
+        return _sent_by_fsdp(run, weights, accumulation, width)
+    times = accumulation if run.engine.zero_stage != 1 else 1
+    gradients, parameters = times * weights.trained, weights.trained
+    if run.engine.zero_stage == 3:
         parameters = 2 * accumulation * weights.total
     return round(share * (gradients + parameters) * width)
+
+
+def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int) -> int:
+    """Bytes: gathered and scattered among the shards, and reduced among their replicas (HSDP)."""
+    copies = run.engine.parallelism.replicate
+    among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
+    times = accumulation if scatters_each_micro_batch(run) else 1
+    whole = weights.total - weights.in_4_bits * (1 - IN_4_BITS / width)
+    gathered = accumulation * (2 * whole - (weights.outside_layers - weights.looked_up))
+    return round(((gathered + times * weights.trained) * among_shards + times * weights.trained * among_copies) * width)
 
 
 def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, of_train_py, problem, rule, zero_stage
+from recipes.rules.facts import advice, mixed_precision, of_train_py, problem, rule, zero_stage
 
 
 @rule
@@ -20,6 +20,19 @@ def qlora_loads_whole_weights(run):
     if run["load_in_4bit"] and zero_stage(run) == 3:
         what = "ZeRO-3 shards the weights only after every process has loaded all of them"
         yield advice(run, "load_in_4bit", what, "--recipe memory (ZeRO-2) if one process cannot hold them")
+
+
+@rule
+def classifier_adapters_have_one_type(run):
+    """`AssertionError` in DeepSpeed's defragment: the new head is in 16 bits, LoRA in fp32.
+
+    ZeRO-3 joins all trained weights in one buffer. In fp32, and under ZeRO-2, it trains.
+    """
+    classifies = run["use_peft"] and run["task"] == "sequence_classification"
+    precision = mixed_precision(run)
+    if classifies and zero_stage(run) == 3 and precision in ("bf16", "fp16"):
+        what = f"ZeRO-3 does not train adapters and a classification head in {precision}"
+        yield problem(run, "use_peft", what, f"--recipe memory (ZeRO-2), or --{precision} false")
 
 
 _ONLY_WITH = {

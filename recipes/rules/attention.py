@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from recipes import legal
 from recipes.legal import attention, models
-from recipes.rules.facts import advice, available, missing, mixed_precision, problem, rule
+from recipes.rules.facts import advice, available, missing, mixed_precision, model_config, problem, rule
 from recipes.run import RunSpec, nearest
 from recipes.run.engine import Json
-from recipes.run.local_model import local_config, text_config
+from recipes.run.local_model import text_config
 
 _LEAVE_OUT = "leave it out: the model's default is the best one that it supports"
 _LEAST_CAPABILITY = (8, 0)  # of every version of FlashAttention
@@ -44,11 +44,11 @@ def _is_known(name: str) -> bool:
 
 
 def _config(run: RunSpec) -> Json:
-    return local_config(run["model_name_or_path"]) or {}
+    return dict(model_config(run) or {})
 
 
 def _of_class(run: RunSpec, attribute: str) -> object:
-    """An attribute of the local model's class; None if the class cannot be read.
+    """An attribute of the model's class; None if the class cannot be read.
 
     A class that sets none has PreTrainedModel's: it supports nothing.
     """

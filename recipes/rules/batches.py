@@ -70,6 +70,32 @@ def worker_settings_need_workers(run):
 
 @rule
 @of_train_py
+def dispatched_batches_have_one_shape(run):
+    """`You can't use batches of different size with dispatch_batches=True`, on several processes.
+
+    train.py pads each micro-batch to its own longest example; packed rows are all as long.
+    """
+    if not is_true(accelerator_config(run).get("dispatch_batches")) or run.world_size == 1:
+        return
+    if not run["packing"]:
+        what = "dispatch_batches needs batches of one length, and these vary"
+        yield problem(run, "accelerator_config", what, "--packing, or leave dispatch_batches out")
+
+
+@rule
+@of_train_py
+def no_state_is_configured_before(run):
+    """`Passing 'use_configured_state':True ... requires a pre-configured AcceleratorState`
+
+    A script of its own may have one; train.py builds TrainingArguments first.
+    """
+    if is_true(accelerator_config(run).get("use_configured_state")):
+        what = "use_configured_state needs an Accelerator that exists before, and train.py builds none"
+        yield problem(run, "accelerator_config", what, "leave use_configured_state out")
+
+
+@rule
+@of_train_py
 def packing_frees_the_padding(run):
     """Packed rows have no padding: the two are alternatives."""
     if run["packing"] and run["padding_free"]:

@@ -70,6 +70,12 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
 
 
+def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
+    """What is wrong with a run of which more is known now, and was not found before."""
+    known = check(before)
+    return [problem for problem in check(run) if problem not in known]
+
+
 def _rules_for(run: RunSpec) -> list[Rule]:
     """All rules; for a script of the user's own, without those about what train.py does."""
     return [rule for rule in RULES if not (run.own_script and getattr(rule, "of_train_py", False))]

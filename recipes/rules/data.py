@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.rules.facts import of_train_py, problem, rule
+from recipes.run.local_model import existing_path
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
@@ -14,10 +15,9 @@ FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "par
 def the_data_exists(run):
     """The library would look for a missing path on the Hub."""
     name = run["dataset_name"]
-    path = Path(name or "").expanduser()
-    if not name or run.elsewhere is not None or path.exists():
+    if not name or run.elsewhere is not None or existing_path(name):
         return
-    if name.startswith((".", "/", "~")) or path.suffix.lower() in FILE_KINDS:
+    if name.startswith((".", "/", "~")) or Path(name).suffix.lower() in FILE_KINDS:
         yield problem(run, "dataset_name", f"there is no file or folder {name}", "the path of one that exists")
 
 
@@ -25,8 +25,8 @@ def the_data_exists(run):
 @of_train_py
 def a_data_file_can_be_read(run):
     """Its suffix says how to read a file, and an empty one has no columns."""
-    path = Path(run["dataset_name"] or "").expanduser()
-    if not path.is_file():
+    path = existing_path(run["dataset_name"])
+    if path is None or not path.is_file():
         return
     if path.suffix.lower() not in FILE_KINDS:
         yield problem(

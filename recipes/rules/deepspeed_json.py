@@ -109,6 +109,19 @@ def deepspeed_json_has_one_precision(run):
 
 
 @rule
+def deepspeed_json_names_classes(run):
+    """`DeepSpeed does not recognize LR scheduler X`, `X is not a supported DeepSpeed Optimizer`"""
+    content = deepspeed_file(run) or {}
+    if not uses_deepspeed(run) or not legal.deepspeed_keys():
+        return
+    for section, known in (("optimizer", legal.deepspeed_optimizers()), ("scheduler", legal.deepspeed_schedulers())):
+        name = _at(content, f"{section}.type")
+        if isinstance(name, str) and name not in known and name.lower() not in known:
+            fix = nearest(name, known) or f"no {section}: Trainer's own is used then"
+            yield Problem(f"{section}.type", f"DeepSpeed has no {section} {name!r}", fix, _json_source(run))
+
+
+@rule
 def zero_stages_exist(run):
     """`Input should be 0, 1, 2 or 3`, from every worker."""
     stage = _at(deepspeed_file(run) or {}, "zero_optimization.stage")

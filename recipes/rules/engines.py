@@ -103,6 +103,11 @@ def ddp_backend_needs_processes(run):
 
 @rule
 def nccl_needs_a_gpu(run):
-    """`ValueError: Your assigned backend nccl is not available, please use gloo`"""
-    if run["ddp_backend"] == "nccl" and (not run.hardware.cuda or run["use_cpu"]):
-        yield problem(run, "ddp_backend", "nccl needs GPUs", "leave it out: gloo is used on a CPU")
+    """`ValueError: Your assigned backend nccl is not available, please use gloo`
+
+    The others are for accelerators too, but for mpi: torch may have been built with it.
+    """
+    if run["ddp_backend"] not in (None, "gloo", "mpi") and (not run.hardware.cuda or run["use_cpu"]):
+        name = run["ddp_backend"]
+        needs = "GPUs" if name == "nccl" else "the accelerators that it is made for"
+        yield problem(run, "ddp_backend", f"{name} needs {needs}", "leave it out: gloo is used on a CPU")

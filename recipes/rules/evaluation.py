@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, of_train_py, problem, rule
+from recipes.rules.facts import advice, mapping, of_train_py, problem, rule
 
 
 @rule
@@ -78,6 +78,39 @@ def best_metric_is_reported(run):
 
 
 @rule
+def best_is_the_better_value(run):
+    """The worst model is kept as the best, and early stopping waits for a model to get worse."""
+    decides = run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]
+    smaller = _smaller_is_better(run["metric_for_best_model"] or "loss")
+    if not decides or smaller is None or run["greater_is_better"] is None:
+        return
+    if run["greater_is_better"] == smaller:
+        metric, better = run["metric_for_best_model"] or "loss", "smaller" if smaller else "greater"
+        what = f"is {str(run['greater_is_better']).lower()}, but a {better} {metric} is better"
+        yield problem(run, "greater_is_better", what, "leave it out")
+
+
+@rule
+def plateaus_look_the_right_way(run):
+    """With mode `min`, the default, the learning rate falls while the accuracy rises."""
+    metric = run["metric_for_best_model"] or "loss"
+    smaller = _smaller_is_better(metric)
+    if run["lr_scheduler_type"] not in ("reduce_lr_on_plateau", "greedy") or smaller is None:
+        return
+    mode = mapping(run["lr_scheduler_kwargs"]).get("mode", "min")
+    if mode in ("min", "max") and (mode == "min") != smaller:
+        what = f"mode {mode} looks for a {'smaller' if mode == 'min' else 'greater'} {metric}"
+        fix = "lr_scheduler_kwargs with " + ("mode: min" if smaller else "mode: max")
+        yield problem(run, "lr_scheduler_type", what, fix)
+
+
+def _smaller_is_better(metric: str) -> bool | None:
+    """None for a metric that only its script knows."""
+    name = metric.removeprefix("eval_")
+    return {"loss": True, "accuracy": False}.get(name)
+
+
+@rule
 @of_train_py
 def evaluating_needs_data(run):
     """`ValueError: Trainer: evaluation requires an eval_dataset.`; `do_eval` alone does nothing."""
@@ -104,8 +137,15 @@ def accuracy_is_computed_at_the_end(run):
 @rule
 @of_train_py
 def labels_have_one_name(run):
-    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`."""
-    if run["label_names"] not in (None, ["labels"]):
+    """`KeyError: ... 'eval_loss', which is not found`: in train.py's batches they are `labels`.
+
+    Only evaluations read it.
+    """
+    if run["label_names"] in (None, ["labels"]):
+        return
+    if run["eval_strategy"] == "no":
+        yield advice(run, "label_names", "are read by evaluations, and there are none", "leave it out")
+    else:
         yield problem(run, "label_names", f"{run['label_names']} are not in the batches of train.py", "leave it out")
 
 

@@ -13,7 +13,7 @@ from recipes.legal import models, version
 from recipes.rules.facts import advice, available, mapping, missing, model_config, of_train_py, problem, rule
 from recipes.run import RunSpec
 from recipes.run.engine import Json
-from recipes.run.local_model import config_value, has_weights, max_positions, model_folder
+from recipes.run.local_model import config_value, existing_path, has_weights, max_positions, model_folder
 
 _ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 _AUTO_CLASSES = {
@@ -46,7 +46,7 @@ def the_model_is_a_folder(run):
     name = run["model_name_or_path"]
     if not name or run.elsewhere is not None or model_folder(name):
         return
-    if Path(name).expanduser().exists():
+    if existing_path(name):
         yield _about_model(run, f"{name} is a file", "the folder that holds config.json and the weights")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         yield _about_model(run, f"there is no folder {name}", "an existing folder, or a Hub id")
@@ -109,8 +109,8 @@ def _untrusted(run: RunSpec) -> Problem:
 def the_model_type_is_known(run):
     """`Transformers does not recognize this architecture`, or it would run the model's own code."""
     kind = _type(run)
-    if not _config(run) or kind in models.known_types() or not models.known_types():
-        return
+    if run.model is not None or not _config(run) or kind in models.known_types() or not models.known_types():
+        return  # a configuration that was loaded is one that transformers, or a script, knows
     if _code(run, "AutoConfig"):
         if not run["trust_remote_code"]:
             yield _untrusted(run)
@@ -119,7 +119,8 @@ def the_model_type_is_known(run):
     fix = "pip install --upgrade transformers, or another model"
     if not kind:
         what, fix = "has no model_type in its config.json", "the config.json that save_pretrained wrote"
-    yield _about_model(run, f"{run['model_name_or_path']} {what}", fix)
+    say = problem if run.elsewhere is None else advice  # there may be another transformers there
+    yield say(run, "model_name_or_path", f"{run['model_name_or_path']} {what}", fix)
 
 
 @rule

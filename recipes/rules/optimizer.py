@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from recipes import legal
-from recipes.rules.facts import advice, deepspeed_file, optimizer_is_offloaded, problem, rule, uses_deepspeed
-from recipes.run import nearest
+from recipes.rules.facts import advice, deepspeed_file, mapping, optimizer_is_offloaded, problem, rule, uses_deepspeed
+from recipes.run import RunSpec, nearest
 
 _WORKS_WITH_OFFLOAD = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
 _CRASHES_WITH_OFFLOAD = (
@@ -115,9 +117,98 @@ def schedule_settings_are_its_own(run):
 
 
 @rule
+def schedule_values_are_legal(run):
+    """`ValueError: Unknown decay type`, `Factor should be < 1.0.`, `lr_end must be smaller than`
+
+    Or `ZeroDivisionError`, for a timescale or a learning rate of 0.
+    """
+    schedule, given = run["lr_scheduler_type"], mapping(run["lr_scheduler_kwargs"])
+    for key, values in legal.schedule_choices().get(schedule, {}).items():
+        if key in given and given[key] not in values:
+            yield problem(run, "lr_scheduler_kwargs", f"{key} has no value {given[key]!r}", _one_of(values))
+    rate, end = run["learning_rate"], _schedule_value(run, "lr_end")
+    if schedule == "polynomial" and end is not None and end >= rate:
+        what = f"ends at lr_end {end:g}, which is not below the learning rate {rate:g}"
+        yield problem(run, "lr_scheduler_type", f"polynomial {what}", "lr_scheduler_kwargs with a lower lr_end")
+    if schedule == "inverse_sqrt" and given.get("timescale", 1) == 0:
+        yield problem(run, "lr_scheduler_kwargs", "a timescale of 0 divides by zero", "a number of steps, or leave it")
+    if "factor" in given and (_schedule_value(run, "factor") or 0) >= 1:
+        yield problem(run, "lr_scheduler_kwargs", f"a factor of {given['factor']} does not reduce", "one below 1")
+    if schedule.endswith("with_min_lr") and "min_lr" in given and rate == 0:
+        yield problem(run, "learning_rate", "0 divides by zero in this schedule", "a learning rate above 0")
+
+
+@rule
+def lowest_rate_is_below_the_rate(run):
+    """Above it, the schedule rises; greedy never reduces, and its own lowest rate is 0.001."""
+    schedule, rate = run["lr_scheduler_type"], run["learning_rate"]
+    lowest, share = _schedule_value(run, "min_lr"), _schedule_value(run, "min_lr_rate")
+    if lowest is not None and lowest > rate > 0:
+        what = f"the lowest rate of {schedule} is {lowest:g}, above the learning rate {rate:g}"
+        yield advice(run, "lr_scheduler_type", what, f"lr_scheduler_kwargs with a min_lr below {rate:g}")
+    if share is not None and share > 1:
+        what = f"a min_lr_rate of {share:g} raises the learning rate"
+        yield advice(run, "lr_scheduler_kwargs", what, "a share of the learning rate, such as 0.1")
+
+
+def _schedule_value(run: RunSpec, key: str) -> float | None:
+    """A number that the schedule reads: the given one, or its default. None for anything else."""
+    default = legal.schedule_defaults().get(run["lr_scheduler_type"], {}).get(key)
+    value = mapping(run["lr_scheduler_kwargs"]).get(key, default)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _one_of(values: Iterable[str]) -> str:
+    return "one of " + ", ".join(values)
+
+
+@rule
+def deepspeed_takes_no_absolute_rates(run):
+    """`'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`, which these schedules read.
+
+    With an optimizer of the DeepSpeed JSON's own, the schedule is made before DeepSpeed wraps it.
+    """
+    content, schedule = deepspeed_file(run) or {}, run["lr_scheduler_type"]
+    if not uses_deepspeed(run) or "optimizer" in content or "scheduler" in content:
+        return
+    if schedule == "polynomial":
+        yield problem(run, "lr_scheduler_type", "polynomial fails under DeepSpeed", "--lr_scheduler_type linear")
+    lowest = _schedule_value(run, "min_lr")
+    if schedule.endswith("with_min_lr") and lowest is not None and run["learning_rate"] > 0:
+        fix = f"min_lr_rate: {lowest / run['learning_rate']:.4g}, a share of the learning rate"
+        yield problem(run, "lr_scheduler_kwargs", f"{schedule} fails with min_lr under DeepSpeed", fix)
+
+
+@rule
+def warmup_is_used(run):
+    """get_scheduler hands no warm-up to these schedules: it is dropped silently."""
+    schedule = run["lr_scheduler_type"]
+    if run.explicit("warmup_steps") and run["warmup_steps"] > 0 and schedule in legal.schedules_without_warmup():
+        fix = "--lr_scheduler_type constant_with_warmup" if schedule == "constant" else "leave it out"
+        yield advice(run, "warmup_steps", f"is ignored: the schedule {schedule} has no warm-up", fix)
+
+
+@rule
+def warmup_ends_before_the_run(run):
+    """The learning rate never reaches its value, or the decay begins in its middle: silently."""
+    steps, schedule = run["max_steps"], run["lr_scheduler_type"]
+    if steps <= 0 or schedule in legal.schedules_without_warmup():
+        return
+    warmup = run["warmup_steps"] if run["warmup_steps"] >= 1 else round(run["warmup_steps"] * steps)
+    if run.explicit("warmup_steps") and warmup >= steps:
+        what = f"{warmup:g} steps of warm-up do not end before the run, which has {steps}"
+        yield advice(run, "warmup_steps", what, f"fewer than {steps}, or a value below 1 for a fraction of the run")
+    decay = _schedule_value(run, "num_decay_steps") or 0
+    if schedule == "warmup_stable_decay" and warmup < steps < warmup + decay:
+        what = f"{warmup:g} steps of warm-up and {decay:g} of decay are more than the {steps} of the run"
+        yield advice(run, "lr_scheduler_kwargs", what, f"num_decay_steps of at most {steps - warmup:g}")
+
+
+@rule
 def one_warmup_step_is_one_step(run):
     """Below 1 it is a fraction of the run, but 1.0 is one step, not the whole run."""
-    if run.explicit("warmup_steps") and run["warmup_steps"] == 1:
+    written_so = run.explicit("warmup_steps") and run["warmup_steps"] == 1
+    if written_so and run["lr_scheduler_type"] not in legal.schedules_without_warmup():
         yield advice(
             run, "warmup_steps", "1.0 is one step, not the whole run", "a value below 1 for a fraction of the run"
         )

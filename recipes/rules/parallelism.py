@@ -8,6 +8,7 @@ from recipes.errors import Problem
 from recipes.rules.facts import (
     advice,
     deepspeed_file,
+    deepspeed_section,
     fsdp_section,
     gradient_accumulation_kwargs,
     in_yaml,
@@ -84,11 +85,12 @@ def sequences_are_not_divided_over_a_ring(run):
 def tensor_parallelism_is_deepspeeds(run):
     """`Model should undergo tensor parallel before passing it to accelerate`
 
-    accelerate's tp_size divides nothing: it expects a model that was loaded in parts. Under
-    DeepSpeed it divides the data, and Trainer counts the undivided batch.
+    accelerate's tp_size divides nothing: it expects a model that was loaded in parts. A script of
+    the user's own may load one, and then trains what DDP would. Under DeepSpeed tp_size divides the
+    data, and Trainer counts the undivided batch.
     """
     size = run.engine.parallelism.tensor
-    if type(size) is int and size > 1:
+    if type(size) is int and size > 1 and (uses_deepspeed(run) or not run.own_script):
         what = f"{size} is refused: it expects a model that was loaded in parts, and models are loaded whole here"
         fix = f'a DeepSpeed JSON with "tensor_parallel": {{"autotp_size": {size}}}'
         yield _of_sizes(run, "tensor", what, fix)
@@ -114,13 +116,13 @@ def _divides_tensors(run: RunSpec) -> bool:
 
 
 def _in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
-    named = run["deepspeed"] if isinstance(run["deepspeed"], str) else ""
-    return Problem(subject, what, fix, named or "DeepSpeed JSON", severity)
+    named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
+    return Problem(subject, what, fix, named if isinstance(named, str) else "DeepSpeed JSON", severity)
 
 
 @rule
 def tensor_parallel_sizes_are_counts(run):
-    """`Input should be a valid integer`, from every worker."""
+    """`'>' not supported between instances of 'str' and 'int'`, from every worker."""
     size = run.engine.parallelism.autotp
     if uses_deepspeed(run) and (type(size) is not int or size < 0):
         what = f"takes a whole number, got {size!r}"
@@ -136,11 +138,37 @@ def tensor_parallelism_needs_a_lower_stage(run):
 
 
 @rule
-def tensor_parallelism_trains_language_models(run):
-    """Processes that share examples each hand in their predictions: accuracy counts some twice."""
-    if _divides_tensors(run) and run["task"] == "sequence_classification":
-        what = "counts examples of an evaluation more than once, so eval_accuracy would be wrong"
-        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out for classification")
+def tensor_parallelism_leaves_the_batch_to_trainer(run):
+    """Trainer wants all processes in `train_batch_size`, DeepSpeed and the global batch do not.
+
+    `Please correct the following DeepSpeed config values: ds train_batch_size=8 vs hf
+    train_batch_size (calculated)=16`
+    """
+    size = (deepspeed_file(run) or {}).get("train_batch_size", "auto")
+    if _divides_tensors(run) and size == run.batch.total:  # any other is reported as a contradiction
+        what = f"{size} is the global batch, and Trainer wants {size * run.engine.parallelism.sharing} there"
+        yield _in_json(run, "train_batch_size", what, '"train_batch_size": "auto"')
+
+
+@rule
+def tensor_parallelism_counts_no_accuracy(run):
+    """accelerate gathers the predictions of processes that share examples, and drops the last ones.
+
+    Training and eval_loss are right, but eval_accuracy counts some examples twice, others never.
+    """
+    if _divides_tensors(run) and run["task"] == "sequence_classification" and run["eval_strategy"] != "no":
+        what = "makes eval_accuracy count some examples twice and others never"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out, or --eval_strategy no")
+
+
+@rule
+def tensor_parallelism_trains_every_weight(run):
+    """`KeyError: Parameter containing`, or `loss must be a scalar tensor`: DeepSpeed divides the
+    layers, adapters included, and its optimizer looks for the trained ones as they were.
+    """
+    if _divides_tensors(run) and run["use_peft"]:
+        what = "cannot be combined with use_peft"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out for LoRA")
 
 
 @rule
@@ -175,11 +203,13 @@ def replicas_and_shards_make_the_world(run):
     if uses_deepspeed(run) or any(type(size) is not int or size < 1 for size in sizes):
         return
     total, replicate = math.prod(sizes), parallelism.replicate
-    if total in (1, run.world_size) or parallelism.sharing > 1:
+    if total in (1, run.world_size) or run.world_size % parallelism.sharing:
         return
-    replicate = replicate if run.world_size % replicate == 0 else 1
-    what = f"{parallelism.replicate} replicas x {parallelism.shard} shards are not the {run.world_size} processes"
-    fix = f"{_name(run, 'replicate')} {replicate} and {_name(run, 'shard')} {run.world_size // replicate}"
+    groups, sharing = run.data_parallel_size, parallelism.sharing
+    replicate = replicate if groups % replicate == 0 else 1
+    what = f"{parallelism.replicate} replicas x {parallelism.shard} shards"
+    what += (f" x {sharing} processes each" if sharing > 1 else "") + f" are not the {run.world_size} processes"
+    fix = f"{_name(run, 'replicate')} {replicate} and {_name(run, 'shard')} {groups // replicate}"
     yield _of_sizes(run, "shard", what, fix)
 
 
@@ -209,11 +239,11 @@ def cpu_ranks_take_no_sizes(run):
     """`ParallelismConfig is only compatible ..., but got DistributedType.MULTI_CPU`"""
     on_a_cpu = run["use_cpu"] or not run.hardware.cuda
     parallelism = run.engine.parallelism
-    if parallelism.sharing > 1 or uses_deepspeed(run):
-        return
+    if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
+        return  # no mesh, or refused on any machine
     if parallelism.source and on_a_cpu and run.world_size > 1:
-        what = "is refused by accelerate on a CPU, whatever the sizes"
-        yield _of_sizes(run, "shard", what, "leave parallelism_config out")
+        what = "is refused by accelerate on a CPU, whatever its sizes"
+        yield Problem("parallelism_config", what, "leave it out", parallelism.source)
 
 
 # --- DDP ------------------------------------------------------------------------------------------

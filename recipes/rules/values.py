@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from recipes import legal
-from recipes.rules.facts import problem, rule
+from recipes.rules.facts import advice, available, missing, problem, rule, uses_ddp
+from recipes.run import RunSpec, nearest
 
 _COUNT = (lambda value: value >= 1, "is a whole number from 1 up")
 _NOT_NEGATIVE = (lambda value: value >= 0, "is 0 or more")
@@ -14,6 +15,7 @@ _POSITIVE = (lambda value: value > 0, "is more than 0")
 _BELOW_ONE = (lambda value: 0 <= value < 1, "is from 0 to below 1")
 _FRACTION = (lambda value: 0 <= value <= 1, "is from 0 to 1")
 _SEED = (lambda value: 0 <= value < 2**32, "is a whole number from 0 to 4294967295")
+_TORCH_SEED = (lambda value: -(2**63) <= value < 2**64, "is a whole number of 64 bits")
 
 # Most of these TrainingArguments accepts silently. None means: not given.
 RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -42,8 +44,8 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_num_workers": _NOT_NEGATIVE,
     "dataloader_prefetch_factor": _COUNT,
     "seed": _SEED,
-    "data_seed": _SEED,
-    "ddp_bucket_cap_mb": _COUNT,
+    "data_seed": _TORCH_SEED,
+    "ddp_bucket_cap_mb": _NOT_NEGATIVE,
     "ddp_timeout": _COUNT,
     "early_stopping_patience": _COUNT,
     "memory_limit": _POSITIVE,
@@ -60,6 +62,18 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+# Settings that not every run reads, and whether this one does.
+_READ_IF: dict[str, Callable[[RunSpec], bool]] = {
+    **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout"), lambda run: run["use_peft"]),
+    **dict.fromkeys(
+        ("eval_steps", "eval_delay", "eval_accumulation_steps", "per_device_eval_batch_size"),
+        lambda run: run["eval_strategy"] != "no",
+    ),
+    "ddp_bucket_cap_mb": uses_ddp,
+    "ddp_timeout": lambda run: not run["use_cpu"],
+}
+
+
 @rule
 def values_are_in_range(run):
     """Other values fail in the first step or mean another thing: `save_total_limit=0` keeps all."""
@@ -67,8 +81,26 @@ def values_are_in_range(run):
         if name not in legal.settings():
             continue
         value = run[name]
-        if value is not None and not is_legal(value):
-            yield problem(run, name, f"{value} is out of range", f"{name} {range_}")
+        if value is None or is_legal(value):
+            continue
+        is_read = _READ_IF.get(name, lambda run: True)(run)
+        ending = "" if is_read else ", and this run does not read it"
+        yield (problem if is_read else advice)(run, name, f"{value} is out of range{ending}", f"{name} {range_}")
+
+
+@rule
+def debug_options_exist(run):
+    """`loud is not a valid DebugOption`, from the constructor. In a list it is silently ignored.
+
+    The metrics of a TPU are a `NameError` after the first evaluation, without torch_xla.
+    """
+    asked = run["debug"] or []
+    for word in asked.split() if isinstance(asked, str) else asked:
+        if word not in legal.debug_options():
+            fix = nearest(word, legal.debug_options()) or "one of " + ", ".join(legal.debug_options())
+            yield problem(run, "debug", f"there is no {word!r} to debug", fix)
+        elif word.startswith("tpu_") and run["eval_strategy"] != "no" and not available(run, "torch_xla"):
+            yield missing(run, "debug", "torch_xla")
 
 
 @rule

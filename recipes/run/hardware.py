@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from recipes.errors import UserError
 from recipes.run.gpus import find
@@ -29,12 +30,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed."""
+    """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed.
+
+    `fp16_on_cpu`: whether the CPU multiplies fp16, which torch's oneDNN asks for.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
     platform: str = "linux"
     liger: bool = False
+    fp16_on_cpu: bool = False
 
     @property
     def cuda(self) -> bool:
@@ -64,7 +69,18 @@ class Hardware:
 
 def read() -> Hardware:
     """What this machine has. Never raises: what cannot be read is absent."""
-    return Hardware(_cuda_gpus(), _usable_cores(), sys.platform, importlib.util.find_spec("liger_kernel") is not None)
+    liger = importlib.util.find_spec("liger_kernel") is not None
+    return Hardware(_cuda_gpus(), _usable_cores(), sys.platform, liger, _fp16_on_cpu())
+
+
+def _fp16_on_cpu() -> bool:
+    """Whether the first core has AVX512-FP16, or AVX-NE-CONVERT (oneDNN's avx2_vnni_2)."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+            head = file.read(8192)
+    except OSError:
+        return False
+    return "avx512_fp16" in head or "avx_ne_convert" in head
 
 
 def _usable_cores() -> int:

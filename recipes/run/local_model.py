@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,26 @@ OFFSET_POSITIONS = {
 }  # fmt: skip
 
 
+def existing_path(name: str | None) -> Path | None:
+    """The file or folder that a user names; None if there is none here."""
+    try:
+        path = Path(name or "").expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError):  # too long for a path, or the home folder of nobody
+        return None
+
+
 def model_folder(name: str | None) -> Path | None:
     """The folder that `model_name_or_path` names; None for a Hub id or no model."""
-    folder = Path(name).expanduser() if name else None
-    return folder if folder is not None and folder.is_dir() else None
+    path = existing_path(name)
+    return path if path is not None and path.is_dir() else None
 
 
 def local_config(name: str | None) -> Json | None:
     """The content of the folder's config.json, or of a named one; None if it cannot be read."""
     folder = model_folder(name)
-    file = folder / "config.json" if folder else Path(name or "").expanduser()
-    if file.suffix != ".json":
+    file = folder / "config.json" if folder else existing_path(name)
+    if file is None or file.suffix != ".json":
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -44,12 +54,12 @@ def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
 
 
-def text_config(config: Json) -> Json:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part that describes the decoder: that of a model with images has a section for it."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
 
 
-def config_value(config: Json, field: str) -> Any:
+def config_value(config: Mapping[str, Any], field: str) -> Any:
     """A field, whatever the model's type calls it; its default if the configuration omits it."""
     if field in config:
         return config[field]
@@ -58,7 +68,7 @@ def config_value(config: Json, field: str) -> Any:
     return config[name] if name in config else models.config_default(model_type, name)
 
 
-def max_positions(config: Json) -> int | None:
+def max_positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence, in tokens, that the model has positions for.
 
     None if it has no such limit.

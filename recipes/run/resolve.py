@@ -58,12 +58,12 @@ def resolve(
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
-    if engine is None and launched:
-        engine = launched_engine(recipe, given, environment, hardware)
-        engine = _with_parallelism(engine, given, environment)
-    elif engine is None:
-        engine = yaml_engine or _chosen_engine(recipe, given)
-        engine = _with_parallelism(engine, given, {} if yaml_engine else environment)
+    if engine is None:
+        if launched:
+            engine = launched_engine(recipe, given, environment, hardware)
+        else:
+            engine = yaml_engine or _chosen_engine(recipe, given)
+        engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
     if world_size:
         engine = replace(engine, num_processes=world_size)
     in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
@@ -110,15 +110,15 @@ def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, s
     return around or from_yaml(shipped("single.yaml"))
 
 
-def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str]) -> Engine:
+def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str], named: bool) -> Engine:
     """The engine with parallelism that its own YAML or JSON does not tell.
 
     Trainer prefers the arguments `parallelism_config` and `deepspeed` to what the launcher exports.
+    The launcher hands on the variables that it finds, unless its YAML (`named`) has sizes.
     """
-    launched = from_environment(environment)
-    around = launched.parallelism if launched else from_variables(environment)
-    sizes = around if around.source else engine.parallelism
-    autotp = engine.parallelism.autotp if around.autotp == 1 else around.autotp
+    sizes = engine.parallelism if engine.parallelism.source else from_variables(environment)
+    around = None if named else from_environment(environment)
+    autotp = engine.parallelism.autotp if around is None else around.parallelism.autotp
     config, own = (given[name].value if name in given else None for name in ("parallelism_config", "deepspeed"))
     if config is not None:
         sizes = from_config(config)

@@ -163,7 +163,7 @@ _RANGES = [
     Wrong("max_length", "at least 2", "--max_length 1"),
     Wrong("lora_r", "from 1 up", "--use_peft --lora_r 0"),
     Wrong("lora_dropout", "below 1", "--use_peft --lora_dropout 1.0"),
-    Wrong("ddp_bucket_cap_mb", "from 1 up", "--ddp_bucket_cap_mb 0"),
+    Wrong("ddp_bucket_cap_mb", "0 or more", "--ddp_bucket_cap_mb -1"),
     Wrong("early_stopping_patience", "from 1 up", "--early_stopping_patience 0 --eval_strategy steps"),
 ]
 

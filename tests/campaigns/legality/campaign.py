@@ -14,6 +14,7 @@ from random import Random
 from tests.campaigns.legality.case import Case, write
 from tests.campaigns.legality.compare import Disagreement, compare
 from tests.campaigns.legality.draw import draw
+from tests.campaigns.legality.draw_cards import draw_card
 from tests.campaigns.legality.judge import Judgement, judge
 from tests.campaigns.legality.shrink import shrink
 from tests.campaigns.legality.tried import Outcome, tried
@@ -35,14 +36,15 @@ class Result:
 class Campaign:
     """Runs cases in folders below `folder`. What it has seen it does not try again."""
 
-    def __init__(self, seed: str, folder: Path, material: Path) -> None:
+    def __init__(self, seed: str, folder: Path, material: Path, cards: bool = False) -> None:
         self.seed, self.folder, self.material = seed, folder, material
+        self.draw = draw_card if cards else draw
         self.tried_rules: set[tuple[str, str]] = set()
         self.shrunk: set[str] = set()
 
     def run(self, number: int) -> Iterator[Result]:
         """Draw a run and try it; if it is refused, also the smallest run that each rule refuses."""
-        case = draw(Random(f"{self.seed}-{number}"))
+        case = self.draw(Random(f"{self.seed}-{number}"))
         result = self.attempt(number, case)
         yield result
         if result.legal or result.disagreement:

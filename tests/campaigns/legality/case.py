@@ -41,7 +41,7 @@ class Change:
 class Case:
     """`launcher` is python, torchrun or accelerate. `processes` is None where only the YAML says
     it. `yaml` is the shipped file that the Accelerate YAML begins with; without one, `accelerate`
-    takes the recipe's own.
+    takes the recipe's own. `machine` is such as A100:8, empty for the CPU that is really there.
     """
 
     launcher: str = "python"
@@ -49,6 +49,7 @@ class Case:
     yaml: str = ""
     model: str = "llama"
     data: str = "texts.jsonl"
+    machine: str = ""
     changes: tuple[Change, ...] = ()
 
     def of(self, where: str) -> list[Change]:
@@ -152,6 +153,8 @@ def described(case: Case) -> str:
     script = str(SCRIPT.relative_to(ROOT))
     started = [script if word == str(SCRIPT) else word for word in [*launch(case), *flags(case)]]
     lines = [shlex.join(checking(case)), shlex.join(started)]
+    if case.machine:
+        lines.insert(0, f"on {case.machine}")
     for name, content in contents(case).items():
         if name == YAML:
             changes = "; ".join(f"{change.name}: {json.dumps(change.value)}" for change in case.of("yaml"))

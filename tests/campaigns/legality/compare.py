@@ -30,6 +30,7 @@ LATE = [
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
     (r"completion_only_loss|assistant_only_loss", r"needs", "depends on the columns of the data"),
     (r"max_length", r"the data of", "depends on the length of the data"),
+    (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
     (r"padding_free", r".* lets the sequences", "found by a forward pass of the real model"),
 ]
 # Advice that says before the start that another world or batch will train, and why it is no error.
@@ -66,7 +67,7 @@ def _known_too_late(outcome: Outcome) -> Disagreement | None:
 
 
 def _another_batch(judgement: Judgement, outcome: Outcome) -> Disagreement | None:
-    if judgement.advised & ADVISED.keys():
+    if judgement.advised & ADVISED.keys() or outcome.only_constructed:
         return None
     world, batch = outcome.record["world_size"], outcome.batch
     if (world, outcome.processes) != (judgement.world, judgement.world):
@@ -79,8 +80,8 @@ def _another_batch(judgement: Judgement, outcome: Outcome) -> Disagreement | Non
 
 
 def _refused(case: Case, judgement: Judgement, outcome: Outcome) -> Disagreement | None:
-    if not outcome.finished:
-        return None  # it fails, as check says
+    if not outcome.finished or outcome.only_constructed:
+        return None  # it fails, as check says, or might fail in a step that nobody takes
     unexplained = [rule for rule in judgement.errors if not silent_effect(rule, case, judgement, outcome)]
     if len(unexplained) < len(judgement.errors):
         return None  # something else than asked was trained

@@ -192,7 +192,7 @@ def _yaml_changes(file: str, random: Random) -> list[Change]:
     keys = {**_TOP}
     if "deepspeed_config" in yaml.safe_load(shipped(file).read_text(encoding="utf-8")):
         keys |= {f"deepspeed_config.{name}": values for name, values in _DEEPSPEED.items()}
-    changes = _of(keys, "yaml", random, random.choice((1, 1, 2)))
+    changes = changed_keys(keys, "yaml", random, random.choice((1, 1, 2)))
     if any(change.name.endswith("deepspeed_config_file") for change in changes):
         changes += _json_changes(random)
     return changes
@@ -200,9 +200,9 @@ def _yaml_changes(file: str, random: Random) -> list[Change]:
 
 def _json_changes(random: Random) -> list[Change]:
     start = Change("json", "zero_optimization", {"stage": random.choice((2, 2, 1, 3))})
-    return [start, *_of(_JSON, "json", random, random.choice((0, 1, 2)))]
+    return [start, *changed_keys(_JSON, "json", random, random.choice((0, 1, 2)))]
 
 
-def _of(keys: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:
+def changed_keys(keys: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:
     names = [name for name in sorted(keys) if name not in LAUNCHERS_OWN or random.random() < 0.2]
     return [Change(where, key, random.choice(keys[key])) for key in random.sample(names, count)]

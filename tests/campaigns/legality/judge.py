@@ -8,6 +8,7 @@ from launch.host.world import on_launched_engine
 from recipes.errors import Problem, UserError
 from recipes.rules.check import RULES
 from recipes.run import RunSpec, resolve, with_fit
+from tests.campaigns.legality.cards import hardware
 from tests.campaigns.legality.case import YAML, Case, flags
 
 PARSING = "what is written"  # the errors that no rule reports: unknown names, wrong types, the batch
@@ -35,7 +36,14 @@ class Judgement:
 def judge(case: Case) -> Judgement:
     """As `recipes check` does, in the current folder, which must be the case's own."""
     try:
-        run = with_fit(resolve(flags(case), world_size=case.processes, accelerate_config=YAML if case.yaml else None))
+        run = with_fit(
+            resolve(
+                flags(case),
+                world_size=case.processes,
+                accelerate_config=YAML if case.yaml else None,
+                hardware=hardware(case.machine) if case.machine else None,
+            )
+        )
         if case.launcher == "accelerate":
             return _of(run)
         # Another launch than `recipes check` expects, so train.py's own check counts.

@@ -29,7 +29,12 @@ def _smaller(case: Case) -> Iterator[Case]:
     for change in case.changes:
         yield case.without([change])
     plain = Case()
-    if case.launcher != plain.launcher and not case.of("yaml"):
+    if case.machine and case.launcher == "accelerate" and case.processes:
+        name, _, count = case.machine.partition(":")
+        if count != "1":
+            fewer = int(count) // 2 if count == "2" else 2
+            yield replace(case, machine=f"{name}:{fewer}", processes=fewer)
+    elif case.launcher != plain.launcher and not case.of("yaml"):
         yield replace(case, launcher=plain.launcher, processes=None, yaml="")
     if case.launcher == "accelerate" and not case.of("yaml") and case.processes:
         yield replace(case, launcher="torchrun", yaml="")
@@ -37,7 +42,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, yaml="")
     if case.yaml not in ("", "standard.yaml"):
         yield replace(case, yaml="standard.yaml")
-    if case.processes == 2:
+    if case.processes == 2 and not case.machine:
         yield replace(case, processes=1)
     if case.model != plain.model:
         yield replace(case, model=plain.model, data=plain.data if "demonstration" in case.data else case.data)

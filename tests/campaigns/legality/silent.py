@@ -31,9 +31,10 @@ def _another_batch(case: Case, judgement: Judgement, outcome: Outcome) -> str:
 
 def _as_written(case: Case, judgement: Judgement, outcome: Outcome) -> str:
     """Unknown names are dropped, wrong values too, and the recipe may be another."""
-    refused = outcome.refused_by_parser
-    if refused:
-        return refused
+    if outcome.refused_by_parser:
+        return outcome.refused_by_parser
+    if judgement.run and all("finite number" in problem.what for problem in judgement.run.problems):
+        return "nan and inf are not numbers"
     recipe = [change.value for change in case.changes if change.name == "recipe"]
     if recipe and outcome.record["recipe"] not in (recipe[-1], recipe[-1][0]):
         return f"trains {outcome.record['recipe']}"
@@ -64,9 +65,20 @@ def _out_of_range(case: Case, judgement: Judgement, outcome: Outcome) -> str:
     return "; ".join(found) if all(found) else ""
 
 
+def _batch_of_one(outcome: Outcome) -> str:
+    return f"trains {outcome.batch} examples a step"
+
+
 _VALUES: dict[str, str | Callable[[Outcome], str]] = {
     "save_total_limit": lambda outcome: "keeps them all" if outcome.seen[0]["checkpoints"] else "",
     "include_num_input_tokens_seen": "any other word counts as `all`",
+    "eval_delay": "a negative delay means none",
+    "eval_steps": "a negative number means logging_steps",
+    "label_smoothing_factor": "the labels' weights are negative",
+    "lora_alpha": "the adapters are multiplied by 0",
+    "weight_decay": "weights grow instead of decaying",
+    "max_grad_norm": "any number below 0 turns clipping off",
+    "global_batch_size": _batch_of_one,
     "early_stopping_patience": "0 stops nothing early",
     "max_steps": "any number below 0 means num_train_epochs",
 }
@@ -87,6 +99,7 @@ SHOWN_BY: dict[str, Proof] = {
     "accumulation_is_said_once": _another_batch,
     "offload_needs_adamw": _another_optimizer,
     "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",
+    "a_training_trains": lambda *_: "it trains",
     "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
     "values_are_in_range": _out_of_range,
     "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",

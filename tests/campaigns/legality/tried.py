@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns.legality import rank
+from tests.campaigns.legality.cards import VARIABLE
 from tests.campaigns.legality.case import Case, flags, launch
 from tests.campaigns.legality.start import forked, start
 
@@ -38,10 +39,11 @@ class Outcome:
     seen: list[dict[str, Any]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
     refused_by_parser: str = ""
+    only_constructed: bool = False
 
     @property
     def finished(self) -> bool:
-        return self.code == 0 and self.record.get("status") == "finished"
+        return self.code == 0 and (self.only_constructed or self.record.get("status") == "finished")
 
     @property
     def traceback(self) -> bool:
@@ -83,7 +85,7 @@ def tried(case: Case, folder: Path, *, checked: bool, really: bool = False) -> O
         code = _ended(pid, SECONDS * (2 if really else 1))
     seen = [json.loads(file.read_text()) for file in sorted(Path(rank.FOLDER).glob("*.json"))]
     refused = "" if checked else _refused_by_parser(case)
-    return Outcome(code, log.read_text(errors="replace"), seen, _record(folder), refused)
+    return Outcome(code, log.read_text(errors="replace"), seen, _record(folder), refused, bool(case.machine))
 
 
 def _refused_by_parser(case: Case) -> str:
@@ -107,6 +109,8 @@ def _refused_by_parser(case: Case) -> str:
 
 def _started(case: Case, checked: bool, really: bool, log: int) -> int:
     environment = {**os.environ, **({} if checked else {"LEGALITY_UNCHECKED": "1"})}
+    if case.machine:
+        environment[VARIABLE] = case.machine
 
     def work() -> int:
         os.setsid()
@@ -149,5 +153,5 @@ def _ended(pid: int, seconds: float) -> int | None:
 
 
 def _record(folder: Path) -> dict[str, Any]:
-    found = sorted(folder.glob("*/run.json")) + sorted(folder.glob("outputs/*/run.json"))
+    found = [file for file in sorted(folder.rglob("run.json")) if file.is_file()]
     return json.loads(found[0].read_text()) if found else {}

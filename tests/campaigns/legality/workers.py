@@ -17,17 +17,18 @@ from tests.campaigns.legality.material import write_material
 def prepare_environment(folder: Path) -> None:
     """What every process of the campaign finds in its environment. Before torch is imported."""
     own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    own["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"  # killed runs leave their locks behind
     os.environ.update(own, HF_HOME=str(folder / "hf"))
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
-def results(seed: str, numbers: list[int], folder: Path, workers: int) -> Iterator[Any]:
+def results(seed: str, numbers: list[int], folder: Path, workers: int, cards: bool = False) -> Iterator[Any]:
     """The results of the runs with these numbers, as they come."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.campaigns.legality.preloaded"])
     queue = context.Queue()
     processes = [
-        context.Process(target=_work, args=(seed, numbers[place::workers], folder, place, queue))
+        context.Process(target=_work, args=(seed, numbers[place::workers], folder, place, cards, queue))
         for place in range(workers)
     ]
     for process in processes:
@@ -45,11 +46,11 @@ def results(seed: str, numbers: list[int], folder: Path, workers: int) -> Iterat
         process.join()
 
 
-def _work(seed: str, numbers: list[int], folder: Path, place: int, queue) -> None:
+def _work(seed: str, numbers: list[int], folder: Path, place: int, cards: bool, queue) -> None:
     from tests.campaigns.legality.campaign import Campaign
 
     try:
-        campaign = Campaign(seed, folder / f"worker-{place}", _material(folder, place))
+        campaign = Campaign(seed, folder / f"worker-{place}", _material(folder, place), cards)
         parent = multiprocessing.parent_process()
         for number in numbers:
             if parent is None or not parent.is_alive():

@@ -14,9 +14,11 @@ import pytest
 
 from launch.fit import search as fit
 from launch.fit.board import Board
+from launch.fit.probe import _requested
 from launch.fit.search import ProbeFailed
 from launch.host.world import World
 from recipes.errors import UserError
+from recipes.rules.check import check
 from recipes.run import resolve, with_fit
 from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
 from tests.support.waiting import PATIENCE, wait_for
@@ -244,6 +246,21 @@ def test_another_failure_says_nothing_about_memory(ranks_agree, end):
     failed = ranks_agree(f"print('loading the model', flush=True)\nif rank: {end}\ntime.sleep(1)\nleave('fits')")
     assert isinstance(failed, ProbeFailed)
     assert "failed on rank 1, which says nothing about memory" in str(failed) and "loading the model" in str(failed)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--eval_strategy epoch --eval_on_start",
+        "--eval_strategy epoch --lr_scheduler_type reduce_lr_on_plateau",
+        "--eval_strategy epoch --load_best_model_at_end",
+        "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr_rate=0.1",
+    ],
+)
+def test_a_probe_does_not_evaluate_and_is_legal_without(flags, tmp_path):
+    request = {"argv": flags.replace("min_lr_rate=0.1", '{"min_lr_rate":0.1}').split()}
+    probed = _requested({**request, "micro_batch": 1, "accumulation": 16}, World(), tmp_path)
+    assert not [problem for problem in check(probed) if problem.severity == "error"]
 
 
 def test_a_mistake_that_a_probe_finds_is_told_as_one(ranks_agree):

@@ -67,3 +67,13 @@ def test_a_run_out_of_memory_is_planned_at_the_length_that_the_model_allows(
     monkeypatch.setattr("launch.training.out_of_memory._planned", lambda run: f"for {run['max_length']} tokens")
     assert main(unlimited(tiny_model, texts, tmp_path)) == 1
     assert f"planned   for {POSITIONS} tokens" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_debugged_is_said_in_one_line(monkeypatch, tiny_model, texts, tmp_path):
+    def cannot(*_, **__):
+        raise NotImplementedError("\"abs_cpu\" not implemented for 'Bool'")
+
+    monkeypatch.setattr("launch.training.trainer.RecipeTrainer.train", cannot)
+    outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "1", "--debug", "underflow_overflow")
+    assert outcome.code == 1
+    assert "--debug underflow_overflow cannot look into this model" in outcome.output

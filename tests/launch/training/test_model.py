@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import (
 from launch.training.demo import demo_tokenizer
 from launch.training.model import described, load_model, load_tokenizer, with_model
 from recipes.errors import UserError
+from recipes.rules.check import require_legal
 from recipes.run import resolve
 from recipes.run.local_model import max_positions
 from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
@@ -117,9 +119,25 @@ def test_sequences_longer_than_the_model_are_refused(llama):
     assert problem(run_with(llama, max_length=2049)).fix == "--max_length 2048 or less"
 
 
-def test_a_longer_sequence_that_the_user_wrote_is_refused_before_the_data_is_read(tokenizer):
-    run = resolve(["--max_length", "1025"], environment={})
+def test_a_longer_sequence_that_the_user_wrote_is_refused_before_anything_is_loaded():
     with pytest.raises(UserError, match="1025 tokens are more than the 1024 positions"):
+        require_legal(resolve(["--max_length", "1025"], environment={}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", {"max_length": 2049}, "2049 tokens are more than the 2048 positions"),
+        ("bert", {}, "is an encoder"),
+    ],
+)
+def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, message, request, monkeypatch):
+    """Before that, check knows nothing of it."""
+    run = replace(run_with(request.getfixturevalue(kind), **settings), elsewhere=frozenset())
+    tokenizer = load_tokenizer(run)
+    monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
+    require_legal(run)
+    with pytest.raises(UserError, match=message):
         with_model(run, tokenizer)
 
 

@@ -6,6 +6,8 @@ One rank, in process.
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 
@@ -79,6 +81,14 @@ def test_a_classifier_reports_its_accuracy(tiny_model, reviews, tmp_path):
     slices = ["--dataset_train_split", "train[:48]", "--dataset_test_split", "train[48:]", "--max_steps", "4"]
     outcome = train_here(tiny_model, reviews, tmp_path / "out", *flags, *slices)
     assert 0 <= outcome.record["eval_accuracy"] <= 1
+
+
+def test_an_evaluation_in_sixteen_bits_leaves_the_saved_weights_alone(tiny_model, texts, tmp_path):
+    flags = "--max_steps 2 --bf16_full_eval --eval_strategy steps --eval_steps 2".split()
+    slices = ["--dataset_train_split", "train[:200]", "--dataset_test_split", "train[200:]"]
+    train_here(tiny_model, texts, tmp_path, *flags, *slices)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
 @pytest.mark.slow

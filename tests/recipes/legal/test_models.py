@@ -39,3 +39,29 @@ def test_a_type_whose_folder_bears_another_name():
 def test_an_unknown_type_has_nothing():
     assert models.class_names("no-such-model") == frozenset()
     assert models.class_attribute("no-such-model", "X", "_supports_sdpa", "unknown") == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("method", "adapters", "expected"),
+    [
+        ("bitsandbytes_4bit", True, True),
+        ("bitsandbytes_4bit", False, False),
+        ("gptq", True, True),
+        ("higgs", True, False),
+        ("mxfp4", True, None),  # the loader restores the weights where it has no kernels
+        ("awq", True, None),  # depends on a package
+        ("no-such-method", True, None),
+    ],
+)
+def test_weights_that_can_be_trained_as_they_are_stored(method, adapters, expected):
+    assert models.trains_quantised(method, adapters) is expected
+
+
+@pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("bloom", False), ("no-such-model", None)])
+def test_what_a_forward_takes(model_type, takes):
+    assert models.has_argument(model_type, models.model_class(model_type, "causal_lm") or "X", "position_ids") is takes
+
+
+@pytest.mark.parametrize(("model_type", "needs"), [("llama", True), ("bert", True), ("canine", False), ("byt5", False)])
+def test_a_tokenizer_without_a_vocabulary_needs_no_file(model_type, needs):
+    assert models.tokenizer_needs_files(model_type) is needs

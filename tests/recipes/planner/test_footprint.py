@@ -15,13 +15,11 @@ from recipes.planner.footprint import Components, need
 from recipes.planner.shapes import Adapters, Case, Traced, Weights
 from recipes.planner.trace import trace, weigh
 from recipes.run import resolve
-from recipes.run.engine import Engine, shipped
+from recipes.run.engine import Engine
 from tests.benchmarks.published import V100
 from tests.benchmarks.resident import CASES
-from tests.recipes.planner.small import SHAPE, SMALL, need_of, run_of
+from tests.recipes.planner.small import SMALL, need_of, run_of
 from tests.support.running import ROOT
-
-FSDP2 = str(shipped("sharded.yaml"))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -77,15 +75,6 @@ def test_adapters_take_less_than_training_everything(smaller):
     whole, less = (need_of(SMALL["llama"], flags).gpu for flags in ("", smaller))
     assert less.total < whole.total
     assert less.gradients + less.optimizer < 0.2 * (whole.gradients + whole.optimizer)
-
-
-def test_fsdp2_shards_every_state_and_gathers_layers(tmp_path):
-    deep = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
-    alone, shared = (need_of(deep, "--bf16 true", FSDP2, world).gpu for world in (1, 8))
-    weights = weigh(deep, "causal_lm")
-    assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
-    gathered = 2 * (weights.outside_layers + 2 * weights.largest_layer)
-    assert shared.parameters == pytest.approx(4 * weights.total / 8 + gathered, rel=0.01)
 
 
 def test_components_sum_to_the_total():

@@ -7,10 +7,15 @@ from transformers import BertConfig, LlamaConfig
 
 from launch.cli import main
 from recipes import plan_memory
+from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.planner.estimate import read_config
 from recipes.planner.fits import Usable, largest_that_fits
 from recipes.planner.plan import plan_run
+from recipes.rules.check import check
+from recipes.run import resolve, with_flags
+from recipes.run.engine import shipped
+from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import LARGE, SMALL, SMALL_CARD, TINY, planned, run_of
 
 
@@ -99,6 +104,12 @@ def test_a_step_that_fits_is_a_legal_run_that_fits(too_large, capsys):
     assert main(["check", *step.words.split(), "--per_device_train_batch_size", "1", "--model_name_or_path", "m"]) == 0
 
 
+def test_every_step_is_a_legal_run(too_large):
+    argv = ["--max_length", "256"]
+    for step in too_large.next_steps:
+        assert_is_legal(step_words(step, argv), 1, Gpu("a GPU", (8, 0), round(SMALL_CARD * 1e9)))
+
+
 def test_a_recipe_that_needs_more_ram_than_a_node_has_does_not_fit():
     run = run_of("memory", "--max_length", "64")
     enough, too_little = (largest_that_fits(run, TINY, Usable(8 << 30, host)) for host in (1 << 30, 1 << 10))
@@ -110,3 +121,81 @@ def test_a_recipe_that_is_not_legal_says_why_and_its_step_leaves_the_flag_out():
     assert {entry.name for entry in plan.recipes} == {"fast", "standard"}
     assert "replaced by DeepSpeedCPUAdam" in plan.refused["memory"]
     assert any(step.words == "--recipe memory, without --optim" for step in plan.next_steps)
+
+
+# --- The fastest that fits ------------------------------------------------------------------------
+
+
+def words_of(entry, argv):
+    flags = {**entry.flags, "per_device_train_batch_size": entry.micro_batch}
+    return with_flags([*argv, "--recipe", entry.name], flags)
+
+
+def assert_is_legal(words, world, gpu):
+    """As `recipes check` judges it, on a machine with that GPU."""
+    words = [*words, "--model_name_or_path", "m"]
+    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
+    hardware = Hardware((gpu,) * world, cores=8 * world)
+    run = resolve(words, world_size=world, hardware=hardware, accelerate_config=engine, environment={})
+    assert not [problem for problem in check(run) if problem.severity == "error"], words
+
+
+def step_words(step, argv):
+    """The command line of a step: its flags in place of the user's, without those it leaves out."""
+    words, *dropped = step.words.partition(" on ")[0].split(", without --")
+    flags = words.split()
+    replaced = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
+    return [*flags, *with_flags(argv, dict.fromkeys([*dropped, *replaced]))]
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(
+    memory=st.sampled_from([1.8, 2.2, 2.5, 3, 4, 8]),
+    world=st.sampled_from([1, 2, 8]),
+    bandwidth=st.sampled_from([None, 2, 200]),
+    host=st.sampled_from([None, 1, 3]),
+    optim=st.sampled_from([[], ["--optim", "adamw_bnb_8bit"], ["--optim", "adafactor"]]),
+)
+def test_the_recommended_recipe_is_the_fastest_that_fits_and_all_that_is_advised_is_legal(
+    memory, world, bandwidth, host, optim
+):
+    argv = ["--max_length", "128", *optim]
+    plan = planned(*argv, config=LARGE, gpu_memory=memory, num_processes=world, bandwidth=bandwidth, host_memory=host)
+    gpu = Gpu("a GPU", (8, 0), round(memory * 1e9))
+    fitting = [entry for entry in plan.recipes if entry.fits]
+    assert bool(fitting) == (plan.recommended is not None)
+    for entry in fitting:
+        assert plan.times[plan.recommended].known <= plan.times[entry.name].known
+        assert_is_legal(words_of(entry, argv), world, gpu)
+    for step in plan.next_steps:
+        assert_is_legal(step_words(step, argv), world, gpu)
+
+
+def test_eight_billion_on_eight_cards_of_80_gb_are_sharded_and_not_offloaded():
+    plan = plan_memory("8B", gpu="H100 80GB", num_processes=8, argv=["--max_length", "2048"])
+    assert plan.recommended == "sharded"
+    assert plan.times["memory"].host > 0 and plan.times["sharded"].host == 0
+    assert plan.times["memory"].known > plan.times["sharded"].known
+
+
+@pytest.mark.parametrize("host_memory", [None, 64])
+def test_eight_billion_on_one_card_of_24_gb_get_a_step_with_adapters(host_memory):
+    plan = plan_memory("8B", gpu="L4", host_memory=host_memory, argv=["--max_length", "2048"])
+    assert plan.recommended in (None, "memory_zero3")
+    assert any(step.fits and "--use_peft true" in step.words for step in plan.next_steps)
+
+
+def test_checkpointing_is_preferred_to_offload_and_said(capsys):
+    words = ["--model", "8B", "--gpu", "A100 40GB", "--num_processes", "8", "--max_length", "4096"]
+    assert main(["plan", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "sharded: with --gradient_checkpointing true" in printed
+    assert "take sharded" in printed and printed.strip().endswith(
+        "--gradient_checkpointing true --per_device_train_batch_size 2"
+    )
+
+
+def test_one_gpu_is_never_recommended_to_share_with_nobody():
+    assert "sharded" not in {entry.name for entry in planned(num_processes=1).recipes}
+    assert planned(num_processes=1, recipe="sharded").recommended == "sharded"

@@ -6,8 +6,8 @@ from recipes.planner.trace import weigh
 from tests.recipes.planner.small import SMALL, planned
 
 
-def splits(recipe="standard", processes=2, **named):
-    flags = ["--global_batch_size", "96", "--max_length", "64"]
+def splits(recipe="standard", processes=2, flags=(), **named):
+    flags = ["--global_batch_size", "96", "--max_length", "64", *flags]
     return planned(*flags, recipe=recipe, gpu="A100 80GB", gpu_memory=None, num_processes=processes, **named).choices
 
 
@@ -48,3 +48,36 @@ def test_bytes_take_their_time_at_the_stated_bandwidth():
 def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
     assert planned(config=SMALL["qwen3_moe"], gpu="H100", gpu_memory=None).choices[0].time.compute is None
     assert planned().choices[0].time.compute is None
+
+
+# --- Offload and sharding -------------------------------------------------------------------------
+
+
+def test_only_offload_takes_time_on_the_host_and_more_with_each_micro_batch():
+    assert {split.time.host for recipe in ("standard", "sharded") for split in splits(recipe)} == {0}
+    for recipe in ("memory", "memory_zero3"):
+        hosts = {split.accumulation: split.time.host for split in splits(recipe)}
+        assert 0 < hosts[1] < hosts[4] < hosts[12]
+
+
+def test_gradients_and_weights_of_zero_2_cross_pcie_once_and_adam_reads_and_writes_seven_numbers():
+    parameters = weigh(SMALL["llama"], "causal_lm").total
+    pcie, adam = 2 * 2 * parameters / 2 / 32e9, 7 * 4 * parameters / 204.8e9
+    assert splits("memory")[0].time.host == pytest.approx(pcie + adam)
+
+
+def test_parameters_that_are_offloaded_cross_pcie_twice_in_each_micro_batch():
+    parameters = weigh(SMALL["llama"], "causal_lm").total
+    more = splits("memory_zero3")[0].time.host - splits("memory")[0].time.host
+    assert more == pytest.approx((2 - 1) * 2 * parameters / 2 / 32e9)
+
+
+def test_fsdp2_gathers_twice_and_scatters_once_in_each_micro_batch_but_the_head_once():
+    weights = weigh(SMALL["llama"], "causal_lm")
+    head = weights.outside_layers - weights.looked_up
+    by_accumulation = {split.accumulation: split.time.sent_bytes for split in splits("sharded")}
+    assert by_accumulation[1] == 2 * (3 * weights.total - head) / 2
+    assert by_accumulation[12] == 12 * by_accumulation[1]
+    flags = ["--accelerator_config", '{"split_batches": false}']
+    once = {split.accumulation: split.time.sent_bytes for split in splits("sharded", flags=flags)}
+    assert once[12] == 2 * (12 * (2 * weights.total - head) + weights.total) / 2

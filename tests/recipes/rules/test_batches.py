@@ -32,6 +32,14 @@ CASES = {
         Run("--dataloader_prefetch_factor 4 --dataloader_num_workers 0"),
         Run("--dataloader_prefetch_factor 4 --dataloader_num_workers 1"),
     ),
+    "dispatched_batches_have_one_shape": (
+        Run('--packing false --accelerator_config {"dispatch_batches":true}', world=2),
+        Run('--packing --accelerator_config {"dispatch_batches":true}', world=2),
+    ),
+    "no_state_is_configured_before": (
+        Run('--accelerator_config {"use_configured_state":true}'),
+        Run('--accelerator_config {"use_configured_state":false}'),
+    ),
     "packing_frees_the_padding": (Run("--packing --padding_free"), Run("--packing false --padding_free")),
     "padding_free_needs_flash_attention": (
         Run("--padding_free --packing false"),

@@ -34,6 +34,10 @@ CASES = {
         Run(DS, files=ds_json(fp16={"enabled": True}, bf16={"enabled": True})),
         Run(f"{DS} --bf16", files=ds_json(fp16={"enabled": False}, bf16={"enabled": True})),
     ),
+    "deepspeed_json_names_classes": (
+        Run(DS, files=ds_json(scheduler={"type": "WarmupLr", "params": {}})),
+        Run(DS, files=ds_json(scheduler={"type": "WarmupLR", "params": {}}, optimizer={"type": "AdamW"})),
+    ),
     "zero_stages_exist": (
         Run(DS, files={"ds.json": {"zero_optimization": {"stage": 4}}}),
         Run(DS, files={"ds.json": {"zero_optimization": {"stage": 3}}}),

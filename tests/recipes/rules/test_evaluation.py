@@ -9,6 +9,8 @@ from tests.support.runs import BEST, CLASSIFY, EVAL, Run
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
+PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"
+
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "best_model_needs_matching_strategies": (Run(f"{BEST} {EVAL} --save_strategy epoch"), Run(f"{BEST} {EVAL}")),
@@ -28,12 +30,20 @@ CASES = {
         Run(f"{EVAL} {BEST} --metric_for_best_model f1"),
         Run(f"{EVAL} {BEST} --metric_for_best_model eval_loss"),
     ),
+    "best_is_the_better_value": (
+        Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better true"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better false"),
+    ),
+    "plateaus_look_the_right_way": (
+        Run(f"{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy"),
+        Run(f'{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy --lr_scheduler_kwargs {{"mode":"max"}}'),
+    ),
     "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
     "accuracy_is_computed_at_the_end": (
         Run(f"--batch_eval_metrics {CLASSIFY}"),
         Run(f"--eval_do_concat_batches false {CLASSIFY}"),
     ),
-    "labels_have_one_name": (Run("--label_names foo"), Run("--label_names labels")),
+    "labels_have_one_name": (Run(f"--label_names foo {EVAL}"), Run(f"--label_names labels {EVAL}")),
     "a_training_trains": (Run("--do_train false"), Run("--do_train")),
     "test_split_is_used": (Run("--dataset_test_split test"), Run(f"--dataset_test_split test {EVAL}")),
 }
@@ -54,6 +64,16 @@ ALSO_FIRES = [
     ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 20 --save_steps 20 --max_steps 10"), "save_steps"),
     ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping_patience"),
+    (
+        "best_is_the_better_value",
+        Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model accuracy --greater_is_better false"),
+        "greater_is_better",
+    ),
+    (
+        "plateaus_look_the_right_way",
+        Run(f'{PLATEAU} --lr_scheduler_kwargs {{"mode":"max"}}'),
+        "lr_scheduler_type",
+    ),
 ]
 
 # rule, another run that is legal
@@ -63,7 +83,28 @@ LEGAL_AFTER_ALL = [
     ("best_model_needs_matching_strategies", Run(f"{BEST} --eval_strategy epoch")),
     ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_strategy steps")),
     ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 5 --max_steps 5")),
+    ("best_is_the_better_value", Run(f"{EVAL} --greater_is_better true")),  # nothing reads it
+    ("best_is_the_better_value", Run(f"{BEST} {EVAL} --metric_for_best_model f1 --greater_is_better false")),
 ]
+
+
+def test_the_worst_model_is_the_best_one(tmp_path):
+    every_step = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, learning_rate=1e-2)
+    settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, **every_step)
+    trainer = train(tmp_path, evaluates=True, **settings)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == max(losses) > min(losses)
+    assert_fires("best_is_the_better_value", settings)
+
+
+def test_a_plateau_in_the_wrong_direction_lowers_the_rate_of_a_falling_loss(tmp_path):
+    every_step = dict(eval_strategy="steps", eval_steps=1, logging_steps=1, max_steps=4)
+    settings = dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"mode": "max", "patience": 0})
+    history = train(tmp_path, evaluates=True, **settings, **every_step).state.log_history
+    rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses == sorted(losses, reverse=True) and rates[-1] < rates[0] / 50
+    assert_fires("plateaus_look_the_right_way", {**settings, **every_step})
 
 
 def test_early_stopping_without_evaluation_is_an_assertion_error(tmp_path):

@@ -8,10 +8,14 @@ import types
 
 import pytest
 
+from recipes import legal
 from tests.support.real_failures import arguments, assert_fires, train
 from tests.support.runs import DS, EVAL, SGD, Run, deepspeed, ds_json, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
+
+MIN_LR = "--lr_scheduler_type cosine_with_min_lr"
+WSD = "--lr_scheduler_type warmup_stable_decay"
 
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
@@ -47,6 +51,28 @@ CASES = {
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":2}'),
     ),
+    "schedule_values_are_legal": (
+        Run('--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":9,"decay_type":"x"}'),
+        Run(
+            '--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":9,"decay_type":"1-sqrt"}'
+        ),
+    ),
+    "lowest_rate_is_below_the_rate": (
+        Run(f'{MIN_LR} --lr_scheduler_kwargs {{"min_lr":0.1}}'),
+        Run(f'{MIN_LR} --lr_scheduler_kwargs {{"min_lr":1e-6}}'),
+    ),
+    "deepspeed_takes_no_absolute_rates": (
+        Run(f"{DS} --lr_scheduler_type polynomial", files=ds_json()),
+        Run("--lr_scheduler_type polynomial"),
+    ),
+    "warmup_is_used": (
+        Run("--lr_scheduler_type constant --warmup_steps 10"),
+        Run("--lr_scheduler_type constant_with_warmup --warmup_steps 10"),
+    ),
+    "warmup_ends_before_the_run": (
+        Run("--warmup_steps 10 --max_steps 10"),
+        Run("--warmup_steps 9 --max_steps 10"),
+    ),
     "one_warmup_step_is_one_step": (Run("--warmup_steps 1.0"), Run("--warmup_steps 0.1")),
     "max_steps_wins_over_epochs": (Run("--max_steps 5 --num_train_epochs 2"), Run("--max_steps 5")),
 }
@@ -56,12 +82,58 @@ ALSO_FIRES = [
     ("offload_needs_adamw", Run("--recipe memory --optim adamw_bnb_8bit", yaml="memory.yaml"), "optim"),
     ("offload_needs_adamw", Run("--recipe memory_zero3 --optim adafactor", yaml="memory_zero3.yaml"), "optim"),
     ("layerwise_optimizers_work_alone", Run("--optim apollo_adamw_layerwise --gradient_accumulation_steps 2"), "optim"),
+    ("schedule_values_are_legal", Run("--lr_scheduler_type polynomial --learning_rate 1e-8"), "lr_scheduler_type"),
+    (
+        "schedule_values_are_legal",
+        Run('--lr_scheduler_type inverse_sqrt --lr_scheduler_kwargs {"timescale":0}'),
+        "lr_scheduler_kwargs",
+    ),
+    (
+        "schedule_values_are_legal",
+        Run(f'--lr_scheduler_type reduce_lr_on_plateau {EVAL} --lr_scheduler_kwargs {{"factor":2}}'),
+        "lr_scheduler_kwargs",
+    ),
+    (
+        "schedule_settings_are_its_own",
+        Run(f'--lr_scheduler_type greedy {EVAL} --lr_scheduler_kwargs {{"factr":0.5}}'),
+        "lr_scheduler_kwargs",
+    ),
+    (
+        "lowest_rate_is_below_the_rate",
+        Run(f"--lr_scheduler_type greedy --learning_rate 1e-4 {EVAL}"),
+        "lr_scheduler_type",
+    ),
+    (
+        "lowest_rate_is_below_the_rate",
+        Run(f'{MIN_LR} --lr_scheduler_kwargs {{"min_lr_rate":2}}'),
+        "lr_scheduler_kwargs",
+    ),
+    (
+        "deepspeed_takes_no_absolute_rates",
+        Run(f'{MIN_LR} --lr_scheduler_kwargs {{"min_lr":1e-6}}', yaml="memory.yaml"),
+        "lr_scheduler_kwargs",
+    ),
+    (
+        "warmup_ends_before_the_run",
+        Run(f'{WSD} --max_steps 10 --warmup_steps 2 --lr_scheduler_kwargs {{"num_decay_steps":9}}'),
+        "lr_scheduler_kwargs",
+    ),
 ]
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
     ("offload_needs_adamw", Run(f"{DS} {SGD}", files=ds_json(zero_force_ds_cpu_optimizer=False))),
     ("offload_needs_adamw", Run(f"--recipe memory {SGD}", yaml=deepspeed("zero_stage: 2"))),
+    (
+        "deepspeed_takes_no_absolute_rates",
+        Run(f"{DS} --lr_scheduler_type polynomial", files=ds_json(optimizer={"type": "Adam"})),
+    ),
+    (
+        "deepspeed_takes_no_absolute_rates",
+        Run(f'{MIN_LR} --lr_scheduler_kwargs {{"min_lr_rate":0.1}}', yaml="memory.yaml"),
+    ),
+    ("warmup_ends_before_the_run", Run("--max_steps 2")),  # the demonstration's own warm-up
+    ("warmup_ends_before_the_run", Run("--warmup_steps 0.5 --max_steps 10")),
 ]
 
 
@@ -163,3 +235,26 @@ def test_a_beta_of_zero_is_a_float(tmp_path):
     with pytest.raises(ValueError, match="betas must be either both floats"):
         train(tmp_path, adam_beta1=0)
     train(tmp_path, adam_beta1=resolved("--adam_beta1 0")["adam_beta1"])
+
+
+@pytest.mark.parametrize("schedule", sorted(legal.schedules_without_warmup()))
+def test_a_warmup_is_dropped(schedule, tmp_path):
+    settings = dict(lr_scheduler_type=schedule, warmup_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1)
+    assert rates(train(tmp_path, evaluates=True, **settings)) == [5e-5, 5e-5]
+    assert_fires("warmup_is_used", settings)
+
+
+def test_a_warmup_longer_than_the_run_never_ends(tmp_path):
+    settings = dict(max_steps=2, warmup_steps=10, logging_steps=1)
+    assert rates(train(tmp_path, **settings)) == [0, 5e-6]
+    assert_fires("warmup_ends_before_the_run", settings)
+
+
+def test_a_lowest_rate_above_the_rate_raises_it(tmp_path):
+    settings = dict(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1.0}, logging_steps=1)
+    assert rates(train(tmp_path, **settings)) == [5e-5, pytest.approx(0.5, rel=1e-3)]
+    assert_fires("lowest_rate_is_below_the_rate", settings)
+
+
+def rates(trainer) -> list[float]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]

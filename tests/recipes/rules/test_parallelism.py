@@ -37,8 +37,16 @@ CASES = {
         Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, zero_optimization={"stage": 3}), world=2),
         Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
     ),
-    "tensor_parallelism_trains_language_models": (
+    "tensor_parallelism_leaves_the_batch_to_trainer": (
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size=16), world=2),
+        Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size="auto"), world=2),
+    ),
+    "tensor_parallelism_counts_no_accuracy": (
+        Run(f"{DS} {CLASSIFY} --eval_strategy epoch", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
         Run(f"{DS} {CLASSIFY}", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+    ),
+    "tensor_parallelism_trains_every_weight": (
+        Run(f"{DS} --use_peft", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
         Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
     ),
     "deepspeed_shards_no_sequences": (

@@ -19,6 +19,13 @@ REFUSED_BY_THE_CONSTRUCTOR = [
     ("nested_settings_are_known", dict(accelerator_config={"even_batch": True}), TypeError, "even_batch"),
     ("nested_settings_can_be_read", dict(accelerator_config="nowhere.json"), FileNotFoundError, "nowhere.json"),
     ("ddp_backend_needs_processes", dict(ddp_backend="gloo"), ValueError, "Default process group"),
+    ("debug_options_exist", dict(debug="loud"), ValueError, "not a valid DebugOption"),
+    (
+        "no_state_is_configured_before",
+        dict(accelerator_config={"use_configured_state": True}),
+        ValueError,
+        "requires a",
+    ),
     (
         "best_model_needs_matching_strategies",
         dict(load_best_model_at_end=True, save_strategy="steps"),
@@ -89,6 +96,36 @@ FAILS_IN_TRAINING = [
         TypeError,
         "unexpected keyword argument 'num_cycles'",
     ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="polynomial", learning_rate=1e-8),
+        ValueError,
+        "must be smaller",
+    ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs={"num_decay_steps": 1, "decay_type": "x"}),
+        ValueError,
+        "Unknown decay type",
+    ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="inverse_sqrt", lr_scheduler_kwargs={"timescale": 0}),
+        ZeroDivisionError,
+        "zero",
+    ),
+    (
+        "schedule_values_are_legal",
+        dict(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", lr_scheduler_kwargs={"factor": 2}),
+        ValueError,
+        "Factor should be",
+    ),
+    (
+        "schedule_settings_are_its_own",
+        dict(lr_scheduler_type="greedy", eval_strategy="steps", lr_scheduler_kwargs={"factr": 0.5}),
+        TypeError,
+        "unexpected keyword argument 'factr'",
+    ),
     ("evaluating_needs_data", dict(eval_on_start=True), ValueError, "evaluation requires an eval_dataset"),
     ("output_has_a_folder", dict(output_dir=""), FileNotFoundError, "No such file or directory: ''"),
     ("compile_backend_is_known", dict(torch_compile_backend="foo"), ValueError, "not a valid DynamoBackend"),
@@ -116,5 +153,5 @@ FAILS_IN_TRAINING = [
 @pytest.mark.parametrize(("rule", "settings", "error", "message"), FAILS_IN_TRAINING)
 def test_training_fails(rule, settings, error, message, tmp_path):
     with pytest.raises(error, match=message):
-        train(tmp_path, **settings)
+        train(tmp_path, evaluates="eval_strategy" in settings, **settings)
     assert_fires(rule, {"recipe": "baseline", **settings})

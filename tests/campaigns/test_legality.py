@@ -1,0 +1,47 @@
+"""The oracle finds what it should find, and nothing in a fixed part of its runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from random import Random
+
+import pytest
+
+from tests.campaigns.legality.case import Case, Change, from_json
+from tests.campaigns.legality.draw import draw
+from tests.campaigns.legality.draw_cards import draw_card
+from tests.campaigns.legality.shrink import shrink
+from tests.support.running import ROOT
+
+
+def campaign(*words: str) -> str:
+    command = [sys.executable, "-m", "tests.campaigns.legality", "--workers", "1", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", [draw, draw_card])
+def test_the_same_seed_draws_the_same_runs(kind):
+    cases = [[kind(Random(f"seed-{number}")) for number in range(50)] for _ in range(2)]
+    assert cases[0] == cases[1]
+    assert [from_json(case.as_json()) for case in cases[0]] == cases[0]
+    assert len({case.as_json() for case in cases[0]}) == 50
+
+
+def test_a_case_shrinks_to_what_matters():
+    needed = Change("flag", "bf16", ["true"])
+    others = [Change("flag", name, ["1"]) for name in ("seed", "lora_r", "save_steps", "eval_steps", "max_steps")]
+    case = Case("accelerate", 2, "memory.yaml", "gpt2", "texts.txt", changes=(*others[:2], needed, *others[2:]))
+    assert shrink(case, lambda other: needed in other.changes) == Case(changes=(needed,))
+
+
+@pytest.mark.slow
+def test_check_and_reality_agree():
+    assert "0 disagreements" in campaign("--runs", "100", "--seed", "slow tier")
+
+
+@pytest.mark.slow
+def test_check_and_the_real_constructors_agree_on_gpus():
+    assert "0 disagreements" in campaign("--runs", "60", "--seed", "slow tier", "--cards")

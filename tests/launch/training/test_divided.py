@@ -1,0 +1,116 @@
+"""Tensor parallelism and replicas of shards through train.py: the training that DDP would do."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.support.models import SMALL, save
+from tests.support.running import ROOT, launch_quickly, losses, model_flags
+
+pytestmark = pytest.mark.slow
+
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+ZERO_2 = {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True}
+CONFIG = {**AUTO, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, "zero_optimization": ZERO_2}
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Two epochs whose last global batch is not full, with evaluations."""
+    folder = tmp_path_factory.mktemp("training")
+    words = "def class import return yield the of a model trains on data".split()
+    rows = [{"prompt": " ".join(words[: row % 5 + 1]), "completion": " ".join(words[row % 9 :])} for row in range(53)]
+    data = folder / "texts.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    config = LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256)
+    model = save(LlamaForCausalLM(config), folder / "model")
+    more = "--num_train_epochs 2 --learning_rate 1e-2 --eval_strategy epoch --logging_steps 1 --global_batch_size 8"
+    more += " --per_device_train_batch_size 2 --dataset_train_split train[:43] --dataset_test_split train[43:]"
+    return [*model_flags(model, data), *more.split()]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    file = tmp_path_factory.mktemp("deepspeed") / "ds.json"
+    file.write_text(json.dumps({**CONFIG, "tensor_parallel": {"autotp_size": 2}}), encoding="utf-8")
+    return ["--deepspeed", str(file)]
+
+
+@pytest.fixture(scope="module")
+def ddp(flags, tmp_path_factory):
+    return launch_quickly(*flags, output=tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def run(request, flags, divided, tmp_path_factory):
+    output = tmp_path_factory.mktemp("divided")
+    return launch_quickly(*flags, *divided, output=output, processes=request.param), output, request.param
+
+
+def test_the_losses_are_those_of_ddp(run, ddp):
+    assert run[0].code == 0, run[0].output
+    assert losses(run[0]) == pytest.approx(losses(ddp), abs=1e-5)
+    assert run[0].record["eval_loss"] == pytest.approx(ddp.record["eval_loss"], abs=1e-5)
+
+
+def test_the_record_says_who_shares_what(run):
+    outcome, _, processes = run
+    assert (outcome.record["world_size"], outcome.record["data_parallel_size"]) == (processes, processes // 2)
+    assert outcome.record["engine"] == "DeepSpeed ZeRO-2, tensor parallel 2"
+    assert outcome.record["settings"]["global_batch_size"]["value"] == 8
+
+
+def test_the_banner_says_it_too(run):
+    words = " ".join(run[0].output.split())
+    assert f"x data-parallel {run[2] // 2} = global 8 (world {run[2]}: each group of 2 processes shares" in words
+
+
+def test_parameters_and_tokens_are_counted_once(run, ddp):
+    assert run[0].record["num_parameters"] == ddp.record["num_parameters"]
+    of_a_step = [outcome.record["tokens_per_second"] * outcome.record["step_time"] for outcome in (run[0], ddp)]
+    assert of_a_step[0] == pytest.approx(of_a_step[1], rel=0.05)  # DDP also counts what fills up an epoch's last batch
+
+
+def test_the_saved_model_is_whole(run, ddp):
+    model = AutoModelForCausalLM.from_pretrained(run[1])
+    assert sum(parameter.numel() for parameter in model.parameters()) == ddp.record["num_parameters"]
+
+
+def test_a_resume_goes_on_exactly(flags, divided, tmp_path):
+    words = [*flags[:6], *divided, *"--save_steps 2 --logging_steps 1 --lr_scheduler_type constant --max_steps".split()]
+    whole = launch_quickly(*words, "4", output=tmp_path / "whole")
+    launch_quickly(*words, "2", output=tmp_path / "parts")
+    resumed = launch_quickly(*words, "4", output=tmp_path / "parts")
+    assert (resumed.code, resumed.output.count("resuming from")) == (0, 1), resumed.output
+    assert losses(resumed) == losses(whole)
+
+
+def test_what_was_divided_otherwise_is_not_resumed(flags, divided, tmp_path):
+    words = [*flags[:6], "--save_steps", "2", "--max_steps"]
+    assert launch_quickly(*words, "2", *divided, output=tmp_path).code == 0
+    undivided = launch_quickly(*words, "4", output=tmp_path)
+    assert undivided.code == 1 and "tensor parallel 2, and are sharded for exactly these" in undivided.output
+
+
+def test_a_model_that_deepspeed_cannot_divide_is_one_line(gpt2, texts, divided, tmp_path):
+    outcome = launch_quickly(*model_flags(gpt2, texts), *divided, "--max_steps", "1", output=tmp_path)
+    assert outcome.code == 1 and "Traceback" not in outcome.output
+    assert "DeepSpeed cannot divide GPT2LMHeadModel" in outcome.output
+
+
+def test_adapters_are_not_divided(flags, divided, tmp_path):
+    outcome = launch_quickly(*flags, *divided, "--use_peft", output=tmp_path)
+    assert outcome.code == 1 and "cannot be combined with use_peft" in outcome.output
+
+
+def test_replicas_of_shards_train_what_ddp_trains(flags, ddp, tmp_path):
+    """HSDP through train.py, with accelerate's refusal of a CPU lifted."""
+    config = (ROOT / "accelerate_configs" / "sharded.yaml").read_text(encoding="utf-8")
+    config += "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 2\n"
+    (tmp_path / "hsdp.yaml").write_text(config, encoding="utf-8")
+    where = dict(config=str(tmp_path / "hsdp.yaml"), script=ROOT / "tests" / "support" / "fsdp_on_cpu.py")
+    outcome = launch_quickly(*flags, "--save_strategy", "no", output=tmp_path / "out", processes=4, **where)
+    assert outcome.code == 0, outcome.output
+    assert "2 replicas of 2 shards" in outcome.record["engine"] and outcome.record["data_parallel_size"] == 4
+    assert losses(outcome) == pytest.approx(losses(ddp), abs=1e-5)

@@ -1,0 +1,192 @@
+"""What really happens under DeepSpeed, on a CPU, to runs that rules of several subjects report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.support.real_failures import arguments, assert_fires, launched, run_ranks, tiny_llama, train
+from tests.support.runs import yaml
+
+pytestmark = pytest.mark.slow
+
+AUTO = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"], "auto")
+ENABLED = {"enabled": "auto"}
+MIN_LR = {"lr_scheduler_kwargs": {"min_lr": 1e-6}}
+EVAL = {"eval_strategy": "steps", "eval_steps": 1}
+TORCH_ADAM = {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}
+
+# What trains: sections of the DeepSpeed JSON beside the stage, and arguments.
+RUNS: dict[str, tuple[dict, dict]] = {
+    "polynomial": ({}, {"lr_scheduler_type": "polynomial"}),
+    "polynomial of the JSON's optimizer": ({"optimizer": TORCH_ADAM}, {"lr_scheduler_type": "polynomial"}),
+    "cosine with min_lr": ({}, {"lr_scheduler_type": "cosine_with_min_lr", **MIN_LR}),
+    "cosine and warm-up with min_lr": ({}, {"lr_scheduler_type": "cosine_warmup_with_min_lr", **MIN_LR}),
+    "fp16": ({"fp16": ENABLED}, {"fp16": True}),
+    "evaluates in bf16 alone": ({}, {"bf16_full_eval": True, **EVAL}),
+    "evaluates and trains in bf16": ({"bf16": ENABLED}, {"bf16_full_eval": True, **EVAL}),
+    "another scheduler": ({"scheduler": {"type": "Foo", "params": {}}}, {}),
+    "another optimizer": ({"optimizer": {"type": "Foo", "params": {}}}, {}),
+}
+
+# The same for a YAML: its first lines, and arguments.
+YAMLS: dict[str, tuple[tuple[str, ...], dict]] = {
+    "fp8": (("mixed_precision: fp8",), {}),
+    "bf16 evaluations": ((), {"bf16_full_eval": True}),
+    "fp16 evaluations": ((), {"fp16_full_eval": True}),
+    "bf16 evaluations of bf16": ((), {"bf16_full_eval": True, "bf16": True}),
+}
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.recipes.rules.test_under_deepspeed import report
+report(Path(sys.argv[1]))
+"""
+
+
+def report(folder: Path) -> None:
+    """Trains all of RUNS, and a LoRA classifier in two precisions; writes how each has ended."""
+    ends = {}
+    for name, (sections, settings) in RUNS.items():
+        for stage in (2, 3):
+            config = {**AUTO, "zero_optimization": {"stage": stage}, **sections}
+            ends[f"{name}, stage {stage}"] = end_of(folder, deepspeed=config, **settings)
+    for stage, bf16 in ((2, True), (3, False), (3, True)):
+        config = {**AUTO, "zero_optimization": {"stage": stage}, "bf16": ENABLED}
+        ends[f"LoRA classifier, stage {stage}, bf16 {bf16}"] = end_of(
+            folder, classifies=True, deepspeed=config, bf16=bf16
+        )
+    for name, (lines, settings) in YAMLS.items():
+        ends[name] = end_of_yaml(folder, lines, settings)
+    (folder / "ends.json").write_text(json.dumps(ends), encoding="utf-8")
+
+
+def end_of(folder: Path, classifies: bool = False, **settings) -> str:
+    """The error, or the type that the weights were trained in."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    try:
+        if classifies:
+            return str(train_classifier(folder, **settings))
+        trainer = train(folder, evaluates="eval_strategy" in settings, **settings)
+        return str(trainer.model_wrapped.get_data_types()[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        unset_hf_deepspeed_config()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+def end_of_yaml(folder: Path, lines: tuple[str, ...], settings: dict) -> str:
+    """The same with what the launcher makes of a YAML. For fp8, the package is a stand-in."""
+    file = folder / "accelerate.yaml"
+    file.write_text(yaml("DEEPSPEED", *lines, "deepspeed_config:", "  zero_stage: 2"), encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        for name in ("utils.launch.is_fp8_available", "state.is_fp8_available", "accelerator.is_torchao_available"):
+            stack.enter_context(mock.patch(f"accelerate.{name}", return_value=True))
+        stack.enter_context(mock.patch("accelerate.accelerator.AORecipeKwargs"))
+        variables = {name: value for name, value in launched(file).items() if name.startswith("ACCELERATE_")}
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        return end_of(folder, **settings)
+
+
+def train_classifier(folder: Path, **settings):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification, Trainer
+
+    tiny_llama(pad_token_id=0).save_pretrained(folder / "model")
+    args = arguments(folder, **settings)  # before the model, so that ZeRO-3 shards it
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "model")
+    adapters = LoraConfig(task_type="SEQ_CLS", target_modules="all-linear")
+    rows = [{"input_ids": [1, 2, 3], "labels": 0}] * 16
+    trainer = Trainer(get_peft_model(model, adapters), args, train_dataset=rows)
+    trainer.train()
+    return trainer.model_wrapped.get_data_types()[0]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> dict[str, str]:
+    pytest.importorskip("deepspeed")
+    folder = tmp_path_factory.mktemp("deepspeed")
+    script = folder / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    output = run_ranks([str(script), str(folder)], 1, DS_ACCELERATOR="cpu")
+    file = folder / "ends.json"
+    assert file.exists(), output
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("rule", "name", "message"),
+    [
+        ("deepspeed_takes_no_absolute_rates", "polynomial", "has no attribute 'defaults'"),
+        ("deepspeed_takes_no_absolute_rates", "cosine with min_lr", "has no attribute 'defaults'"),
+        ("deepspeed_takes_no_absolute_rates", "cosine and warm-up with min_lr", "has no attribute 'defaults'"),
+        ("deepspeed_json_names_classes", "another scheduler", "does not recognize LR scheduler Foo"),
+        ("deepspeed_json_names_classes", "another optimizer", "Foo is not a supported DeepSpeed Optimizer"),
+    ],
+)
+def test_it_fails(rule, name, message, stage, ends):
+    assert message in ends[f"{name}, stage {stage}"]
+    sections, settings = RUNS[name]
+    assert_fires(rule, {"deepspeed": {"zero_optimization": {"stage": stage}, **sections}, **settings})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_of_the_json_takes_any_schedule(stage, ends):
+    assert ends[f"polynomial of the JSON's optimizer, stage {stage}"] == "torch.float32"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_type_of_evaluations_becomes_the_type_of_the_training(stage, ends):
+    assert ends[f"evaluates in bf16 alone, stage {stage}"] == "torch.float32"
+    assert ends[f"evaluates and trains in bf16, stage {stage}"] == "torch.bfloat16"
+    config = {"zero_optimization": {"stage": stage}, "bf16": ENABLED}
+    assert_fires("deepspeed_evaluates_as_it_trains", {"deepspeed": config, "bf16_full_eval": True})
+
+
+def test_fp16_is_not_for_every_cpu(ends):
+    import torch
+
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has fp16")
+    assert "Type fp16 is not supported" in ends["fp16, stage 2"]
+    assert_fires("fp16_under_deepspeed_needs_hardware", {"deepspeed": {"zero_optimization": {}}, "fp16": True})
+
+
+def test_zero3_joins_trained_weights_of_one_type(ends):
+    assert ends["LoRA classifier, stage 2, bf16 True"] == "torch.bfloat16"
+    assert ends["LoRA classifier, stage 3, bf16 False"] == "torch.float32"
+    assert ends["LoRA classifier, stage 3, bf16 True"].startswith("AssertionError")
+    classifier = {"task": "sequence_classification", "use_peft": True, "bf16": True}
+    config = {"zero_optimization": {"stage": 3}, "bf16": ENABLED}
+    assert_fires("classifier_adapters_have_one_type", {"deepspeed": config, **classifier})
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "message"),
+    [
+        ("fp8_fits_the_engine", "fp8", "bf16.enabled=True vs hf"),
+        ("deepspeed_evaluates_as_it_trains", "bf16 evaluations", "bf16.enabled=False vs hf"),
+        ("deepspeed_evaluates_as_it_trains", "fp16 evaluations", "fp16.enabled=False vs hf"),
+    ],
+)
+def test_trainer_compares_deepspeed_with_its_own_types(rule, name, message, ends, tmp_path):
+    assert message in ends[name]
+    lines, settings = YAMLS[name]
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml("DEEPSPEED", *lines, "deepspeed_config:", "  zero_stage: 2"), encoding="utf-8")
+    assert_fires(rule, settings, config=file)
+
+
+def test_evaluations_in_the_type_of_the_training(ends):
+    assert ends["bf16 evaluations of bf16"] == "torch.bfloat16"

@@ -1,0 +1,89 @@
+"""A rank that trains a tiny Llama with Trainer itself: `python parallel.py JSON`, and its losses.
+
+The JSON holds `settings` of TrainingArguments and, if wanted, `sizes` of a ParallelismConfig,
+`tp_plan`, or `lift`: then accelerate believes the rank to have a GPU. All else is real, with gloo
+and on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support.running import fork_ranks
+
+ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
+
+
+def train(folder: str, settings: dict, sizes: dict | None = None, tp_plan: str | None = None, lift: bool = False):
+    """The Trainer after four steps, the same for every rank of whatever engine."""
+    from accelerate import ParallelismConfig, PartialState
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainingArguments
+
+    if lift:
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    fixed = dict(
+        output_dir=folder, use_cpu=not lift, max_steps=4, logging_steps=1, report_to="none", save_strategy="no"
+    )
+    config = ParallelismConfig(**sizes) if sizes else None
+    constant = dict(learning_rate=0.05, lr_scheduler_type="constant", optim="sgd", disable_tqdm=True)
+    args = TrainingArguments(**fixed, **constant, parallelism_config=config, **settings)
+    if sizes and sizes.get("sp_size"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)  # accelerate does so on a GPU alone
+    # Prompts of different lengths: what is averaged over tokens must not be averaged over batches.
+    places = torch.arange(16)
+    data = [
+        {"input_ids": row, "labels": row.masked_fill(places < number % 7, -100), "position_ids": places}
+        for number, row in enumerate(ROWS)
+    ]
+    trainer = Trainer(_model(folder, tp_plan), args, train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def _model(folder: str, tp_plan: str | None):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+    if tp_plan is None:
+        return model
+    model.save_pretrained(folder)
+    torch.distributed.barrier()
+    return LlamaForCausalLM.from_pretrained(folder, tp_plan=tp_plan, dtype=torch.float32)
+
+
+def ranks(folder: Path, processes: int, **request) -> tuple[list[dict], str]:
+    """What each rank reports (losses, gradient norms, own parameters), and all of their output."""
+    with (folder / "log").open("w+b") as log:
+        words = [__file__, json.dumps({"folder": str(folder), **request})]
+        fork_ranks(
+            processes, {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}, words, log.fileno()
+        )
+        log.seek(0)
+        output = log.read().decode()
+    return [json.loads(found) for found in re.findall(r"^REPORT (.*)$", output, re.M)], output
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    request.pop("variables", None)
+    trainer = train(**request)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    own = [getattr(p, "to_local", lambda p=p: p)() for p in trainer.model.parameters()]
+    report = {name: [entry.get(name) for entry in logged] for name in ("loss", "grad_norm")}
+    report |= {"own": sum(p.numel() for p in own), "global_batch": trainer.get_total_train_batch_size(trainer.args)}
+    sys.stdout.write(f"REPORT {json.dumps(report)}\n")  # in one piece: the other ranks write too
+    sys.stdout.flush()
+    trainer.accelerator.free_memory()
+    torch.distributed.destroy_process_group()

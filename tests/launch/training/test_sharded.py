@@ -153,6 +153,24 @@ def test_weights_in_4_bits_are_sharded(sharded):
 
 
 @pytest.mark.slow
+def test_embeddings_in_a_module_of_their_own_are_sharded_once(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    from tests.support.models import SMALL, save
+
+    model = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
+    data = tmp_path / "labelled.jsonl"
+    rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--task", "sequence_classification", *model_flags(model, data), *STEADY, "--max_steps", "3"]
+    outcome = launch_quickly(
+        "--recipe", "sharded", *flags, output=tmp_path / "sharded", config="sharded.yaml", script=SCRIPT
+    )
+    ddp = launch_quickly("--recipe", "standard", *flags, output=tmp_path / "ddp")
+    assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5), outcome.output
+
+
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing_but_memory(both, sharded):
     outcome, _ = sharded("--gradient_checkpointing")
     assert losses(outcome) == losses(both[0][0])

@@ -53,6 +53,42 @@ def deepspeed_file_can_be_read(run):
         yield in_yaml(run, "zero_optimization", f"is missing in {file}", '"zero_optimization": {"stage": 2}')
 
 
+# Sections that transformers reads as objects.
+_SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16")
+
+
+@rule
+def deepspeed_json_sections_are_objects(run):
+    """`AttributeError: 'int' object has no attribute 'get'`, in TrainingArguments."""
+    content = deepspeed_file(run) or {}
+    paths = [*_SECTIONS, "zero_optimization.offload_optimizer", "zero_optimization.offload_param"]
+    for path in paths if uses_deepspeed(run) else ():
+        value = _at(content, path)
+        if value is not None and not isinstance(value, dict):
+            fix = '{"stage": 2}' if path == "zero_optimization" else "an object, or leave it out"
+            yield Problem(path, f"takes an object, got {value!r}", fix, _json_source(run))
+
+
+@rule
+def deepspeed_json_names_the_batch(run):
+    """`Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided`
+
+    Trainer fills in what is "auto", and adds nothing. An Accelerate YAML's file gets it. Without
+    accumulation, which is 1 then, a global batch is `train_batch_size is not equal to ...`.
+    """
+    content = deepspeed_file(run)
+    if run["deepspeed"] is None or not content:
+        return
+    name = "train_micro_batch_size_per_gpu"
+    if content.get(name) is None and content.get("train_batch_size") is None:
+        yield Problem(name, "is missing, and so is train_batch_size", f'"{name}": "auto"', _json_source(run))
+    accumulation = run["gradient_accumulation_steps"]
+    if content.get(name) and content.get("train_batch_size") and accumulation > 1:
+        name = "gradient_accumulation_steps"
+        if content.get(name) is None:
+            yield Problem(name, f"is missing, and it is {accumulation}", f'"{name}": "auto"', _json_source(run))
+
+
 @rule
 def deepspeed_json_keys_are_known(run):
     """Silently ignored (`gradient_cliping`), or fatal in every worker below `zero_optimization`."""

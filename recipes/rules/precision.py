@@ -196,7 +196,7 @@ def yaml_precision_agrees_with_arguments(run):
 @rule
 def fp16_weights_cannot_be_unscaled(run):
     """`ValueError: Attempting to unscale FP16 gradients.` in the first step."""
-    if run["dtype"] == "float16" and mixed_precision(run) == "fp16" and not run["use_peft"] and not uses_deepspeed(run):
+    if _unscales_its_weights(run):
         yield problem(
             run,
             "dtype",
@@ -205,12 +205,19 @@ def fp16_weights_cannot_be_unscaled(run):
         )
 
 
+def _unscales_its_weights(run: RunSpec) -> bool:
+    """On a CPU `fp16` does nothing, so that nothing is scaled there."""
+    if run["use_peft"] or uses_deepspeed(run) or run["use_cpu"] or not run.hardware.cuda:
+        return False
+    return run["dtype"] == "float16" and mixed_precision(run) == "fp16"
+
+
 @rule
 def sixteen_bit_weights_lose_small_updates(run):
     """Weights in 16 bits round most of AdamW's updates away."""
     if run["dtype"] == "float32" or run["use_peft"] or uses_deepspeed(run):
         return
-    if run["dtype"] == "float16" and mixed_precision(run) == "fp16":
+    if _unscales_its_weights(run):
         return  # fails altogether: fp16_weights_cannot_be_unscaled
     yield advice(
         run,

@@ -27,7 +27,7 @@ def test_the_same_seed_draws_the_same_runs(kind):
     cases = [[kind(Random(f"seed-{number}")) for number in range(50)] for _ in range(2)]
     assert cases[0] == cases[1]
     assert [from_json(case.as_json()) for case in cases[0]] == cases[0]
-    assert len({case.as_json() for case in cases[0]}) == 50
+    assert len({case.as_json() for case in cases[0]}) > 40
 
 
 def test_a_case_shrinks_to_what_matters():

@@ -89,7 +89,8 @@ def groups(type_: str = "FSDP", version: int = 2, **sizes: int) -> str:
 
 
 def ds_json(**content) -> dict:
-    return {"ds.json": {"zero_optimization": {"stage": 2}, **content}}
+    batch = {"train_micro_batch_size_per_gpu": "auto"}
+    return {"ds.json": {"zero_optimization": {"stage": 2}, **batch, **content}}
 
 
 DS = "--deepspeed ds.json"

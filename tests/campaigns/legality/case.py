@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def _changed(content: Json, changes: list[Change]) -> Json:
         if change.value == REMOVED:
             place.pop(last, None)
         else:
-            place[last] = change.value
+            place[last] = deepcopy(change.value)
     return content
 
 

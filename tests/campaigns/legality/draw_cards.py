@@ -55,9 +55,9 @@ def draw_card(random: Random) -> Case:
     plain = draw(random)
     count = random.choice((1, 2, 8))
     file = random.choice(
-        ("fsdp2.yaml", "fsdp2.yaml", "fsdp2.yaml", "standard.yaml", "memory.yaml", "memory_zero3.yaml")
+        ("sharded.yaml", "sharded.yaml", "sharded.yaml", "standard.yaml", "memory.yaml", "memory_zero3.yaml")
     )
-    keys = {**_OTHER, **(_FSDP if file == "fsdp2.yaml" else {}), **(_PARALLEL if random.random() < 0.4 else {})}
+    keys = {**_OTHER, **(_FSDP if file == "sharded.yaml" else {}), **(_PARALLEL if random.random() < 0.4 else {})}
     changes = [
         Change("flag", name, words_for(name, random, 0.2)) for name in random.sample(_FLAGS, random.choice((0, 1, 2)))
     ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import os
+from dataclasses import dataclass, field
 
-from launch.host.world import on_launched_engine
 from recipes.errors import Problem, UserError
 from recipes.rules.check import RULES
 from recipes.run import RunSpec, resolve, with_fit
@@ -34,21 +34,21 @@ class Judgement:
 
 
 def judge(case: Case) -> Judgement:
-    """As `recipes check` does, in the current folder, which must be the case's own."""
+    """As `recipes check` does, in the current folder, which must be the case's own.
+
+    torchrun and plain python are another launch than it expects: there train.py's own check counts.
+    """
+    announced = {"RANK": "0", "WORLD_SIZE": str(case.processes)} if case.launcher == "torchrun" else {}
     try:
-        run = with_fit(
-            resolve(
-                flags(case),
-                world_size=case.processes,
-                accelerate_config=YAML if case.yaml else None,
-                hardware=hardware(case.machine) if case.machine else None,
-            )
+        run = resolve(
+            flags(case),
+            world_size=case.processes,
+            accelerate_config=YAML if case.yaml else None,
+            hardware=hardware(case.machine) if case.machine else None,
+            launched=case.launcher != "accelerate",
+            environment={**os.environ, **announced},
         )
-        if case.launcher == "accelerate":
-            return _of(run)
-        # Another launch than `recipes check` expects, so train.py's own check counts.
-        announced = {"RANK": "0", "WORLD_SIZE": str(case.processes)} if case.launcher == "torchrun" else {}
-        return _of(on_launched_engine(replace(run, environment={**run.environment, **announced})))
+        return _of(with_fit(run))
     except UserError as error:
         return Judgement({PARSING: list(error.problems)})
 

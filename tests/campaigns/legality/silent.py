@@ -89,6 +89,11 @@ def _another_optimizer(case: Case, judgement: Judgement, outcome: Outcome) -> st
     return f"{used} instead of {asked}" if "CPUAdam" in used and not asked.startswith("adamw_torch") else ""
 
 
+def _any_text_is_true(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    problems = judgement.errors["top_level_values_have_the_right_type"]
+    return "any text is true" if all("takes true or false" in problem.what for problem in problems) else ""
+
+
 SHOWN_BY: dict[str, Proof] = {
     PARSING: _as_written,
     "yaml_precision_agrees_with_arguments": _another_precision,
@@ -99,15 +104,19 @@ SHOWN_BY: dict[str, Proof] = {
     "accumulation_is_said_once": _another_batch,
     "offload_needs_adamw": _another_optimizer,
     "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",
+    "top_level_values_have_the_right_type": _any_text_is_true,
     "a_training_trains": lambda *_: "it trains",
     "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
     "values_are_in_range": _out_of_range,
     "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",
     "nested_settings_are_known": lambda *_: "nothing reads that key",
+    "deepspeed_json_keys_are_known": lambda *_: "nothing reads that key",
+    "zero_stages_exist": lambda *_: "accelerate compares the stage with a number, and sees none",
     "nested_yaml_keys_are_known": lambda *_: "nothing reads that key",
     "packing_frees_the_padding": lambda *_: "rows are packed, and padding_free is dropped",
 }
 BEYOND_TWO_STEPS: dict[str, str] = {
     "batch_size_is_not_searched": "the batch changes only where memory runs out",
+    "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
 }

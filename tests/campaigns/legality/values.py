@@ -23,7 +23,7 @@ NOT_DRAWN = {
 
 # name -> plausible values, odd or wrong ones. A setting that is not here gets values by its type.
 _VALUES: dict[str, tuple[str, str]] = {
-    "recipe": ("baseline standard fast memory", "memory_zero3 turbo"),
+    "recipe": ("baseline standard fast memory", "memory_zero3 sharded turbo"),
     "output_dir": ("out runs/a", "out/b"),
     "per_device_train_batch_size": ("1 2 4", "3 0 -1 16"),
     "gradient_accumulation_steps": ("1 2 4", "3 0 16"),

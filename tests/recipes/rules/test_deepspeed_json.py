@@ -22,6 +22,14 @@ CASES = {
         Run(yaml=deepspeed("deepspeed_config_file: ds.json")),
         Run(yaml=deepspeed("deepspeed_config_file: ds.json"), files=ds_json()),
     ),
+    "deepspeed_json_sections_are_objects": (
+        Run(DS, files=ds_json(zero_optimization=2)),
+        Run(DS, files=ds_json(zero_optimization={"stage": 2})),
+    ),
+    "deepspeed_json_names_the_batch": (
+        Run(DS, files={"ds.json": ZERO_2}),
+        Run(DS, files=ds_json()),
+    ),
     "deepspeed_json_keys_are_known": (
         Run(DS, files=ds_json(gradient_cliping=1.0)),
         Run(DS, files=ds_json(gradient_clipping=1.0)),
@@ -46,6 +54,8 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    ("deepspeed_json_sections_are_objects", Run(DS, files=ds_json(optimizer="AdamW")), "optimizer"),
+    ("deepspeed_json_names_the_batch", Run(DS, files=ds_json(train_batch_size="auto")), "gradient_accumulation_steps"),
     ("deepspeed_json_keys_are_known", Run(DS, files={"ds.json": {"zero_optimization": {"stge": 2}}}), "stge"),
 ]
 
@@ -109,6 +119,20 @@ def test_a_deepspeed_json_that_cannot_be_used_fails_in_the_workers(content, erro
     with pytest.raises(error, match=message):
         DeepSpeedPlugin(hf_ds_config=str(json_file))
     assert_fires("deepspeed_file_can_be_read", {}, config=file)
+
+
+def test_a_section_that_is_not_an_object_fails_in_the_constructor(tmp_path):
+    pytest.importorskip("deepspeed")
+    with pytest.raises(AttributeError, match="has no attribute 'get'"):
+        arguments(tmp_path, deepspeed={"zero_optimization": 2})
+    assert_fires("deepspeed_json_sections_are_objects", {"deepspeed": {"zero_optimization": 2}})
+
+
+def test_a_json_without_a_batch_is_refused_by_deepspeed():
+    deepspeed = pytest.importorskip("deepspeed")
+    with pytest.raises(AssertionError, match="Either train_batch_size or"):
+        deepspeed.DeepSpeedConfig(dict(ZERO_2))
+    assert_fires("deepspeed_json_names_the_batch", {"deepspeed": ZERO_2})
 
 
 def test_two_precisions_in_the_json_are_refused_by_deepspeed():

@@ -78,6 +78,7 @@ ALSO_FIRES = [
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
+    ("fp16_weights_cannot_be_unscaled", Run("--dtype float16 --fp16")),  # which does nothing on a CPU
     ("bf16_needs_sm80", Run("--bf16")),  # a CPU
     ("fp8_needs_sm89", Run(yaml=fp8("AO"))),
     ("fp8_fits_the_engine", Run(yaml=fp8("AO", *FSDP, ON_ALL))),

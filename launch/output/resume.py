@@ -197,8 +197,15 @@ def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
             "another --output_dir, or --fresh to move that run aside",
             run.setting("output_dir").source,
         )
-    sharded = "DeepSpeed" in str(old.get("engine", "")) or run.engine.kind == "deepspeed"
     then = (old.get("world_size"), old.get("engine"))
+    before, now = (str(title).partition(",")[0] for title in (then[1], run.engine.title))
+    if old and before != now and "FSDP" in before + now:  # its shards fit any number of processes
+        raise mistake(
+            "accelerate_config",
+            f"the checkpoints were written with {before}, and {now} cannot read them",
+            "the same engine, another --output_dir, or --fresh",
+        )
+    sharded = "DeepSpeed" in before + now
     if old and sharded and then != (world.size, run.engine.title):
         raise mistake(
             "num_processes",

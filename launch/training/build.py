@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from launch.training.callbacks import EarlyStopping, LogLastStep, Meter, Progress, StopOnNotANumber, only_our_progress
 from launch.training.data import Data, compute_accuracy
 from launch.training.step_timing import TimedTrainer
-from launch.training.trainer import RecipeTrainer, apply_ddp_settings, keep_loss_precise, mean_over_examples
+from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings, mean_over_examples
 from recipes.errors import mistake
 from recipes.factories import arguments_for
 from recipes.run import RunSpec
@@ -56,5 +56,5 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         trainer.add_callback(EarlyStopping(run["early_stopping_patience"]))
     only_our_progress(trainer)
     apply_ddp_settings(trainer, run)
-    keep_loss_precise(trainer)
+    apply_fsdp_settings(trainer)
     return trainer

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -31,7 +32,7 @@ from recipes.run import Json, RunSpec, Settings
 from recipes.run.local_model import existing_path, max_positions
 
 # What transformers raises for a model it cannot load.
-UNLOADABLE = (OSError, ValueError, ImportError, KeyError)
+UNLOADABLE = (OSError, ValueError, ImportError, KeyError, StrictDataclassError)
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
@@ -70,7 +71,8 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     model.config.use_cache = False
     if run["padding_free"] and not _waits_for_weights(run):
         _require_separate_sequences(run, model)
-    _require_batches_for_batch_norm(run, model, data)
+    if not _waits_for_weights(run):
+        _require_batches_for_batch_norm(run, model, data)
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -102,8 +104,16 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
 def described(config: PreTrainedConfig) -> Json:
     """A configuration as a config.json has it, and under the names that all types share."""
     shared = {name: getattr(config, name, None) for name in config.attribute_map}
-    content, text = {**config.to_dict(), **shared}, config.get_text_config()
+    content, text = {**config.to_dict(), **shared}, _text_config(config)
     return content if text is config else {**content, "text_config": described(text)}
+
+
+def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part about text; the whole configuration if it has several such parts, as MusicGen's."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return config
 
 
 # --- Loading -------------------------------------------------------------------------------------
@@ -120,7 +130,7 @@ def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[
         config = demo_config(tokenizer) if name is None else AutoConfig.from_pretrained(_expanded(name), **_origin(run))
     except UNLOADABLE as error:
         raise _unloadable(run, "model", error) from None
-    text = config.get_text_config()
+    text = _text_config(config)
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
     if labels is not None:

@@ -197,6 +197,8 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
         return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
     another = "with another --output_dir, since its checkpoints have another format"
+    if run.world_size > 1 and run.engine.kind not in ("deepspeed", "fsdp"):
+        return f"{checkpointing}--recipe sharded {another}, then memory and memory_zero3"
     if run.engine.kind != "deepspeed":
         return f"{checkpointing}--recipe memory {another}, then memory_zero3"
     if run.engine.zero_stage < 3:

@@ -119,9 +119,11 @@ class RecipeTrainer(Trainer):
         self._evaluated = _Evaluated()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         evaluated, self._evaluated = self._evaluated, None
-        if evaluated.weight:
-            mean = self.accelerator.reduce(evaluated.total.to(self.args.device), "mean") / evaluated.weight
-            output.metrics[f"{metric_key_prefix}_loss"] = mean.item()
+        if evaluated.items is not None:
+            sums = torch.stack([evaluated.total, torch.tensor(evaluated.weight, dtype=torch.float64)])
+            total, weight = self.accelerator.reduce(sums.to(self.args.device), "mean").tolist()
+            if weight:
+                output.metrics[f"{metric_key_prefix}_loss"] = total / weight
         return output
 
     def evaluate(self, *args, **kwargs):
@@ -172,8 +174,9 @@ class RecipeTrainer(Trainer):
 
 @dataclass
 class _Evaluated:
-    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` sums
-    items of all ranks.
+    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` its items.
+
+    With `average_tokens_across_devices` these are the items of all ranks, otherwise of this one.
     """
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -181,8 +184,9 @@ class _Evaluated:
     items: Any = None
 
     def add(self, loss: torch.Tensor) -> None:
-        self.total = self.total + (loss.double() * self.items).cpu()
-        self.weight += int(self.items)
+        if int(self.items):  # all of this rank's examples may only fill up the last batch
+            self.total = self.total + (loss.double() * self.items).cpu()
+            self.weight += int(self.items)
 
 
 def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing: float = 0.0) -> torch.Tensor:
@@ -235,14 +239,30 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
 
 
-def keep_loss_precise(trainer: Trainer) -> None:
-    """Under FSDP2 accelerate rounds all that the model returns to 16 bits, the loss among it.
+def apply_fsdp_settings(trainer: Trainer) -> None:
+    """Mend two things of accelerate's FSDP2. Call it before `train()`, which shards the model.
 
-    Call it before `train()`, which shards the model.
+    It rounds all that the model returns to 16 bits, the loss among it. And it shards the input
+    embeddings on their own, which fails where a module that is kept whole holds them, as in BERT.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+    if plugin is None or plugin.fsdp_version != 2:
+        return
+    if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = layers_to_shard(trainer.model)
+
+
+def layers_to_shard(model: torch.nn.Module) -> list[str]:
+    """The classes of the model's layers, as far as it has them, without those around embeddings."""
+    modules = dict(model.named_modules())
+    embeddings = next(name for name, module in modules.items() if module is model.get_input_embeddings())
+    above = [embeddings.rpartition(".")[0]]
+    while above[-1]:
+        above.append(above[-1].rpartition(".")[0])
+    classes = {type(module).__name__ for name, module in modules.items() if name not in above}
+    return sorted(classes & set(model._no_split_modules or ()))
 
 
 def require_finite(trainer: Trainer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
-from recipes.planner.footprint import Need, need, weight_bytes
+from recipes.planner.footprint import Need, need, recomputes, weight_bytes
 from recipes.planner.shapes import ATTENTION, Adapters, Case, Traced, Weights
 from recipes.run import RunSpec
 
@@ -88,7 +88,7 @@ class Estimator:
             task=run["task"],
             dtype="bfloat16" if half else "float32",
             autocast=None if _casts_the_model(run) else mixed,
-            checkpointing=bool(run["gradient_checkpointing"]),
+            checkpointing=recomputes(run),
             mask=not run["packing"],
             adapters=_adapters(run),
             on_cuda=run.hardware.cuda,
@@ -128,7 +128,7 @@ class Estimator:
         tokens = micro * self.length(run)
         layer = 82 * tokens * text.hidden_size
         layers = text.num_hidden_layers
-        kept = 4 * tokens * text.hidden_size * layers + layer if run["gradient_checkpointing"] else layer * layers
+        kept = 4 * tokens * text.hidden_size * layers + layer if recomputes(run) else layer * layers
         copies = 2 * self.weights(run).total if (run["bf16"] or run["fp16"]) and not _casts_the_model(run) else 0
         vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
         return Traced([(kept + copies, 12 * tokens * vocabulary, 0)], forward=1)

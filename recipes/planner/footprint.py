@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from recipes.errors import mistake
 from recipes.planner import fsdp
 from recipes.planner.shapes import Traced, Weights
-from recipes.rules.facts import gradient_accumulation_kwargs, is_true
+from recipes.rules.facts import fsdp_section, gradient_accumulation_kwargs, is_true
 from recipes.run import RunSpec
 
 FP32, HALF = 4, 2
@@ -134,6 +134,13 @@ def _fullest_of_fsdp(run: RunSpec, weights: Weights, traced: Traced, accumulatio
 
 
 # --- On the GPU -----------------------------------------------------------------------------------
+
+
+def recomputes(run: RunSpec) -> bool:
+    """Whether activations are computed again in the backward pass: Trainer's way, or FSDP's own."""
+    return bool(run["gradient_checkpointing"]) or (
+        run.engine.kind == "fsdp" and is_true(fsdp_section(run).get("activation_checkpointing"))
+    )
 
 
 def scatters_each_micro_batch(run: RunSpec) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.planner.footprint import FP32, HALF, scatters_each_micro_batch, shards
+from recipes.planner.footprint import FP32, HALF, recomputes, scatters_each_micro_batch, shards
 from recipes.planner.fsdp import IN_4_BITS
 from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
@@ -107,7 +107,7 @@ def flops_per_token(run: RunSpec, weights: Weights, config: PreTrainedConfig, le
         return None
     used, attention = weights.total - weights.looked_up, _attention_flops(text, length)
     trained = min(weights.trained, used)
-    recomputed = 2 * used + attention / 3 if run["gradient_checkpointing"] else 0
+    recomputed = 2 * used + attention / 3 if recomputes(run) else 0
     return 4 * used + 2 * trained + attention + recomputed
 
 

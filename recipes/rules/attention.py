@@ -162,6 +162,8 @@ def _head_size(run: RunSpec) -> int | None:
 def attention_kernels_need_a_gpu(run):
     """`NotImplementedError: FlexAttention does not support backward on CPU`, in the first step."""
     name = _asked(run)
+    if not name:
+        return
     devices = ("cuda",) if _flash_version(name) or name == "flex_attention" else _kernel_devices(name)
     device = "cuda" if run.hardware.cuda and not run["use_cpu"] else "cpu"
     if _is_known(name) and devices and device not in devices:
@@ -213,11 +215,11 @@ def attention_kernels_are_installed(run):
     """
     name = next(iter(_own_kernels(run)), _asked(run)) if "flash" in _asked(run) else _asked(run)
     version = _flash_version(name)
-    if version not in (*_FLASH_PACKAGES, None) or not (version or attention.is_kernel(name)):
+    on_cpu = run["use_cpu"] or not run.hardware.cuda
+    if not name or (version and on_cpu):  # attention_kernels_need_a_gpu
         return
-    if not run.hardware.cuda or run["use_cpu"]:  # attention_kernels_need_a_gpu
-        return
-    if _has_kernels(run):
+    is_ours = version in _FLASH_PACKAGES if version else attention.is_kernel(name)
+    if not is_ours or _has_kernels(run):
         return
     if version is None:
         what = f"{name} needs the package kernels, from {' and below '.join(attention.kernels_versions())}"

@@ -87,7 +87,7 @@ def best_is_the_better_value(run):
     if run["greater_is_better"] == smaller:
         metric, better = run["metric_for_best_model"] or "loss", "smaller" if smaller else "greater"
         what = f"is {str(run['greater_is_better']).lower()}, but a {better} {metric} is better"
-        yield problem(run, "greater_is_better", what, "leave it out")
+        yield advice(run, "greater_is_better", what, "leave it out")
 
 
 @rule
@@ -101,7 +101,7 @@ def plateaus_look_the_right_way(run):
     if mode in ("min", "max") and (mode == "min") != smaller:
         what = f"mode {mode} looks for a {'smaller' if mode == 'min' else 'greater'} {metric}"
         fix = "lr_scheduler_kwargs with " + ("mode: min" if smaller else "mode: max")
-        yield problem(run, "lr_scheduler_type", what, fix)
+        yield advice(run, "lr_scheduler_type", what, fix)
 
 
 def _smaller_is_better(metric: str) -> bool | None:

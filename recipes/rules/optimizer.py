@@ -123,6 +123,8 @@ def schedule_values_are_legal(run):
     Or `ZeroDivisionError`, for a timescale or a learning rate of 0.
     """
     schedule, given = run["lr_scheduler_type"], mapping(run["lr_scheduler_kwargs"])
+    if not given and schedule != "polynomial":  # only its default can be wrong
+        return
     for key, values in legal.schedule_choices().get(schedule, {}).items():
         if key in given and given[key] not in values:
             yield problem(run, "lr_scheduler_kwargs", f"{key} has no value {given[key]!r}", _one_of(values))
@@ -142,6 +144,8 @@ def schedule_values_are_legal(run):
 def lowest_rate_is_below_the_rate(run):
     """Above it, the schedule rises; greedy never reduces, and its own lowest rate is 0.001."""
     schedule, rate = run["lr_scheduler_type"], run["learning_rate"]
+    if not run["lr_scheduler_kwargs"] and schedule != "greedy":
+        return
     lowest, share = _schedule_value(run, "min_lr"), _schedule_value(run, "min_lr_rate")
     if lowest is not None and lowest > rate > 0:
         what = f"the lowest rate of {schedule} is {lowest:g}, above the learning rate {rate:g}"
@@ -173,8 +177,8 @@ def deepspeed_takes_no_absolute_rates(run):
         return
     if schedule == "polynomial":
         yield problem(run, "lr_scheduler_type", "polynomial fails under DeepSpeed", "--lr_scheduler_type linear")
-    lowest = _schedule_value(run, "min_lr")
-    if schedule.endswith("with_min_lr") and lowest is not None and run["learning_rate"] > 0:
+    lowest = _schedule_value(run, "min_lr") if schedule.endswith("with_min_lr") else None
+    if lowest is not None and run["learning_rate"] > 0:
         fix = f"min_lr_rate: {lowest / run['learning_rate']:.4g}, a share of the learning rate"
         yield problem(run, "lr_scheduler_kwargs", f"{schedule} fails with min_lr under DeepSpeed", fix)
 
@@ -192,7 +196,9 @@ def warmup_is_used(run):
 def warmup_ends_before_the_run(run):
     """The learning rate never reaches its value, or the decay begins in its middle: silently."""
     steps, schedule = run["max_steps"], run["lr_scheduler_type"]
-    if steps <= 0 or schedule in legal.schedules_without_warmup():
+    if steps <= 0 or not (run.explicit("warmup_steps") or schedule == "warmup_stable_decay"):
+        return
+    if schedule in legal.schedules_without_warmup():
         return
     warmup = run["warmup_steps"] if run["warmup_steps"] >= 1 else round(run["warmup_steps"] * steps)
     if run.explicit("warmup_steps") and warmup >= steps:

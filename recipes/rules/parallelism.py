@@ -6,6 +6,7 @@ import math
 
 from recipes.errors import Problem
 from recipes.rules.facts import (
+    accelerator_config,
     advice,
     deepspeed_file,
     deepspeed_section,
@@ -148,6 +149,22 @@ def tensor_parallelism_leaves_the_batch_to_trainer(run):
     if _divides_tensors(run) and size == run.batch.total:  # any other is reported as a contradiction
         what = f"{size} is the global batch, and Trainer wants {size * run.engine.parallelism.sharing} there"
         yield _in_json(run, "train_batch_size", what, '"train_batch_size": "auto"')
+
+
+@rule
+def tensor_parallelism_shares_batches_and_tokens(run):
+    """Seen on two CPU ranks: `dispatch_batches` makes the global batch larger by the group's size,
+    and without `average_tokens_across_devices` Trainer divides by tokens that it has not added up.
+    """
+    if not _divides_tensors(run):
+        return
+    size = run.engine.parallelism.sharing
+    if is_true(accelerator_config(run).get("dispatch_batches")):
+        what = f"dispatch_batches makes the global batch {size} times as large under tensor parallelism"
+        yield problem(run, "accelerator_config", what, "leave dispatch_batches out")
+    if not run["average_tokens_across_devices"]:
+        what = f"false makes losses and gradients {size} times as large under tensor parallelism"
+        yield problem(run, "average_tokens_across_devices", what, "leave it out")
 
 
 @rule

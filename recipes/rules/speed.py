@@ -32,12 +32,6 @@ def yaml_compiles_what_the_arguments_do_not(run):
         yield in_yaml(run, "dynamo_config", what, "remove it from the YAML, or --torch_compile")
 
 
-def _backends() -> list[str]:
-    """The backends that accelerate knows by name and torch can compile with, in lower case."""
-    named = {name.lower() for name in legal.accelerate_choices()["DynamoBackend"]}
-    return sorted(named & legal.compile_backends())
-
-
 @rule
 def compile_backend_is_known(run):
     """`'FOO' is not a valid DynamoBackend`; in the first step `Invalid backend: 'ofi'`, from torch.
@@ -45,12 +39,25 @@ def compile_backend_is_known(run):
     accelerate still names backends that torch has no more.
     """
     asked, in_file = run["torch_compile_backend"], run.engine.dynamo_backend
-    if asked and asked.lower() not in (*_backends(), "no"):
-        fix = nearest(asked.lower(), _backends()) or "one of " + ", ".join(_backends())
-        yield problem(run, "torch_compile_backend", f"torch has no backend {asked!r}", fix)
-    if run.engine.kind != "deepspeed" and in_file not in (*_backends(), "no"):
-        fix = nearest(in_file, _backends()) or "one of " + ", ".join(_backends())
-        yield in_yaml(run, "dynamo_backend", f"torch has no backend {in_file!r}", fix)
+    if asked and not _is_backend(asked):
+        yield problem(run, "torch_compile_backend", *_no_such_backend(asked))
+    if run.engine.kind != "deepspeed" and not _is_backend(in_file):
+        yield in_yaml(run, "dynamo_backend", *_no_such_backend(in_file))
+
+
+def _is_backend(name: str) -> bool:
+    return name.lower() == "no" or name.lower() in _backends()
+
+
+def _backends() -> list[str]:
+    """The backends that accelerate knows by name and torch can compile with, in lower case."""
+    named = {name.lower() for name in legal.accelerate_choices()["DynamoBackend"]}
+    return sorted(named & legal.compile_backends())
+
+
+def _no_such_backend(name: str) -> tuple[str, str]:
+    fix = nearest(name.lower(), _backends()) or "one of " + ", ".join(_backends())
+    return f"torch has no backend {name!r}", fix
 
 
 @rule

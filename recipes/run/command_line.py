@@ -162,11 +162,12 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
         value = "none"  # transformers 5 refuses None
-    if "float" in types and type(value) is int:
+    if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
     if isinstance(value, dict):
         value = {key: _number_in_yaml(entry) for key, entry in value.items()}
-    if type(value).__name__ not in types and not (value is None and "None" in types):
+    fits = type(value).__name__ in types or (type(value) is int and "float" in types)
+    if not fits and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
         raise ValueError(f"takes {_names(types)}, got {given}")
     if isinstance(value, float) and not math.isfinite(value):

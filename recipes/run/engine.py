@@ -145,6 +145,13 @@ def _sharding(kind: str, raw: Json) -> Json:
     )
 
 
+def with_fsdp(engine: Engine, config: object) -> Engine:
+    """The engine with Trainer's own `--fsdp` and its `fsdp_config`: a mapping, or its JSON file."""
+    content = config if isinstance(config, Mapping) else _json_object(config) or {}
+    section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
+    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), section.get("cpu_offload", False)))
+
+
 def _fsdp(version: object, offload: object) -> Json:
     device = "cpu" if str(offload).lower() in ("true", "1") else "none"
     return dict(fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
@@ -234,9 +241,13 @@ def _zero_of_json(section: Json) -> Json:
 
 def deepspeed_json(section: Json) -> Json | None:
     """The DeepSpeed JSON that a YAML names; None if it names none, or it cannot be read."""
+    return _json_object(section.get("deepspeed_config_file"))
+
+
+def _json_object(name: object) -> Json | None:
+    """The content of a JSON file; None if none is named, or it cannot be read."""
     import json
 
-    name = section.get("deepspeed_config_file")
     if not name:
         return None
     try:

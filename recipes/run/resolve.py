@@ -14,7 +14,7 @@ from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
 from recipes.run.batch import Batch, data_parallel_size, split
 from recipes.run.command_line import accept, parse, read_config
-from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped
+from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped, with_fsdp
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 from recipes.run.own_recipe import find_recipe, own_settings
@@ -63,6 +63,8 @@ def resolve(
             engine = launched_engine(recipe, given, environment, hardware)
         else:
             engine = yaml_engine or _chosen_engine(recipe, given)
+        if engine.kind == "ddp" and hardware.cuda and "fsdp" in given and given["fsdp"].value:
+            engine = with_fsdp(engine, given["fsdp_config"].value if "fsdp_config" in given else {})
         engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
     if world_size:
         engine = replace(engine, num_processes=world_size)

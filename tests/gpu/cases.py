@@ -43,7 +43,7 @@ VARIANTS = {
     "fast, checkpointing": (90, 120),
     "fast, 8-bit Adam": (90, 110),
 }
-PARTS = {"baseline": 120, "standard": 60, "fast": 120}
+PARTS = {"baseline": 120, "standard": 60, "fast": 120, "sharded": 60}
 NEEDS = {"adamw_bnb_8bit": "bitsandbytes", "use_peft": "peft"}  # package by the flag or value that needs it
 
 

@@ -32,7 +32,7 @@ def test_the_doctor_finds_the_gpus_well(capsys):
     assert "NCCL" in found and ("bandwidth" in found) == (torch.cuda.device_count() > 1)
 
 
-@pytest.mark.parametrize("recipe", ["baseline", "standard", "fast"])
+@pytest.mark.parametrize("recipe", ["baseline", "standard", "fast", "sharded"])
 def test_a_recipe_trains_on_the_gpu(recipe, tiny_model, texts, tmp_path):
     outcome = train_here(tiny_model, texts, tmp_path, "--recipe", recipe, "--max_steps", "6", "--learning_rate", "1e-3")
     assert losses(outcome)[-1] < losses(outcome)[0]

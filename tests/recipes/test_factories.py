@@ -144,6 +144,8 @@ def started_with(monkeypatch, variables: dict[str, str]) -> None:
     [
         ("memory", {}, "one process"),
         ("memory_zero3", {}, "one process"),
+        ("sharded", {}, "one process"),
+        ("sharded", TORCHRUN, "DDP"),
         ("memory", TORCHRUN, "DDP"),
         ("memory_zero3", ZERO_2, "DeepSpeed ZeRO-2"),
     ],
@@ -157,6 +159,7 @@ def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, eng
 @pytest.mark.parametrize(
     ("recipe", "variables", "settings"),
     [
+        ("sharded", {"ACCELERATE_USE_FSDP": "true"}, {}),
         ("memory", ZERO_2, {}),
         ("memory", {}, {"deepspeed": {"zero_optimization": {"stage": 2}}}),
         ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it

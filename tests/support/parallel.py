@@ -34,7 +34,7 @@ def train(folder: str, settings: dict, sizes: dict | None = None, tp_plan: str |
     )
     config = ParallelismConfig(**sizes) if sizes else None
     constant = dict(learning_rate=0.05, lr_scheduler_type="constant", optim="sgd", disable_tqdm=True)
-    args = TrainingArguments(**fixed, **constant, parallelism_config=config, **settings)
+    args = TrainingArguments(**{**fixed, **constant, "parallelism_config": config, **settings})
     if sizes and sizes.get("sp_size"):
         import deepspeed
 

@@ -162,3 +162,16 @@ def test_a_trained_classifier_keeps_the_numbers_of_its_classes(tiny_model, tmp_p
         for row in rows
     ]
     assert losses(outcome)[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("FSDP2", "were written with FSDP2, and one process cannot read them"),
+        ("DeepSpeed ZeRO-2, optimizer offload", "sharded for exactly these"),
+    ],
+)
+def test_checkpoints_of_another_engine_are_not_resumed(engine, words, stopped, tiny_model, texts):
+    (stopped / "run.json").write_text(json.dumps({**read_record(stopped), "engine": engine}))
+    outcome = train_here(tiny_model, texts, stopped, *FOUR_STEPS)
+    assert outcome.code == 2 and words in " ".join(outcome.output.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,6 +187,14 @@ def test_damaged_weights(tmp_path, llama):
     demo_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
     assert problem(run_with(str(tmp_path))).subject == "model_name_or_path"
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", "abc"), ("hidden_size", 33)])
+def test_a_configuration_with_a_wrong_value_is_one_line(field, value, tmp_path):
+    name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    assert "idden" in problem(run_with(name)).what
 
 
 def test_hub_out_of_reach():

@@ -141,16 +141,19 @@ def test_a_attempt_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "ways"),
+    ("recipe", "processes", "ways"),
     [
-        ("--recipe fast", "--gradient_checkpointing true, --recipe memory with another --output_dir"),
-        ("--recipe memory", "--recipe memory_zero3 with another --output_dir"),
-        ("--recipe memory_zero3", "more GPUs, or a shorter --max_length"),
+        ("fast", 1, "--gradient_checkpointing true, --recipe memory with another --output_dir"),
+        ("fast", 2, "--gradient_checkpointing true, --recipe sharded with another --output_dir"),
+        ("sharded", 2, "--gradient_checkpointing true, --recipe memory with another --output_dir"),
+        ("memory", 2, "--recipe memory_zero3 with another --output_dir"),
+        ("memory_zero3", 1, "more GPUs, or a shorter --max_length"),
     ],
 )
-def test_beyond_the_attempts_another_engine_takes_less_from_the_start(flags, ways):
-    gpu = Hardware((Gpu("A", (8, 0), 80 << 30),), cores=8)
-    assert other_ways(resolve(flags.split(), hardware=gpu)).startswith(ways)
+def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, processes, ways):
+    hardware = Hardware((Gpu("A", (8, 0), 80 << 30),) * processes, cores=8)
+    run = resolve(["--recipe", recipe], hardware=hardware, world_size=processes, environment={})
+    assert other_ways(run).startswith(ways)
 
 
 def test_only_a_run_here_can_be_started_again_from_here(capsys):

@@ -153,6 +153,24 @@ def test_weights_in_4_bits_are_sharded(sharded):
 
 
 @pytest.mark.slow
+def test_embeddings_in_a_module_of_their_own_are_sharded_once(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    from tests.support.models import SMALL, save
+
+    model = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
+    data = tmp_path / "labelled.jsonl"
+    rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--task", "sequence_classification", *model_flags(model, data), *STEADY, "--max_steps", "3"]
+    outcome = launch_quickly(
+        "--recipe", "sharded", *flags, output=tmp_path / "sharded", config="sharded.yaml", script=SCRIPT
+    )
+    ddp = launch_quickly("--recipe", "standard", *flags, output=tmp_path / "ddp")
+    assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5), outcome.output
+
+
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing_but_memory(both, sharded):
     outcome, _ = sharded("--gradient_checkpointing")
     assert losses(outcome) == losses(both[0][0])
@@ -176,3 +194,24 @@ def test_the_demonstration_finishes_and_shows_a_sample(processes, tmp_path):
     assert (outcome.code, outcome.record["status"]) == (0, "finished")
     sample = outcome.output.partition("a sample from the trained model")[2]
     assert sample.strip().startswith("def "), outcome.output
+
+
+def test_a_rank_that_waits_for_weights_has_all_that_they_fill(tiny_model, tmp_path, monkeypatch):
+    """Same names, shapes and ties as on rank 0, or the ranks would wait for different tensors."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from launch.training import model
+    from tests.support.models import load, run_with, save
+
+    config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
+    folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
+    read = load(run_with(folder))
+    monkeypatch.setattr(model, "is_fsdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    waiting = load(run_with(folder))
+    assert [(name, weight.shape) for name, weight in waiting.named_parameters()] == [
+        (name, weight.shape) for name, weight in read.named_parameters()
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(waiting.buffers(), read.buffers(), strict=True))

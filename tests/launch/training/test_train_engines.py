@@ -31,6 +31,17 @@ def test_two_ranks_with_accumulation_train_what_one_process_trains(one_process, 
     assert losses(two_ranks) == pytest.approx(losses(one_process), rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [42, 36])
+def test_an_evaluation_weighs_every_token_the_same_however_ranks_share_them(end, tiny_model, texts, tmp_path):
+    """Of ten examples the first rank has eight, the second two; of four, the second has none."""
+    split = f"--dataset_train_split train[:32] --dataset_test_split train[32:{end}] --eval_strategy epoch --max_steps 1"
+    flags = [*model_flags(tiny_model, texts), *split.split(), "--learning_rate", "1e-12"]
+    expected = launch_quickly(*flags, output=tmp_path / "summed").record["eval_loss"]
+    own = launch_quickly(*flags, "--average_tokens_across_devices", "false", output=tmp_path / "own")
+    assert own.record["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_only_rank_0_prints(two_ranks):
     assert two_ranks.output.count("engine ") == 1
 

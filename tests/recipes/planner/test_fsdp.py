@@ -109,6 +109,14 @@ def test_offload_leaves_only_what_is_gathered(tmp_path):
     assert host == 16 * weights.total  # parameters, gradients and two moments of all eight GPUs
 
 
+def test_fsdps_own_checkpointing_is_as_good_as_trainers(tmp_path):
+    file = tmp_path / "checkpointed.yaml"
+    file.write_text(
+        shipped("sharded.yaml").read_text().replace("_version: 2", "_version: 2\n  fsdp_activation_checkpointing: true")
+    )
+    assert need_of(engine=file) == need_of("--gradient_checkpointing", "true")
+
+
 @pytest.mark.slow
 def test_real_ranks_hold_as_much_as_planned():
     done = subprocess.run(

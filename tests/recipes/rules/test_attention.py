@@ -76,6 +76,7 @@ ALSO_FIRES = [
         ("attention_kernels_need_a_gpu", Run("--attn_implementation kernels-community/metal-flash-sdpa", **ON_A100)),
         ("flash_attention_needs_sm80", Run(FLASH_4, **ON_A100)),
         ("attention_kernels_are_installed", Run(KERNEL, **ON_A100, missing=("kernels",))),
+        ("attention_kernels_are_installed", Run("--attn_implementation org/kernel", missing=("kernels",))),
         (
             "attention_kernels_are_installed",
             Run(f"{FLASH} {LOCAL}", files=model("gpt_oss"), **ON_H100, missing=("kernels",)),

@@ -129,3 +129,21 @@ def test_two_ranks_fail(rule, request_, message, tmp_path):
     if "sizes" in request_:
         settings["parallelism_config"] = _config(**request_["sizes"])
     assert_fires(rule, settings, world=2)
+
+
+def test_without_a_sum_over_the_group_tensor_parallelism_doubles_losses(ddp, tmp_path):
+    reports, output = ranks(tmp_path, 2, settings=of(4, deepspeed=TENSOR, average_tokens_across_devices=False))
+    assert len(reports) == 2, output
+    assert reports[0]["loss"][0] == pytest.approx(2 * ddp["loss"][0], rel=1e-5)
+
+
+def test_dispatched_batches_under_tensor_parallelism_are_twice_as_large(tmp_path):
+    settings = {"deepspeed": TENSOR, "max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 4}
+    steps = []
+    for dispatch in (False, True):
+        folder = tmp_path / str(dispatch)
+        folder.mkdir()
+        reports, output = ranks(folder, 2, settings={**settings, "accelerator_config": {"dispatch_batches": dispatch}})
+        assert len(reports) == 2, output
+        steps.append(len(reports[0]["loss"]))
+    assert steps == [8, 4]  # of the same 32 examples

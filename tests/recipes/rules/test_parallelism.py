@@ -41,6 +41,10 @@ CASES = {
         Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size=16), world=2),
         Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size="auto"), world=2),
     ),
+    "tensor_parallelism_shares_batches_and_tokens": (
+        Run(f"{DS} --average_tokens_across_devices false", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
+        Run(f"{DS} --average_tokens_across_devices false", files=ds_json(), world=2),
+    ),
     "tensor_parallelism_counts_no_accuracy": (
         Run(f"{DS} {CLASSIFY} --eval_strategy epoch", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
         Run(f"{DS} {CLASSIFY}", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
@@ -84,6 +88,33 @@ CASES = {
     "ddp_timeout_is_not_for_cpus": (Run("--ddp_timeout 60"), Run("--ddp_timeout 60", hardware=machine(A100))),
     "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
 }
+
+ALSO_FIRES = [
+    (
+        "tensor_parallelism_shares_batches_and_tokens",
+        Run(
+            f'{DS} --accelerator_config {{"dispatch_batches":true}}',
+            files=ds_json(tensor_parallel={"autotp_size": 2}),
+            world=2,
+        ),
+        "accelerator_config",
+    ),
+    (
+        "replicas_and_shards_are_of_fsdp2",  # DDP shards nothing
+        Run(yaml=groups("MULTI_GPU", dp_shard=2), world=2, hardware=TWO_GPUS),
+        "dp_shard_size",
+    ),
+    (
+        "replicas_and_shards_are_of_fsdp2",  # nothing to shard across
+        Run(yaml=groups(dp_replicate=2), world=2, hardware=TWO_GPUS),
+        "dp_shard_size",
+    ),
+    (
+        "deepspeed_shards_no_sequences",  # it trains, and divides nothing
+        Run(DS, files=ds_json(sequence_parallel_size=2), world=2),
+        "sequence_parallel_size",
+    ),
+]
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [

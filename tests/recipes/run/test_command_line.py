@@ -82,8 +82,7 @@ def test_reporting_nowhere_is_a_word(asked):
     [
         ("float", "1e-4", 1e-4),
         ("float", "2", 2.0),
-        ("float", 0, 0.0),
-        ("float", np.int64(3), 3.0),
+        ("float", 20, 20),
         ("float | None", None, None),
         ("int | None", "none", None),
         ("bool", "no", False),
@@ -101,6 +100,12 @@ def test_reporting_nowhere_is_a_word(asked):
 def test_values_become_the_type_of_the_field(annotation, value, expected):
     given = coerce(value, legal.Field("x", annotation))
     assert (given, type(given)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize("value", [0, np.int64(0)])
+def test_a_whole_number_becomes_a_float_where_the_default_is_one(value):
+    assert type(coerce(value, legal.Field("adam_beta1", "float", 0.9))) is float
+    assert type(coerce(value, legal.Field("logging_steps", "float", 500))) is int
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
 
 from recipes.legal import models
 from recipes.run.local_model import config_value, local_config, max_positions, text_config
@@ -15,10 +17,15 @@ TYPES = sorted({kind for task in TASKS for kind in models.model_types(models._TA
 
 @pytest.fixture(scope="module")
 def configurations():
-    """Type -> the configuration that transformers makes of it by default."""
+    """Type -> the configuration that transformers makes of it by default, where it makes one."""
     from transformers import CONFIG_MAPPING
 
-    return {kind: CONFIG_MAPPING[kind]() for kind in TYPES}
+    made = {}
+    for kind in TYPES:
+        with contextlib.suppress(ValueError, StrictDataclassError):  # some need the configurations of their parts
+            made[kind] = CONFIG_MAPPING[kind]()
+    assert len(made) > 0.95 * len(TYPES)
+    return made
 
 
 def test_every_type_that_transformers_knows_is_known():

@@ -11,7 +11,9 @@ from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.rules.check import check
 from recipes.run import resolve
+from recipes.run.engine import from_yaml, launch_environment, shipped
 from recipes.run.hardware import Gpu, Hardware
+from tests.support.real_failures import launched
 from tests.support.runs import resolved
 
 
@@ -45,6 +47,36 @@ def test_trainers_own_deepspeed_argument_names_the_engine(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
     assert resolved(["--deepspeed", str(file)]).engine.title == "DeepSpeed ZeRO-3"
+
+
+def test_trainers_own_fsdp_argument_names_the_engine_on_gpus():
+    h100 = Hardware((Gpu("NVIDIA H100", (9, 0), 80 * 2**30),) * 2, cores=16)
+    flags = ["--fsdp", "true", "--fsdp_config", '{"cpu_offload": true}']
+    run = resolve(flags, hardware=h100, world_size=2, environment={})
+    assert run.engine.title == "FSDP2, optimizer and parameter offload"
+    assert resolve(flags, hardware=Hardware(), world_size=2, environment={}).engine.title == "DDP"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "environment", "kind"),
+    [
+        ("sharded", 1, {}, "fsdp"),
+        ("sharded", 2, {"RANK": "0", "WORLD_SIZE": "2"}, "fsdp"),
+        ("sharded", 0, {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "ddp"),
+        ("standard", 2, {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true"}, "fsdp"),
+        ("memory", 0, {"RANK": "0", "WORLD_SIZE": "2"}, "deepspeed"),
+    ],
+)
+def test_a_launched_recipe_trains_on_the_engine_that_it_says(recipe, gpus, environment, kind):
+    hardware = Hardware((Gpu("NVIDIA H100", (9, 0), 80 * 2**30),) * gpus, cores=16)
+    run = resolve(["--recipe", recipe], hardware=hardware, environment=environment, launched=True)
+    assert run.engine.kind == kind
+
+
+def test_a_recipe_that_starts_fsdp_itself_sets_what_the_launcher_would():
+    file = shipped("sharded.yaml")
+    ours, theirs = launch_environment(from_yaml(file)), launched(file)
+    assert {name: value.lower() for name, value in ours.items()} == {name: theirs[name].lower() for name in ours}
 
 
 def test_epochs_that_were_asked_for_win_over_the_demonstrations_steps():

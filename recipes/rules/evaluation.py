@@ -79,7 +79,10 @@ def best_metric_is_reported(run):
 
 @rule
 def best_is_the_better_value(run):
-    """The worst model is kept as the best, and early stopping waits for a model to get worse."""
+    """The worst model is kept as the best, and early stopping waits for a model to get worse.
+
+    It trains as asked, so this is advice.
+    """
     decides = run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]
     smaller = _smaller_is_better(run["metric_for_best_model"] or "loss")
     if not decides or smaller is None or run["greater_is_better"] is None:
@@ -87,7 +90,7 @@ def best_is_the_better_value(run):
     if run["greater_is_better"] == smaller:
         metric, better = run["metric_for_best_model"] or "loss", "smaller" if smaller else "greater"
         what = f"is {str(run['greater_is_better']).lower()}, but a {better} {metric} is better"
-        yield problem(run, "greater_is_better", what, "leave it out")
+        yield advice(run, "greater_is_better", what, "leave it out")
 
 
 @rule
@@ -101,7 +104,7 @@ def plateaus_look_the_right_way(run):
     if mode in ("min", "max") and (mode == "min") != smaller:
         what = f"mode {mode} looks for a {'smaller' if mode == 'min' else 'greater'} {metric}"
         fix = "lr_scheduler_kwargs with " + ("mode: min" if smaller else "mode: max")
-        yield problem(run, "lr_scheduler_type", what, fix)
+        yield advice(run, "lr_scheduler_type", what, fix)
 
 
 def _smaller_is_better(metric: str) -> bool | None:

@@ -66,12 +66,18 @@ def _where_it_belongs(key: str, known: Iterable[str]) -> tuple[str, str]:
     return "is not a key of the Accelerate YAML", near or "one of " + ", ".join(sorted(known))
 
 
+# Sections that are read with one distributed type only.
+_READ_BY = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
+
+
 @rule
 def sections_hold_settings(run):
-    """`AttributeError: 'str' object has no attribute 'keys'` in the launcher."""
+    """`AttributeError: 'str' object has no attribute 'keys'` in the launcher, if it reads them."""
+    given = run.engine.raw.get("distributed_type")
     for name in SECTIONS:
         value = run.engine.raw.get(name)
-        if value is not None and not isinstance(value, Mapping):
+        is_read = _READ_BY.get(name, given) == given
+        if is_read and value is not None and not isinstance(value, Mapping):
             is_deepspeed = name == "deepspeed_config"
             fix = f"deepspeed_config_file: {value}, below {name}" if is_deepspeed else "name: value below it"
             yield in_yaml(run, name, f"takes settings, got {value!r}", fix)
@@ -81,8 +87,7 @@ def sections_hold_settings(run):
 def sections_fit_the_type(run):
     """A section of another distributed type is not read."""
     given = run.engine.raw.get("distributed_type")
-    read_by = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
-    for name, type_ in read_by.items():
+    for name, type_ in _READ_BY.items():
         if run.engine.raw.get(name) and given != type_:
             what = f"is not read with distributed_type {given}"
             yield in_yaml(run, name, what, f"distributed_type: {type_}", "advice")
@@ -213,6 +218,8 @@ def gpu_ids_name_enough_gpus(run):
 def machines_share_the_processes(run):
     """The launcher rounds down: 3 processes on 2 machines start 1 on each, which hang."""
     machines, rank = run.engine.raw.get("num_machines", 1), run.engine.raw.get("machine_rank", 0)
+    if machines is None:  # `TypeError: '>' not supported between instances of 'NoneType' and 'int'`
+        yield in_yaml(run, "num_machines", "is empty", "num_machines: 1, or leave it out")
     if type(machines) is not int:
         return
     if machines < 1:

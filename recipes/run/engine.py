@@ -122,7 +122,7 @@ def from_yaml(path: str | Path) -> Engine:
         source=str(path),
         mixed_precision=_precision(raw.get("mixed_precision")),
         dynamo_backend=str(backend).lower(),
-        num_processes=processes if isinstance(processes, int) and not isinstance(processes, bool) else None,
+        num_processes=_count(processes, is_single=kind == "NO"),
         raw=raw,
         parallelism=replace(parallelism, autotp=autotp),
         **_sharding(kind, raw),
@@ -155,6 +155,13 @@ def with_fsdp(engine: Engine, config: object) -> Engine:
 def _fsdp(version: object, offload: object) -> Json:
     device = "cpu" if str(offload).lower() in ("true", "1") else "none"
     return dict(fsdp_version=_int(version), offload_optimizer=device, offload_param=device)
+
+
+def _count(value: object, is_single: bool) -> int | None:
+    """A number of processes. The launchers of several processes read it as text, too."""
+    if isinstance(value, str) and value.isdigit() and not is_single:
+        return int(value)
+    return value if type(value) is int else None
 
 
 def from_deepspeed(config: str | Json) -> Engine:

@@ -105,6 +105,7 @@ SHOWN_BY: dict[str, Proof] = {
     "offload_needs_adamw": _another_optimizer,
     "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",
     "top_level_values_have_the_right_type": _any_text_is_true,
+    "machines_share_the_processes": lambda *_: "0 machines are taken for one",
     "a_training_trains": lambda *_: "it trains",
     "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
     "values_are_in_range": _out_of_range,

@@ -87,11 +87,13 @@ ALSO_FIRES = [
     ("num_processes_is_given", Run(yaml=yaml("MULTI_GPU", processes=0), world=None), "num_processes"),
     ("distributed_type_is_known", Run(yaml=f"{LOCAL}num_processes: 1\n"), "distributed_type"),
     ("machines_share_the_processes", Run(yaml=yaml("MULTI_GPU", "machine_rank: 1")), "machine_rank"),
+    ("machines_share_the_processes", Run(yaml=yaml("MULTI_GPU", "num_machines:")), "num_machines"),
 ]
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
     ("nested_yaml_keys_are_known", Run(yaml=fsdp("fsdp_version: 2", "fsdp_ignored_modules: lm_head"))),
+    ("sections_hold_settings", Run(yaml=yaml("MULTI_GPU", "deepspeed_config: ds.json"))),  # which nothing reads
     ("nested_yaml_values_are_legal", Run(yaml=deepspeed("zero3_init_flag: 'true'", "gradient_clipping: auto"))),
     ("nested_yaml_values_are_legal", Run(yaml=fsdp("fsdp_version: '2'", "fsdp_offload_params: 'false'"))),
     ("mixed_precision_is_known", Run(yaml=yaml("MULTI_GPU", "mixed_precision: BF16"))),

@@ -89,3 +89,10 @@ def test_no_value_of_any_setting_breaks_the_check(value):
     for name in legal.settings():
         with contextlib.suppress(UserError):
             check(resolved([f"--{name}", value]))
+
+
+@pytest.mark.parametrize(("type_", "world"), [("MULTI_GPU", 2), ("'NO'", 1)])
+def test_a_count_of_processes_as_text_counts_where_the_launcher_reads_it(type_, world, tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(f"distributed_type: {type_}\nnum_processes: '2'\n", encoding="utf-8")
+    assert resolved(accelerate_config=str(file)).world_size == world

@@ -17,7 +17,7 @@ from tests.campaigns.legality.draw import draw
 from tests.campaigns.legality.draw_cards import draw_card
 from tests.campaigns.legality.judge import Judgement, judge
 from tests.campaigns.legality.shrink import shrink
-from tests.campaigns.legality.tried import Outcome, tried
+from tests.campaigns.legality.tried import SECONDS, Outcome, tried
 
 
 @dataclass
@@ -30,7 +30,6 @@ class Result:
     case: Case
     disagreement: Disagreement | None = None
     reduced: list[str] = field(default_factory=list)
-    output: str = ""
 
 
 class Campaign:
@@ -60,22 +59,22 @@ class Campaign:
 
     def attempt(self, number: int, case: Case) -> Result:
         """Judge and try a case, and if both disagree, find the smallest that does."""
-        judgement, outcome, found = self._once(case)
-        result = Result(number, judgement.legal, outcome.finished, case, found, output=outcome.output)
+        judgement, outcome, found = self.once(case)
+        result = Result(number, judgement.legal, outcome.finished, case, found)
         if found is None:
             return result
         if found.signature not in self.shrunk:
             self.shrunk.add(found.signature)
             result.case = shrink(case, lambda other: self._still(other, found))
-            _, outcome, result.disagreement = self._once(result.case)
-            result.output = outcome.output
+            result.disagreement = self.once(result.case)[2] or found
         return result
 
     def _still(self, case: Case, found: Disagreement) -> bool:
-        again = self._once(case)[2]
+        again = self.once(case)[2]
         return again is not None and again.kind == found.kind
 
-    def _once(self, case: Case) -> tuple[Judgement, Outcome, Disagreement | None]:
+    def once(self, case: Case) -> tuple[Judgement, Outcome, Disagreement | None]:
+        """What check says of a case, what becomes of it, and whether the two disagree."""
         folder = self._folder_of(case)
         try:
             judgement = judge(case)
@@ -83,6 +82,8 @@ class Campaign:
             said = traceback.format_exc().strip().splitlines()[-1]
             return Judgement(), Outcome(1, traceback.format_exc()), Disagreement("check itself fails", said)
         outcome = tried(case, folder, checked=judgement.legal)
+        if outcome.code is None:  # perhaps the machine is busy
+            outcome = tried(case, self._folder_of(case), checked=judgement.legal, seconds=3 * SECONDS)
         return judgement, outcome, compare(case, judgement, outcome)
 
     def _judge(self, case: Case) -> Judgement:

@@ -58,6 +58,9 @@ def _answer_as(here: Hardware) -> None:
         "empty_cache": None,
         "manual_seed_all": None,
         "manual_seed": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)

@@ -28,7 +28,7 @@ LAUNCHERS_OWN = ("main_process_port", "rdzv_backend", "main_process_ip", "machin
 
 @dataclass
 class Outcome:
-    """`code` is the exit code of the launcher, None if it was killed after SECONDS.
+    """`code` is the exit code of the launcher, None if it was killed because it took too long.
 
     `seen` is what each rank observed, `record` the run.json. `refused_by_parser` is what Hugging
     Face's own parser says of the flags, if it refuses them.
@@ -76,13 +76,13 @@ class Outcome:
         return (errors or refused or lines or ["(no output)"])[-1][:240]
 
 
-def tried(case: Case, folder: Path, *, checked: bool, really: bool = False) -> Outcome:
+def tried(case: Case, folder: Path, *, checked: bool, really: bool = False, seconds: float = SECONDS) -> Outcome:
     """Run a case that is written in the current `folder`; with `really` by the real launcher."""
     log = folder / "log.txt"
     really = really or any(change.name in LAUNCHERS_OWN for change in case.of("yaml"))
     with log.open("wb") as stream:
         pid = _started(case, checked, really, stream.fileno())
-        code = _ended(pid, SECONDS * (2 if really else 1))
+        code = _ended(pid, seconds * (2 if really else 1))
     seen = [json.loads(file.read_text()) for file in sorted(Path(rank.FOLDER).glob("*.json"))]
     refused = "" if checked else _refused_by_parser(case)
     return Outcome(code, log.read_text(errors="replace"), seen, _record(folder), refused, bool(case.machine))

@@ -73,7 +73,7 @@ def try_alone(case: Case, folder: Path) -> bool:
     from tests.campaigns.legality.campaign import Campaign
 
     campaign = Campaign("", folder / "worker", _material(folder, 0))
-    judgement, outcome, found = campaign._once(case)
+    judgement, outcome, found = campaign.once(case)
     print(described(case))
     for rule, problems in judgement.errors.items():
         print(f"check: {rule}: " + "; ".join(map(str, problems)))

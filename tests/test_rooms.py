@@ -37,7 +37,7 @@ LAYERS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms.split()}
 MOST_LINES = 400
-MOST_FILES = 20  # in a folder, beside its __init__
+MOST_FILES = 16  # in a folder, beside its __init__
 
 
 # --- What is there --------------------------------------------------------------------------------

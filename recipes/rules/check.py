@@ -9,25 +9,21 @@ from pathlib import Path
 from recipes import legal
 from recipes.errors import Problem, UserError
 from recipes.rules import (
-    accelerate_yaml,
     adapters,
     attention,
     batches,
     checkpoints,
     data,
-    deepspeed_json,
-    engines,
     evaluation,
-    fsdp,
     models,
     nested,
     optimizer,
     packages,
-    parallelism,
     precision,
     speed,
     values,
 )
+from recipes.rules.engine import accelerate_yaml, deepspeed_json, fsdp, parallelism, processes
 from recipes.rules.facts import Rule
 from recipes.run import RunSpec
 from recipes.run.engine import read_yaml
@@ -36,7 +32,7 @@ RULE_MODULES = (
     values,
     precision,
     attention,
-    engines,
+    processes,
     parallelism,
     fsdp,
     models,

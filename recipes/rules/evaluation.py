@@ -79,7 +79,10 @@ def best_metric_is_reported(run):
 
 @rule
 def best_is_the_better_value(run):
-    """The worst model is kept as the best, and early stopping waits for a model to get worse."""
+    """The worst model is kept as the best, and early stopping waits for a model to get worse.
+
+    It trains as asked, so this is advice.
+    """
     decides = run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]
     smaller = _smaller_is_better(run["metric_for_best_model"] or "loss")
     if not decides or smaller is None or run["greater_is_better"] is None:

@@ -125,15 +125,13 @@ def optimizer_is_offloaded(run: RunSpec) -> bool:
 
 
 def uses_fsdp(run: RunSpec) -> bool:
-    return run.engine.kind == "fsdp" or bool(run["fsdp"])
+    """Whether FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP."""
+    return run.hardware.cuda and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
 
 
 def fsdp_version(run: RunSpec) -> int:
     """1 or 2; 0 without FSDP. The launcher's default is 1, Trainer's own 2."""
-    if run.engine.kind == "fsdp":
-        return run.engine.fsdp_version
-    version = str(fsdp_section(run).get("version", 2))
-    return int(version) if run["fsdp"] and version.isdigit() else 0
+    return run.engine.fsdp_version if uses_fsdp(run) else 0
 
 
 def fsdp_section(run: RunSpec, launched: bool = True) -> Json:

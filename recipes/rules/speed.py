@@ -124,9 +124,9 @@ def compiling_needs_one_shape(run):
 def syncing_each_batch_is_slow(run):
     """`sync_each_batch` reduces gradients once for every micro-batch, not once a step.
 
-    Under FSDP it saves the memory of gradients that are not scattered.
+    Under FSDP it saves the memory of gradients that are not scattered: `sharded` sets it.
     """
-    if uses_fsdp(run):
+    if uses_fsdp(run) or not run.explicit("accelerator_config"):
         return
     if is_true(gradient_accumulation_kwargs(run).get("sync_each_batch")) and run["gradient_accumulation_steps"] > 1:
         what = f"sync_each_batch reduces gradients {run['gradient_accumulation_steps']} times a step"

@@ -38,9 +38,7 @@ HIDDEN = "***"
 
 
 def shown(name: str, value: object) -> object:
-    """A value as it may be printed and recorded: a token is hidden, and 20.0 steps are 20."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    """A value as it may be printed and recorded: a token is hidden."""
     return HIDDEN if value and name.endswith("_token") else value
 
 

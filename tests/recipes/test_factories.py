@@ -161,7 +161,7 @@ def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, eng
     [
         ("sharded", {"ACCELERATE_USE_FSDP": "true"}, {}),
         ("memory", ZERO_2, {}),
-        ("memory", {}, {"deepspeed": {"zero_optimization": {"stage": 2}}}),
+        ("memory", {}, {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}}),
         ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it
         ("standard", {}, {}),
         ("fast", TORCHRUN, {}),

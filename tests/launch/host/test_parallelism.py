@@ -13,6 +13,7 @@ from recipes.run import resolve
 from tests.support.running import launch_quickly
 from tests.support.runs import TWO_GPUS, groups
 
+AUTOTP = {"train_micro_batch_size_per_gpu": "auto", "tensor_parallel": {"autotp_size": 2}}
 VARIABLES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
 
 
@@ -68,7 +69,7 @@ def test_a_script_under_a_launch(tmp_path, monkeypatch):
 
 
 def test_a_script_with_a_deepspeed_json_gets_the_batch_that_trainer_counts(tmp_path):
-    content = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
+    content = {**AUTOTP, "zero_optimization": {"stage": 2}}
     args = recipes.standard(str(tmp_path), num_processes=4, deepspeed=content, global_batch_size=16)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 2 == 16
 
@@ -76,7 +77,7 @@ def test_a_script_with_a_deepspeed_json_gets_the_batch_that_trainer_counts(tmp_p
 @pytest.mark.parametrize("command", ["check", "submit"])
 def test_a_deepspeed_json(command, tmp_path, capsys):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}))
+    file.write_text(json.dumps({**AUTOTP, "zero_optimization": {"stage": 3}}))
     flags = ["--deepspeed", str(file)]
     words = {"check": ["check", "--num_processes", "2", *flags]}
     words["submit"] = ["submit", "local", "--dry-run", "--processes_per_node", "2", "--", *flags]
@@ -86,7 +87,7 @@ def test_a_deepspeed_json(command, tmp_path, capsys):
 
 def test_the_planner_says_what_it_cannot_estimate(tmp_path, capsys):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
+    file.write_text(json.dumps({**AUTOTP, "zero_optimization": {"stage": 2}}))
     words = ["--gpu", "A100 80GB", "--num_processes", "2", "--recipe", "standard", "--deepspeed", str(file)]
     assert main(["plan", "--model", "7B", *words]) == 2
     assert "how much of this model each process of a group holds" in " ".join(capsys.readouterr().err.split())

@@ -179,11 +179,13 @@ def test_activation_checkpointing_changes_nothing_but_memory(both, sharded):
 @pytest.mark.slow
 def test_the_best_model_is_that_of_one_checkpoint(sharded):
     """Ranks that disagree which one is the best would each load a half of another model."""
-    best = ["--load_best_model_at_end", "--greater_is_better", "true", "--save_total_limit", "3"]
-    outcome, _ = sharded(*HELD_OUT, *EVERY_SECOND_STEP, *best, steps=6)
+    best = ["--load_best_model_at_end", "--save_total_limit", "3"]
+    outcome, folder = sharded(*HELD_OUT, *EVERY_SECOND_STEP, *best, steps=6)
     evaluated = [entry["eval_loss"] for entry in outcome.record["log_history"] if "eval_loss" in entry]
-    assert evaluated[0] == max(evaluated)
-    assert outcome.record["eval_loss"] == pytest.approx(evaluated[0], rel=1e-6)
+    assert evaluated[2] == min(evaluated)
+    assert outcome.record["eval_loss"] == pytest.approx(evaluated[2], rel=1e-6)
+    state = json.loads((folder / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"].endswith("checkpoint-6")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_failures import TOKENS, arguments, assert_fires, losses, tiny_llama, train
-from tests.support.runs import BEST, EVAL, Run, deepspeed, fsdp
+from tests.support.runs import BEST, EVAL, TWO_GPUS, Run, deepspeed, fsdp
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -28,8 +28,8 @@ CASES = {
         Run(f"--save_only_model {BEST} {EVAL}", yaml="standard.yaml"),
     ),
     "sharded_checkpoints_hold_the_optimizer": (
-        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: SHARDED_STATE_DICT")),
-        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: FULL_STATE_DICT")),
+        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: SHARDED_STATE_DICT"), hardware=TWO_GPUS),
+        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: FULL_STATE_DICT"), hardware=TWO_GPUS),
     ),
     "weights_alone_do_not_resume": (Run("--save_only_model"), Run("--save_only_model false")),
     "signal_checkpoints_may_be_incomplete": (Run("--enable_jit_checkpoint"), Run("--enable_jit_checkpoint false")),

@@ -17,24 +17,26 @@ from recipes.rules.check import RULES, check
 from recipes.run import resolve
 from recipes.run.engine import shipped
 from tests.recipes.rules import (
-    test_accelerate_yaml,
     test_adapters,
     test_attention,
     test_batches,
     test_checkpoints,
     test_data,
-    test_deepspeed_json,
-    test_engines,
     test_evaluation,
-    test_fsdp,
     test_models,
     test_nested,
     test_optimizer,
     test_packages,
-    test_parallelism,
     test_precision,
     test_speed,
     test_values,
+)
+from tests.recipes.rules.engine import (
+    test_accelerate_yaml,
+    test_deepspeed_json,
+    test_fsdp,
+    test_parallelism,
+    test_processes,
 )
 from tests.support.runs import A100, CPU, H100, T4, Run, machine
 
@@ -42,7 +44,7 @@ SUBJECTS: tuple[ModuleType, ...] = (
     test_values,
     test_precision,
     test_attention,
-    test_engines,
+    test_processes,
     test_parallelism,
     test_fsdp,
     test_models,
@@ -66,7 +68,7 @@ BY_NAME = {function.__name__: function for function in RULES}
 
 def test_every_rule_in_the_folder_is_collected():
     written = []
-    for file in Path(rules.__path__[0]).glob("*.py"):
+    for file in Path(rules.__path__[0]).glob("**/*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
             if "rule" in marks:

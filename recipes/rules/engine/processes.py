@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.errors import Problem
-from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed, uses_fsdp
+from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed
 from recipes.run.engine import from_yaml, shipped
 
 
@@ -60,8 +60,11 @@ def one_process_uses_one_gpu(run):
 def recipe_has_its_own_engine(run):
     """Under plain DDP `sharded` shards nothing, a memory recipe offloads nothing: out of memory."""
     own = from_yaml(shipped(run.recipe.engine))
-    fits = {"deepspeed": uses_deepspeed, "fsdp": uses_fsdp}.get(own.kind)
-    if fits and not fits(run):
+    if own.kind == "fsdp" and not run.hardware.cuda and run.engine.kind != "fsdp":
+        yield advice(run, "recipe", "shards nothing on a CPU: this is plain DDP", "a machine with GPUs")
+        return
+    wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
+    if not wanted.get(own.kind, True):
         what = f"is made for {own.title}, and the launch uses {run.engine.title}"
         fix = f"accelerate launch --config_file {_short(shipped(run.recipe.engine))}; or let train.py start it"
         yield advice(run, "recipe", what, fix)

@@ -34,6 +34,12 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
 
 
+def _built_version(run: RunSpec) -> int:
+    """The version of accelerate's plugin. Trainer builds it for `--fsdp` on a CPU too."""
+    version = str(fsdp_section(run).get("version", 2))
+    return fsdp_version(run) or (int(version) if run["fsdp"] and version.isdigit() else 0)
+
+
 # --- Words of version 1 ---------------------------------------------------------------------------
 
 _BY_STRATEGY = {
@@ -49,7 +55,7 @@ _BY_STRATEGY = {
 def fsdp2_reshards_or_not(run):
     """`ValueError: invalid truth value full_shard`: version 2 takes true or false."""
     value = fsdp_section(run).get("reshard_after_forward")
-    if fsdp_version(run) != 2 or value is None or str(value).lower() in _TRUTH_VALUES:
+    if _built_version(run) != 2 or value is None or str(value).lower() in _TRUTH_VALUES:
         return
     fix = _BY_STRATEGY.get(str(value).upper(), "true, or false to keep what the forward gathered")
     yield _of_key(run, "reshard_after_forward", f"is true or false in FSDP2, not {value}", fix)
@@ -78,7 +84,7 @@ def fsdp2_reads_its_own_keys(run):
 @rule
 def fsdp2_has_no_local_state(run):
     """`FSDP2 does not support LOCAL_STATE_DICT`, when the Trainer is built."""
-    if fsdp_version(run) == 2 and str(fsdp_section(run).get("state_dict_type")).upper() == "LOCAL_STATE_DICT":
+    if _built_version(run) == 2 and str(fsdp_section(run).get("state_dict_type")).upper() == "LOCAL_STATE_DICT":
         yield _of_key(run, "state_dict_type", "LOCAL_STATE_DICT needs FSDP1", "SHARDED_STATE_DICT")
 
 
@@ -236,7 +242,7 @@ def fsdp_recomputes_with_the_same_dropout(run):
 def offloaded_activations_are_checkpointed(run):
     """`activation_checkpointing_offload=True requires activation_checkpointing=True`, and FSDP2."""
     section = fsdp_section(run)
-    if run.engine.kind != "fsdp" or not is_true(section.get("activation_checkpointing_offload")):
+    if not uses_fsdp(run) or run["fsdp"] or not is_true(section.get("activation_checkpointing_offload")):
         return
     if not is_true(section.get("activation_checkpointing")):
         yield _of_key(

@@ -183,10 +183,16 @@ def tf32_needs_sm80(run):
 
 @rule
 def yaml_precision_agrees_with_arguments(run):
-    """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`."""
+    """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
+
+    TrainingArguments that say fp16 or bf16 win over the YAML. If the user wrote that, it is as asked.
+    """
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision
     if given in ("no", asked) or (given == "fp8" and asked == "no") or given not in ("bf16", "fp16", "fp8"):
+        return
+    if given != "fp8" and asked != "no" and run.explicit(asked):
+        yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "mixed_precision: 'no'", "advice")
         return
     fix = f"mixed_precision: '{asked}'" if given == "fp8" else f"mixed_precision: 'no', or --{given} for the run"
     what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"

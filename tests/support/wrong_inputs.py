@@ -251,7 +251,7 @@ _YAML = [
     Wrong("mixed_precision", "'no'", yaml=_yaml("MULTI_GPU", "mixed_precision: no")),
     Wrong("mixed_precision", "'bf16'", yaml=_yaml("MULTI_GPU", "mixed_precision: bfloat16")),
     Wrong("mixed_precision", "--bf16", yaml=_yaml("MULTI_GPU", "mixed_precision: bf16")),
-    Wrong("mixed_precision", "--fp16", "--bf16", yaml=_yaml("MULTI_GPU", "mixed_precision: fp16")),
+    Wrong("mixed_precision", "--fp16", yaml=_yaml("MULTI_GPU", "mixed_precision: fp16"), gpu=(8, 0)),
     Wrong("compute_environment", "LOCAL_MACHINE", yaml="compute_environment: LAPTOP\ndistributed_type: 'NO'\n"),
     Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'")),
     Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0"), world=None),

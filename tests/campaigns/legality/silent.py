@@ -44,8 +44,10 @@ def _as_written(case: Case, judgement: Judgement, outcome: Outcome) -> str:
 def _another_precision(case: Case, judgement: Judgement, outcome: Outcome) -> str:
     run = judgement.run
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
-    used = outcome.seen[0]["precision"]
-    return f"computes in {used} instead of {asked}" if used != asked else ""
+    used, in_yaml = outcome.seen[0]["precision"], run.engine.mixed_precision
+    if used == asked and run.explicit(asked):
+        return ""
+    return f"computes in {used}, although the run says {asked} and the YAML {in_yaml}"
 
 
 def _compiles(case: Case, judgement: Judgement, outcome: Outcome) -> str:

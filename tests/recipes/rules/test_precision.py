@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.run import resolve
 from recipes.run.hardware import Hardware
-from tests.support.real_failures import assert_fires, launched, train
+from tests.support.real_failures import BY_NAME, arguments, assert_fires, launched, train
 from tests.support.runs import A100, DS, H100, T4, TWO_GPUS, Run, deepspeed, ds_json, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -126,6 +127,15 @@ def test_mixed_precision_in_the_yaml_turns_bf16_on_behind_the_arguments(write_ya
     trainer = train(tmp_path)
     assert (trainer.args.bf16, trainer.accelerator.mixed_precision) == (False, "bf16")
     assert_fires("yaml_precision_agrees_with_arguments", {"bf16": False}, config=file)
+
+
+def test_a_precision_that_the_user_writes_wins_over_the_yaml(tmp_path, write_yaml, monkeypatch):
+    file = write_yaml("MULTI_GPU", "mixed_precision: fp16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert arguments(tmp_path, bf16=True).mixed_precision == "bf16"
+    run = resolve(["--bf16"], accelerate_config=str(file), hardware=Hardware(), environment={})
+    (problem,) = BY_NAME["yaml_precision_agrees_with_arguments"](run)
+    assert problem.severity == "advice" and "--bf16 wins" in problem.what
 
 
 FP8 = ("mixed_precision: fp8", "fp8_config:", "  backend: ao")

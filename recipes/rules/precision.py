@@ -185,7 +185,7 @@ def tf32_needs_sm80(run):
 def yaml_precision_agrees_with_arguments(run):
     """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
 
-    TrainingArguments that say fp16 or bf16 win over the YAML. If the user wrote that, it is as asked.
+    TrainingArguments that say fp16 or bf16 win over the YAML: as asked, if the user wrote them.
     """
     asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
     given = run.engine.mixed_precision

@@ -16,7 +16,7 @@ from tests.campaigns.legality.case import DEEPSPEED_JSON, DEMONSTRATION, REMOVED
 from tests.campaigns.legality.tried import LAUNCHERS_OWN
 from tests.campaigns.legality.values import NOT_DRAWN, words_for
 
-_ODD = 0.1  # how often a value is odd
+_ODD = 0.06  # how often a value is odd
 # Flags that people write together: each of them is written half of the time.
 _THEMES = [
     "eval_strategy eval_steps save_strategy save_steps load_best_model_at_end metric_for_best_model "
@@ -71,7 +71,7 @@ def draw(random: Random) -> Case:
     if compiles and "torch_compile_backend" not in names:  # the default takes a minute to compile
         changes.append(Change("flag", "torch_compile_backend", [random.choice(("eager", "aot_eager"))]))
     changes = [_in_file(change, random) for change in changes]
-    if yaml_file and random.random() < 0.35:
+    if yaml_file and random.random() < 0.25:
         changes += _yaml_changes(yaml_file, random)
     if random.random() < 0.06:
         changes += [Change("flag", "deepspeed", [DEEPSPEED_JSON]), *_json_changes(random)]

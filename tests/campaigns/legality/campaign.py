@@ -22,7 +22,10 @@ from tests.campaigns.legality.tried import SECONDS, Outcome, tried
 
 @dataclass
 class Result:
-    """What became of one drawn run. `reduced` are the rules that were tried on their own."""
+    """What became of one drawn run. `reduced` are the rules that were tried on their own.
+
+    `ended` says how a legal run ended that was not trained to the end.
+    """
 
     number: int
     legal: bool
@@ -30,6 +33,7 @@ class Result:
     case: Case
     disagreement: Disagreement | None = None
     reduced: list[str] = field(default_factory=list)
+    ended: str = ""
 
 
 class Campaign:
@@ -62,6 +66,7 @@ class Campaign:
         judgement, outcome, found = self.once(case)
         result = Result(number, judgement.legal, outcome.finished, case, found)
         if found is None:
+            result.ended = outcome.last_words() if judgement.legal and not outcome.finished else ""
             return result
         if found.signature not in self.shrunk:
             self.shrunk.add(found.signature)

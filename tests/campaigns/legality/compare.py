@@ -29,6 +29,7 @@ LATE = [
     (r"dataset_(train_split|test_split|text_field|label_field)", r"", "check reads no data"),
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
     (r"completion_only_loss|assistant_only_loss", r"needs", "depends on the columns of the data"),
+    (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
     (r"max_length", r"the data of", "depends on the length of the data"),
     (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
     (r"padding_free", r".* lets the sequences", "found by a forward pass of the real model"),

@@ -61,7 +61,9 @@ def draw_card(random: Random) -> Case:
     changes = [
         Change("flag", name, words_for(name, random, 0.2)) for name in random.sample(_FLAGS, random.choice((0, 1, 2)))
     ]
-    changes += [change for change in plain.of("flag") if change.name not in {*_FLAGS, "use_cpu", "deepspeed"}][:3]
+    changes += [change for change in plain.of("flag") if change.name not in {*_FLAGS, "use_cpu", "deepspeed", "task"}][
+        :3
+    ]
     changes += changed_keys(keys, "yaml", random, random.choice((0, 1, 1, 2)))
     machine = f"{random.choice(('H100', 'A100', 'T4'))}:{count}"
     return replace(

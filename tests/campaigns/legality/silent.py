@@ -76,6 +76,7 @@ _VALUES: dict[str, str | Callable[[Outcome], str]] = {
     "eval_steps": "a negative number means logging_steps",
     "label_smoothing_factor": "the labels' weights are negative",
     "lora_alpha": "the adapters are multiplied by 0",
+    "lora_dropout": "the adapters see nothing",
     "weight_decay": "weights grow instead of decaying",
     "max_grad_norm": "any number below 0 turns clipping off",
     "global_batch_size": _batch_of_one,
@@ -119,5 +120,6 @@ SHOWN_BY: dict[str, Proof] = {
 BEYOND_TWO_STEPS: dict[str, str] = {
     "batch_size_is_not_searched": "the batch changes only where memory runs out",
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
+    "sequences_fit_the_model": "rotary positions go on where the model knows none",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +93,7 @@ class Totals:
     trained: int = 0
     refused: int = 0
     reduced: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
     disagreements: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
@@ -101,6 +104,8 @@ class Totals:
             self.drawn += 1
             self.legal += result.legal
             self.trained += result.legal and result.finished
+            if result.ended:
+                self.ended[re.sub(r"\d+", "0", result.ended)[:110]] += 1
             self.refused += not result.legal
         if result.disagreement:
             self._report(result)
@@ -115,7 +120,8 @@ class Totals:
         print(f"--case '{result.case.as_json()}'", flush=True)
 
     def __str__(self) -> str:
-        return (
+        late = "".join(f"  {count} x {text}\n" for text, count in self.ended.most_common())
+        return (f"legal runs that ended early, as check cannot know:\n{late}" if late else "") + (
             f"{self.drawn} runs drawn: {self.legal} legal, of which {self.trained} trained to the end; "
             f"{self.refused} refused and tried without the check, and {self.reduced} reduced to one rule; "
             f"{len(self.disagreements)} disagreements ({len(self.seen)} different)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from importlib import metadata
 
 from recipes.legal.source import assigned, literal, package_folder, parse_file, strings
 
@@ -26,6 +25,8 @@ def compile_modes() -> tuple[str, ...]:
 @cache
 def compile_backends() -> frozenset[str]:
     """The compilers that torch registers, and those of installed packages that it finds."""
+    from importlib import metadata
+
     folder = package_folder("torch")
     files = (folder / "_dynamo" / "backends").glob("*.py") if folder else ()
     registered = {name for file in files for name in _registered(parse_file("torch", f"_dynamo/backends/{file.name}"))}

@@ -98,8 +98,9 @@ def attention_is_supported_by_the_model(run):
 @rule
 def flash_attention_is_the_models_own(run):
     """gpt_oss takes its own kernel instead, with a warning: vllm-flash-attn3."""
-    own, name = _own_kernels(run), _asked(run)
-    if own and "flash" in name and _is_known(name) and name not in own:
+    name = _asked(run)
+    own = _own_kernels(run) if "flash" in name and _is_known(name) else []
+    if own and name not in own:
         what = f"{name} is replaced: models of type {_config(run)['model_type']} take {' or '.join(own)}"
         yield advice(run, "attn_implementation", what, own[0])
 

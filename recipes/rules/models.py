@@ -109,7 +109,13 @@ def _untrusted(run: RunSpec) -> Problem:
 def the_model_type_is_known(run):
     """`Transformers does not recognize this architecture`, or it would run the model's own code."""
     kind = _type(run)
-    if run.model is not None or not _config(run) or kind in models.known_types() or not models.known_types():
+    if (
+        run["model_name_or_path"] is None
+        or run.model is not None
+        or not _config(run)
+        or kind in models.known_types()
+        or not models.known_types()
+    ):
         return  # a configuration that was loaded is one that transformers, or a script, knows
     if _code(run, "AutoConfig"):
         if not run["trust_remote_code"]:
@@ -128,7 +134,12 @@ def the_model_type_is_known(run):
 def the_model_can_do_the_task(run):
     """`Unrecognized configuration class ... for this kind of AutoModel: AutoModelForCausalLM.`"""
     kind, task = _type(run), run["task"]
-    if kind not in models.known_types() or task not in _AUTO_CLASSES or models.model_class(kind, task):
+    if (
+        run["model_name_or_path"] is None
+        or kind not in models.known_types()
+        or task not in _AUTO_CLASSES
+        or models.model_class(kind, task)
+    ):
         return
     if not _code(run, _AUTO_CLASSES[task]):
         others = [other for other in _AUTO_CLASSES if models.model_class(kind, other)]
@@ -143,7 +154,7 @@ def the_model_can_do_the_task(run):
 def a_language_model_is_a_decoder(run):
     """An encoder loads, and its loss falls: it sees the tokens that it has to predict."""
     config, kind = _config(run), _type(run)
-    if run["task"] != "causal_lm" or kind not in models.model_types(_ENCODERS):
+    if run["model_name_or_path"] is None or run["task"] != "causal_lm" or kind not in models.model_types(_ENCODERS):
         return
     if not config_value(config, "is_encoder_decoder") and not config_value(config, "is_decoder"):
         what = f"{run['model_name_or_path']} is an encoder ({kind}): it sees the tokens it has to predict"

@@ -77,7 +77,8 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     positions = config_value(text, "max_position_embeddings")
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa says -1
         return None
-    kind = config_value(text, "position_embedding_type") or "absolute"
-    if text.get("model_type") in OFFSET_POSITIONS and kind == "absolute":
-        return positions - (config_value(text, "pad_token_id") or 0) - 1
-    return positions
+    if text.get("model_type") not in OFFSET_POSITIONS:
+        return positions
+    if (config_value(text, "position_embedding_type") or "absolute") != "absolute":
+        return positions
+    return positions - (config_value(text, "pad_token_id") or 0) - 1

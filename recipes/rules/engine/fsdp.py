@@ -197,8 +197,9 @@ def fsdp2_shards_are_known_to_the_optimizer(run):
     FSDP2's parameters are DTensors, which bitsandbytes does not know. Adafactor mixes them with
     tensors of its own: `aten.add_.Tensor got mixed torch.Tensor and DTensor`.
     """
-    unaware = run["optim"] == "adafactor" or run["optim"] in legal.bitsandbytes_optimizers()
-    if fsdp_version(run) == 2 and unaware:
+    if fsdp_version(run) != 2:
+        return
+    if run["optim"] == "adafactor" or run["optim"] in legal.bitsandbytes_optimizers():
         yield problem(run, "optim", f"{run['optim']} does not work on FSDP2's shards", "--optim adamw_torch_fused")
 
 

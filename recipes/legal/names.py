@@ -173,9 +173,19 @@ def debug_options() -> tuple[str, ...]:
 @cache
 def optimizers_without_arguments() -> frozenset[str]:
     """Values of `optim` whose optimizer ignores `optim_args`."""
+    return _optimizers_that_do_not_read("optim_args")
+
+
+@cache
+def optimizers_without_betas() -> frozenset[str]:
+    """Values of `optim` whose optimizer ignores `adam_beta1`, `adam_beta2` and `adam_epsilon`."""
+    return _optimizers_that_do_not_read("adam_kwargs")
+
+
+def _optimizers_that_do_not_read(attribute: str) -> frozenset[str]:
     tree = parse_file("transformers", "trainer_optimizer.py")
     readers = {
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and "optim_args" in attributes_read(node)
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and attribute in attributes_read(node)
     }
     handlers = values_by_member(tree, "_OPTIMIZER_HANDLERS", "training_args.py", "OptimizerNames")
     return frozenset(name for name, handler in handlers if handler not in readers)

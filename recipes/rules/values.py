@@ -69,6 +69,9 @@ _READ_IF: dict[str, Callable[[RunSpec], bool]] = {
         ("eval_steps", "eval_delay", "eval_accumulation_steps", "per_device_eval_batch_size"),
         lambda run: run["eval_strategy"] != "no",
     ),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon"), lambda run: run["optim"] not in legal.optimizers_without_betas()
+    ),
     "ddp_bucket_cap_mb": uses_ddp,
     "ddp_timeout": lambda run: not run["use_cpu"],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recipes import legal
 from recipes.run import resolve
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import BY_NAME, assert_fires, train
@@ -50,7 +51,7 @@ def test_a_save_total_limit_of_zero_keeps_every_checkpoint(tmp_path):
     assert_fires("values_are_in_range", {"save_total_limit": 0})
 
 
-@pytest.mark.parametrize("argv", ["--lora_r 0", "--eval_delay -1", "--ddp_timeout 0"])
+@pytest.mark.parametrize("argv", ["--lora_r 0", "--optim sgd --adam_beta2 1", "--eval_delay -1", "--ddp_timeout 0"])
 def test_a_value_that_the_run_does_not_read_is_no_error(argv):
     run = resolve(argv.split(), hardware=Hardware(), environment={})
     assert {problem.severity for problem in BY_NAME["values_are_in_range"](run)} == {"advice"}
@@ -68,3 +69,9 @@ def test_zero_max_steps_train_one_step_of_several_epochs(tmp_path):
 def test_zero_epochs_train_nothing(tmp_path):
     assert train(tmp_path, max_steps=-1, num_train_epochs=0).state.global_step == 0
     assert_fires("a_run_has_steps", {"num_train_epochs": 0.0, "max_steps": -1})
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop"])
+def test_an_optimizer_without_betas_trains_with_any(optim, tmp_path):
+    assert optim in legal.optimizers_without_betas()
+    assert train(tmp_path, optim=optim, adam_beta2=1.0).state.global_step == 2

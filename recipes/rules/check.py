@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from recipes import legal
@@ -60,10 +61,23 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
     and reads the user's own default configuration if there is one.
     """
-    found = [*run.problems, *(problem for rule in _rules_for(run) for problem in rule(run))]
+    found = [*run.problems, *(problem for _, problem in problems_by_rule(run))]
     if not accelerate_config_given:
         found += stray_accelerate_config(run.environment)
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")
+
+
+def problems_by_rule(run: RunSpec) -> Iterator[tuple[str, Problem]]:
+    """Each problem with the name of the rule that found it."""
+    for rule in _rules_for(run):
+        for problem in rule(run):
+            yield rule.__name__, problem
+    if run.launcher is None:
+        return
+    # The launch reads its YAML, though the recipe starts another engine under it.
+    for name, problem in problems_by_rule(replace(run, engine=run.launcher, launcher=None)):
+        if problem.source == run.launcher.source:
+            yield name, problem
 
 
 def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:

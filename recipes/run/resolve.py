@@ -63,6 +63,8 @@ def resolve(
             engine = launched_engine(recipe, given, environment, hardware)
         else:
             engine = yaml_engine or _chosen_engine(recipe, given)
+            if yaml_engine and not own_script:
+                engine = _started_under(yaml_engine, recipe, given, hardware) or yaml_engine
         if engine.kind == "ddp" and hardware.cuda and "fsdp" in given and given["fsdp"].value:
             engine = with_fsdp(engine, given["fsdp_config"].value if "fsdp_config" in given else {})
         engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
@@ -82,6 +84,7 @@ def resolve(
         problems=tuple(problems),
         environment=environment,
         demonstrate=demonstrate,
+        launcher=yaml_engine if yaml_engine and yaml_engine.source != engine.source else None,
         elsewhere=elsewhere,
         own_script=own_script,
     )
@@ -94,22 +97,29 @@ def _chosen_engine(recipe: Recipe, given: Settings) -> Engine:
 
 
 def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, str], hardware: Hardware) -> Engine:
-    """The engine that a launcher has set up for this process.
-
-    Under plain DDP a recipe that shards or offloads would do neither. So such a recipe starts FSDP
-    or DeepSpeed itself, with its own YAML. accelerate uses FSDP on GPUs only: on a CPU the same
-    launch is DDP.
+    """The engine of a process that a launcher has started. accelerate uses FSDP on GPUs only: on a
+    CPU the same launch is DDP.
     """
     own = given.get("deepspeed")
     if own and own.value:
         return from_deepspeed(own.value)
     ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in environment.items() if name not in ignored})
+    around = around or from_yaml(shipped("single.yaml"))
+    return _started_under(around, recipe, given, hardware) or around
+
+
+def _started_under(around: Engine, recipe: Recipe, given: Settings, hardware: Hardware) -> Engine | None:
+    """The engine that train.py starts itself; None if it trains on the launched one.
+
+    Under plain DDP a recipe that shards or offloads would do neither. So such a recipe starts FSDP
+    or DeepSpeed itself, with its own YAML.
+    """
+    if around.kind not in ("single", "ddp") or ("deepspeed" in given and given["deepspeed"].value):
+        return None
     engine = from_yaml(shipped(recipe.engine))
     starts_itself = ("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)
-    if engine.kind in starts_itself and (around is None or around.kind in ("single", "ddp")):
-        return engine
-    return around or from_yaml(shipped("single.yaml"))
+    return replace(engine, num_processes=around.num_processes) if engine.kind in starts_itself else None
 
 
 def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str], named: bool) -> Engine:

@@ -47,6 +47,7 @@ class RunSpec(Mapping):
     """One resolved run. `run[name]` is the value of a legal setting, `run.setting(name)` says why.
 
     `given` is what the user wrote, `demonstrate` whether train.py's demonstration may be trained.
+    `launcher`: the Accelerate YAML of the launch, if the recipe starts another engine under it.
     `elsewhere`: packages known to be where the run goes; None if it runs here.
     `model`: the configuration of its model once it is loaded; None before.
     `own_script`: a script of the user's own trains, not train.py.
@@ -64,6 +65,7 @@ class RunSpec(Mapping):
     problems: tuple[Problem, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     demonstrate: bool = True
+    launcher: Engine | None = None
     elsewhere: frozenset[str] | None = None
     model: Mapping[str, Any] | None = None
     own_script: bool = False

@@ -66,7 +66,7 @@ def recipe_has_its_own_engine(run):
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
     if not wanted.get(own.kind, True):
         what = f"is made for {own.title}, and the launch uses {run.engine.title}"
-        fix = f"accelerate launch --config_file {_short(shipped(run.recipe.engine))}; or let train.py start it"
+        fix = f"accelerate launch --config_file {_short(shipped(run.recipe.engine))}"
         yield advice(run, "recipe", what, fix)
 
 

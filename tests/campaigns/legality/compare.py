@@ -53,7 +53,7 @@ def _legal(judgement: Judgement, outcome: Outcome) -> Disagreement | None:
     if outcome.finished:
         return _another_batch(judgement, outcome)
     if outcome.mistake:
-        return None if "recipe_has_its_own_engine" in judgement.advised else _known_too_late(outcome)
+        return _known_too_late(outcome)
     if _DIVERGED.search(outcome.output) and not outcome.traceback:
         return None
     return Disagreement("legal, and fails", f"exit code {outcome.code}: {outcome.last_words()}")

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from recipes.errors import Problem, UserError
-from recipes.rules.check import RULES
+from recipes.rules.check import problems_by_rule
 from recipes.run import RunSpec, resolve, with_fit
 from tests.campaigns.legality.cards import hardware
 from tests.campaigns.legality.case import YAML, Case, flags
@@ -55,7 +55,7 @@ def judge(case: Case) -> Judgement:
 
 def _of(run: RunSpec) -> Judgement:
     found = [(PARSING, problem) for problem in run.problems]
-    found += [(rule.__name__, problem) for rule in RULES for problem in rule(run)]
+    found += problems_by_rule(run)
     errors: dict[str, list[Problem]] = {}
     for name, problem in found:
         if problem.severity == "error":

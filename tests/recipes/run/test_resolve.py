@@ -96,3 +96,11 @@ def test_a_count_of_processes_as_text_counts_where_the_launcher_reads_it(type_, 
     file = tmp_path / "accelerate.yaml"
     file.write_text(f"distributed_type: {type_}\nnum_processes: '2'\n", encoding="utf-8")
     assert resolved(accelerate_config=str(file)).world_size == world
+
+
+def test_a_memory_recipe_starts_its_own_engine_under_a_ddp_yaml(tmp_path):
+    file = tmp_path / "ddp.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precison: 'no'\n")
+    run = resolve(["--recipe", "memory"], hardware=Hardware(cores=2), accelerate_config=str(file), environment={})
+    assert (run.engine.kind, run.world_size) == ("deepspeed", 2)
+    assert [problem.subject for problem in check(run)] == ["mixed_precison"]  # the launcher still reads the file

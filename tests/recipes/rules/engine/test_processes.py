@@ -23,7 +23,7 @@ CASES = {
         Run("--recipe baseline", hardware=machine(A100)),
     ),
     "recipe_has_its_own_engine": (
-        Run("--recipe memory", yaml="standard.yaml"),
+        Run("--recipe memory", yaml="sharded.yaml", hardware=TWO_GPUS),
         Run("--recipe memory", yaml="memory_zero3.yaml"),
     ),
     "fsdp_needs_a_gpu": (Run(yaml="sharded.yaml"), Run(yaml="sharded.yaml", hardware=machine(A100))),

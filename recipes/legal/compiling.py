@@ -12,14 +12,17 @@ _REGISTER = ("register_backend", "register_debug_backend", "register_experimenta
 
 @cache
 def compile_modes() -> tuple[str, ...]:
-    """Legal modes of torch's own compiler, inductor. Other backends read none."""
-    tree = parse_file("torch", "_inductor/__init__.py")
-    function = next(
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "list_mode_options"
-    )
-    options = assigned(function.body, "mode_options")
-    assert isinstance(options, ast.Dict)
-    return tuple(str(literal(key)) for key in options.keys)
+    """Legal modes of torch's own compiler, inductor. Empty if torch has no list of them.
+
+    Other backends read none.
+    """
+    folder, file = package_folder("torch"), "_inductor/__init__.py"
+    tree = parse_file("torch", file) if folder and (folder / file).exists() else ast.parse("")
+    for node in tree.body:
+        options = assigned(node.body, "mode_options") if isinstance(node, ast.FunctionDef) else None
+        if isinstance(options, ast.Dict):
+            return tuple(str(literal(key)) for key in options.keys)
+    return ()
 
 
 @cache

@@ -75,13 +75,17 @@ def compile_mode_is_known(run):
     """
     section = dict(sections(run)).get("dynamo_config", {})
     in_file = section.get("dynamo_mode", section.get("mode"))
-    fix = "one of " + ", ".join(legal.compile_modes())
-    if run["torch_compile_mode"] and _backend(run) != "inductor":
+    asked = run["torch_compile_mode"]
+    if asked is None and in_file is None:
+        return
+    modes = legal.compile_modes()
+    fix = "one of " + ", ".join(modes)
+    if asked and _backend(run) != "inductor":
         what = f"is ignored by the backend {_backend(run)}"
         yield advice(run, "torch_compile_mode", what, "leave it out, or --torch_compile_backend inductor")
-    elif run["torch_compile_mode"] and run["torch_compile_mode"] not in legal.compile_modes():
-        yield problem(run, "torch_compile_mode", f"torch has no mode {run['torch_compile_mode']!r}", fix)
-    elif in_file not in (None, *legal.compile_modes()) and _compiles(run) and _backend(run) == "inductor":
+    elif asked and modes and asked not in modes:
+        yield problem(run, "torch_compile_mode", f"torch has no mode {asked!r}", fix)
+    elif in_file is not None and modes and in_file not in modes and _compiles(run) and _backend(run) == "inductor":
         yield in_yaml(run, "dynamo_mode", f"torch has no mode {in_file!r}", fix)
 
 

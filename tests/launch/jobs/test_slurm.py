@@ -181,9 +181,10 @@ def test_two_runs_do_not_share_a_folder(cancelled):
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):
-    job, _ = submit(cluster, tmp_path, "--", "--dataset_name", str(tmp_path / "missing.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"a": "b"}')
+    job, _ = submit(cluster, tmp_path, "--", "--dataset_name", str(tmp_path / "bad.jsonl"))
     assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
-    assert "there is no file or folder" in log(tmp_path)
+    assert "error  dataset_" in log(tmp_path)
 
 
 def test_an_unknown_partition_is_one_line(cluster, tmp_path):

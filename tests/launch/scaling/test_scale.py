@@ -181,7 +181,8 @@ def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsy
 def test_if_every_run_fails_it_says_so_and_recommends_no_report(tmp_path, capsys):
     from launch.cli import main
 
-    words = ["--num_processes", "1", "--repeats", "1", "--dataset_name", str(tmp_path / "missing.jsonl")]
+    (tmp_path / "bad.jsonl").write_text('{"a": "b"}')
+    words = ["--num_processes", "1", "--repeats", "1", "--dataset_name", str(tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()
     assert "nothing was measured: every run failed" in printed.err

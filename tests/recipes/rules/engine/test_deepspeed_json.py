@@ -193,7 +193,7 @@ def zero_report(folder: Path) -> dict:
 ZERO_SCRIPT = """
 import json, sys
 from pathlib import Path
-from tests.recipes.rules.test_deepspeed_json import zero_report
+from tests.recipes.rules.engine.test_deepspeed_json import zero_report
 report = zero_report(Path(sys.argv[1]))
 (Path(sys.argv[1]) / "report.json").write_text(json.dumps(report))
 """

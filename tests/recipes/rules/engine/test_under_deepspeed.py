@@ -45,7 +45,7 @@ YAMLS: dict[str, tuple[tuple[str, ...], dict]] = {
 SCRIPT = """
 import sys
 from pathlib import Path
-from tests.recipes.rules.test_under_deepspeed import report
+from tests.recipes.rules.engine.test_under_deepspeed import report
 report(Path(sys.argv[1]))
 """
 

@@ -63,4 +63,4 @@ def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:
         return
     world = plural(run.world_size, "process")
     fitted = f": {run.batch.reason}" if run.batch_source == FIT else ""
-    print(f"legal: {run.recipe.name} on {run.engine.title}, {world}, batch {run.batch}{fitted}")
+    print(f"legal: {run.recipe.name} on {run.engine_title}, {world}, batch {run.batch}{fitted}")

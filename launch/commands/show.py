@@ -71,7 +71,7 @@ def _show_difference(run: RunSpec, other: RunSpec, as_json: bool) -> int:
     _print_heading(run)
     rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
     if run.recipe.engine != other.recipe.engine:
-        rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine.title])
+        rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine_title])
     print_table(["setting", run["recipe"], other["recipe"], "reason"], rows)
     return 0
 
@@ -143,7 +143,7 @@ def _as_yaml(recipe: Recipe, name: str) -> str:
 def _print_heading(run: RunSpec) -> None:
     print(f"{run.recipe.name}: {run.recipe.purpose}")
     world = plural(run.world_size, "process")
-    print(f"on {run.hardware}, {world}, {run.engine.title} ({run.recipe.engine}), batch {run.batch}\n")
+    print(f"on {run.hardware}, {world}, {run.engine_title} ({run.recipe.engine}), batch {run.batch}\n")
 
 
 def _text(value: object) -> str:

@@ -131,8 +131,8 @@ def _remote(name: str, uri: str) -> str:
 
 
 def _command(job: Job, azure: Azure) -> str:
-    more = "--deepspeed_multinode_launcher standard" if job.run.engine.kind == "deepspeed" else ""
-    text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=_config(job.run), more=more)
+    more = "--deepspeed_multinode_launcher standard" if job.launches_deepspeed else ""
+    text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=_config(job), more=more)
     lines = [line.strip() for line in text.splitlines()]
     lines += flag_lines(job.command[1:], _quoted)
     lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []
@@ -141,9 +141,9 @@ def _command(job: Job, azure: Azure) -> str:
     return " \\\n  ".join(lines) + "\n"
 
 
-def _config(run: RunSpec) -> str:
-    """The Accelerate YAML of the recipe as the job finds it, whose folder is the checkout."""
-    file = shipped(run.recipe.engine)
+def _config(job: Job) -> str:
+    """The job's Accelerate YAML as it finds it: its folder is the checkout."""
+    file = Path(job.config)
     return shlex.quote(str(file.relative_to(_CHECKOUT)) if file.is_relative_to(_CHECKOUT) else str(file))
 
 

@@ -60,6 +60,11 @@ class Job:
         return self.nodes * self.processes_per_node
 
     @property
+    def launches_deepspeed(self) -> bool:
+        """Whether its YAML starts DeepSpeed; `--deepspeed` alone does that in train.py."""
+        return self.run.engine.kind == "deepspeed" and not self.run["deepspeed"]
+
+    @property
     def folder(self) -> Path:
         """The output folder as the user wrote it: relative to the current folder."""
         return Path(self.run["output_dir"])
@@ -73,7 +78,7 @@ class Job:
     @property
     def title(self) -> str:
         world = f"{plural(self.nodes, 'node')} x {plural(self.processes_per_node, 'process')}"
-        return f"{self.run.recipe.name} on {self.run.engine.title}, {world}, batch {self.run.batch}"
+        return f"{self.run.recipe.name} on {self.run.engine_title}, {world}, batch {self.run.batch}"
 
 
 def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int = 1, preflight: bool = False) -> Job:
@@ -83,13 +88,13 @@ def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int 
     Raises `UserError` with every problem.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
-    chosen = resolve(words, hardware=node.hardware).recipe  # --recipe's, or that of --config's file
+    chosen = resolve(words, hardware=node.hardware)  # with --recipe's recipe, or that of --config's file
     run = resolve(
         words,
         world_size=nodes * node.processes,
         local_world_size=node.processes,
         hardware=node.hardware,
-        accelerate_config=str(shipped(chosen.engine)),
+        accelerate_config=str(launch_yaml(chosen)),
         elsewhere=node.packages,
     )
     run = with_fit(run)
@@ -97,6 +102,13 @@ def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int 
     if advice:
         print_problems(advice, console(stderr=True))
     return job_of(run, nodes, node.processes, argv, preflight)
+
+
+def launch_yaml(run: RunSpec) -> Path:
+    """The Accelerate YAML that a job launches with: the recipe's. Beside `--deepspeed` plain DDP's,
+    as accelerate refuses a YAML with DeepSpeed settings there.
+    """
+    return shipped("standard.yaml" if run["deepspeed"] else run.recipe.engine)
 
 
 def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str], preflight: bool = False) -> Job:
@@ -112,7 +124,7 @@ def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str
         )
     argv = ("--recipe", run["recipe"], *argv)
     refuse_secrets(run, argv)
-    return Job(run, nodes, processes_per_node, argv, str(shipped(run.recipe.engine)), preflight=preflight)
+    return Job(run, nodes, processes_per_node, argv, str(launch_yaml(run)), preflight=preflight)
 
 
 def refuse_fresh(job: Job, fix: str) -> None:
@@ -131,7 +143,7 @@ def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str,
     if job.nodes > 1:
         argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
         argv += ["--rdzv_backend", "static", "--same_network"]
-        if job.run.engine.kind == "deepspeed":
+        if job.launches_deepspeed:
             argv += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
     elif job.run.engine.kind != "single":
         argv += ["--main_process_port", "0"]  # any free port: two runs may share a machine

@@ -43,13 +43,12 @@ class RecipeTrainer(Trainer):
         """
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except AssertionError as error:
-            if "AutoTP" not in str(error):
-                raise
-            what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).rstrip('.')}"
-            raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
+                what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
+                raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
+            loading = loading and not isinstance(error, AssertionError)
             if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
                 raise
             raise mistake(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from recipes.legal.source import literal, package_folder, parse_classes, parse_file
+from recipes.legal.source import assigned, literal, package_folder, parse_classes, parse_file
 
 # Which of transformers' tables names the class that a task trains.
 _TABLES = {
@@ -120,6 +120,13 @@ def _config_classes(model_type: str) -> tuple[ast.ClassDef, ...]:
 
 def _is_type(item: ast.Assign, model_type: str) -> bool:
     return ast.unparse(item.targets[0]) == "model_type" and literal(item.value) == model_type
+
+
+def tensor_plan(model_type: str, class_name: str) -> dict[str, str]:
+    """Part of the model -> how tensor parallelism divides it; empty without a plan."""
+    plans = [assigned(cls.body, "base_model_tp_plan") for cls in _config_classes(model_type)]
+    plan = next((literal(node) for node in plans if node is not None), None) or {}
+    return {**plan, **(class_attribute(model_type, class_name, "_tp_plan") or {})}
 
 
 # --- Quantised weights and tokenizers -------------------------------------------------------------

@@ -14,6 +14,7 @@ from recipes.flags import RunFlags
 from recipes.legal.source import (
     Field,
     argument_field,
+    assigned,
     attributes_read,
     dataclass_fields,
     dict_keys,
@@ -243,6 +244,27 @@ def deepspeed_schedulers() -> frozenset[str]:
     files = (("deepspeed", "runtime/lr_schedules.py"), ("torch", "optim/lr_scheduler.py"))
     bodies = [node for package, file in files for node in parse_file(package, file).body]
     return frozenset(node.name for node in bodies if isinstance(node, ast.ClassDef))
+
+
+@cache
+def deepspeed_tensor_styles() -> frozenset[str]:
+    """How a plan may divide tensors in this DeepSpeed. Empty where it has no list of it."""
+    tree = _deepspeed_module("tp_plan_converter")
+    return frozenset(literal(assigned(tree.body, "SUPPORTED_STYLES")) or ()) if tree else frozenset()
+
+
+@cache
+def deepspeed_undivided() -> frozenset[str]:
+    """What DeepSpeed cannot divide without a plan: classes of models as `gpt2` for GPT2Model."""
+    tree = _deepspeed_module("auto_tp")
+    nodes = ast.walk(find_class(tree, "AutoTP")) if tree else ()
+    bodies = (node.body for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "supported")
+    return frozenset(name for body in bodies for name in literal(assigned(body, "unsupported")) or ())
+
+
+def _deepspeed_module(name: str) -> ast.Module | None:
+    file, folder = f"module_inject/{name}.py", package_folder("deepspeed")
+    return parse_file("deepspeed", file) if folder and (folder / file).exists() else None
 
 
 def _assigns(node: ast.stmt, ending: str) -> bool:

@@ -125,8 +125,10 @@ def optimizer_is_offloaded(run: RunSpec) -> bool:
 
 
 def uses_fsdp(run: RunSpec) -> bool:
-    """Whether FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP."""
-    return run.hardware.cuda and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
+    """Whether FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP; beside
+    `--deepspeed`, train.py switches it off.
+    """
+    return run.hardware.cuda and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
 
 
 def fsdp_version(run: RunSpec) -> int:

@@ -27,7 +27,7 @@ def identity(run: RunSpec) -> Json:
     settings = {name: run[name] for name in _SETTINGS if name in run}
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
-    conditions = {**settings, **world, "engine": run.engine.title, "devices": devices}
+    conditions = {**settings, **world, "engine": run.engine_title, "devices": devices}
     conditions["data"] = fingerprint(run["dataset_name"])
     return json.loads(json.dumps(conditions, default=str))
 

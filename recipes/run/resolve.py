@@ -100,9 +100,6 @@ def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, s
     """The engine of a process that a launcher has started. accelerate uses FSDP on GPUs only: on a
     CPU the same launch is DDP.
     """
-    own = given.get("deepspeed")
-    if own and own.value:
-        return from_deepspeed(own.value)
     ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in environment.items() if name not in ignored})
     around = around or from_yaml(shipped("single.yaml"))
@@ -112,14 +109,20 @@ def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, s
 def _started_under(around: Engine, recipe: Recipe, given: Settings, hardware: Hardware) -> Engine | None:
     """The engine that train.py starts itself; None if it trains on the launched one.
 
-    Under plain DDP a recipe that shards or offloads would do neither. So such a recipe starts FSDP
-    or DeepSpeed itself, with its own YAML.
+    Trainer prefers `--deepspeed` to any launched engine. And under plain DDP a recipe that shards
+    or offloads would do neither, so such a recipe starts FSDP or DeepSpeed, with its own YAML.
     """
-    if around.kind not in ("single", "ddp") or ("deepspeed" in given and given["deepspeed"].value):
+    own = given.get("deepspeed")
+    if own and own.value:
+        engine = from_deepspeed(own.value)
+    elif around.kind in ("single", "ddp"):
+        engine = from_yaml(shipped(recipe.engine))
+        if engine.kind not in (("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)):
+            return None
+    else:
         return None
-    engine = from_yaml(shipped(recipe.engine))
-    starts_itself = ("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)
-    return replace(engine, num_processes=around.num_processes) if engine.kind in starts_itself else None
+    sizes = replace(around.parallelism, autotp=engine.parallelism.autotp)  # those that the launch exports
+    return replace(engine, num_processes=around.num_processes, parallelism=sizes)
 
 
 def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str, str], named: bool) -> Engine:

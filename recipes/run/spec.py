@@ -118,6 +118,13 @@ class RunSpec(Mapping):
         return max(1, self.world_size // self.engine.parallelism.sharing)
 
     @property
+    def engine_title(self) -> str:
+        """The engine's name for people. On a CPU, accelerate trains an FSDP launch as plain DDP."""
+        if self.engine.kind == "fsdp" and not self.hardware.cuda:
+            return replace(self.engine, kind="ddp", offload_optimizer="none", offload_param="none").title
+        return self.engine.title
+
+    @property
     def demonstration(self) -> bool:
         """Whether train.py trains its demonstration: the user named neither a model nor data."""
         return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given

@@ -25,18 +25,26 @@ _BELONGS_IN_JSON = (
 def deepspeed_is_configured_once(run):
     """`When using deepspeed_config_file, the following accelerate config variables will be ignored`
 
-    It sounds like a warning, and is an error.
+    It sounds like a warning, and is an error. A launcher hands on the names in its YAML.
     """
     section = deepspeed_section(run)
-    if not section.get("deepspeed_config_file"):
-        return
-    what = "cannot be set together with deepspeed_config_file"
-    for name in _BELONGS_IN_JSON:
-        if name in section:
-            yield in_yaml(run, name, what, "set it in the JSON, and remove it here")
-    if run.engine.raw.get("mixed_precision") is not None:
-        fix = 'remove it here, and set bf16 or fp16 in the JSON to "enabled": "auto"'
-        yield in_yaml(run, "mixed_precision", what, fix)
+    written = [name for name in _BELONGS_IN_JSON if name in section]
+    if run.engine.kind == "deepspeed" and run.engine.raw.get("mixed_precision") is not None:
+        written.append("mixed_precision")
+    if run["deepspeed"]:
+        handed_on = run.environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",") if not run.engine.raw else []
+        written += [name for name in (*_BELONGS_IN_JSON, "mixed_precision") if name in handed_on]
+        if written:
+            what = f"sets {', '.join(written)}, which cannot be set together with --deepspeed"
+            fix = "accelerate launch --config_file accelerate_configs/standard.yaml, or leave --deepspeed out"
+            yield Problem("deepspeed_config", what, fix, run.engine.source if section else "the launcher")
+    elif section.get("deepspeed_config_file"):
+        what = "cannot be set together with deepspeed_config_file"
+        for name in written:
+            fix = "set it in the JSON, and remove it here"
+            if name == "mixed_precision":
+                fix = 'remove it here, and set bf16 or fp16 in the JSON to "enabled": "auto"'
+            yield in_yaml(run, name, what, fix)
 
 
 @rule

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from recipes import legal
 from recipes.errors import Problem
+from recipes.legal import models
 from recipes.rules.facts import (
     accelerator_config,
     advice,
@@ -15,6 +17,7 @@ from recipes.rules.facts import (
     in_yaml,
     is_true,
     mapping,
+    model_config,
     problem,
     rule,
     uses_ddp,
@@ -186,6 +189,26 @@ def tensor_parallelism_trains_every_weight(run):
     if _divides_tensors(run) and run["use_peft"]:
         what = "cannot be combined with use_peft"
         yield _in_json(run, "tensor_parallel.autotp_size", what, "leave tensor_parallel out for LoRA")
+
+
+@rule
+def tensor_parallelism_knows_the_model(run):
+    """`HuggingFace tp_plan contains unsupported partition style(s)`, or `AutoTP not supported for
+    model` if there is no plan, both once the model is loaded. A partition of the user's own wins.
+    """
+    section, config = mapping((deepspeed_file(run) or {}).get("tensor_parallel")), model_config(run) or {}
+    if not _divides_tensors(run) or {"partition_config", "preset_model"} & set(section):
+        return
+    kind, known = str(config.get("model_type")), legal.deepspeed_tensor_styles()
+    plan = models.tensor_plan(kind, models.model_class(kind, run["task"]) or "")
+    strange = sorted({style for style in plan.values() if style.lower() not in known}) if known else []
+    base = models.model_types("MODEL_MAPPING_NAMES").get(kind, "").removesuffix("Model").lower()
+    fix = "leave tensor_parallel out"
+    if strange:
+        what = f"cannot divide a {kind} model: DeepSpeed does not know {' and '.join(strange)} of its plan"
+        yield _in_json(run, "tensor_parallel.autotp_size", what, fix)
+    elif not plan and base in legal.deepspeed_undivided():
+        yield _in_json(run, "tensor_parallel.autotp_size", f"cannot divide a {kind} model", fix)
 
 
 @rule

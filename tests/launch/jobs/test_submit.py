@@ -52,6 +52,16 @@ def test_the_rendered_text_is_the_golden_file(name):
     assert text == (GOLDEN / name).read_text()
 
 
+def test_a_job_with_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(tmp_path):
+    """accelerate refuses the two together."""
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    text = slurm.render(job("memory", 2, 4, ("--deepspeed", str(file))), FULL)
+    assert "standard.yaml" in text
+    assert "DeepSpeed ZeRO-1" in text
+    assert "--deepspeed_multinode_launcher" not in text
+
+
 @pytest.mark.parametrize("name", RENDERED)
 def test_every_script_is_bash(name):
     subprocess.run(["bash", "-n"], input=RENDERED[name](), text=True, check=True)

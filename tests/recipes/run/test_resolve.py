@@ -14,7 +14,7 @@ from recipes.run import resolve
 from recipes.run.engine import from_yaml, launch_environment, shipped
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.real_failures import launched
-from tests.support.runs import resolved
+from tests.support.runs import TWO_GPUS, resolved
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_recipe(config):
@@ -104,3 +104,27 @@ def test_a_memory_recipe_starts_its_own_engine_under_a_ddp_yaml(tmp_path):
     run = resolve(["--recipe", "memory"], hardware=Hardware(cores=2), accelerate_config=str(file), environment={})
     assert (run.engine.kind, run.world_size) == ("deepspeed", 2)
     assert [problem.subject for problem in check(run)] == ["mixed_precison"]  # the launcher still reads the file
+
+
+@pytest.mark.parametrize("file", ["standard.yaml", "sharded.yaml", "memory_zero3.yaml"])
+def test_deepspeed_trains_under_any_yaml_if_a_json_is_named(file, tmp_path):
+    json_file = tmp_path / "ds.json"
+    json_file.write_text('{"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}')
+    run = resolved(["--deepspeed", str(json_file)], world_size=4, accelerate_config=str(shipped(file)))
+    assert run.engine_title == "DeepSpeed ZeRO-1, tensor parallel 2"
+    assert (run.engine.source, run.launcher.source) == (str(json_file), str(shipped(file)))
+
+
+@pytest.mark.parametrize(("file", "refused"), [("standard.yaml", []), ("memory.yaml", ["deepspeed_config"])])
+def test_a_deepspeed_json_is_refused_beside_a_yaml_with_deepspeed_settings(file, refused, tmp_path):
+    """accelerate refuses it: `the following accelerate config variables will be ignored`"""
+    json_file = tmp_path / "ds.json"
+    json_file.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}')
+    words = ["--recipe", "memory", "--deepspeed", str(json_file)]
+    assert [problem.subject for problem in check(resolved(words, accelerate_config=str(shipped(file))))] == refused
+
+
+def test_fsdp_is_plain_ddp_on_a_cpu_and_fsdp_where_a_job_has_gpus():
+    assert resolved("--recipe sharded", world_size=2).engine_title == "DDP"
+    gpus = resolve(["--recipe", "sharded"], world_size=2, hardware=TWO_GPUS, environment={})
+    assert gpus.engine_title == "FSDP2"

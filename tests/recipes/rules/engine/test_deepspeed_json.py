@@ -54,6 +54,11 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    (
+        "deepspeed_is_configured_once",  # as a launcher hands it on
+        Run(DS, files=ds_json(), environment={"ACCELERATE_CONFIG_DS_FIELDS": "zero_stage,mixed_precision"}),
+        "deepspeed_config",
+    ),
     ("deepspeed_json_sections_are_objects", Run(DS, files=ds_json(optimizer="AdamW")), "optimizer"),
     ("deepspeed_json_names_the_batch", Run(DS, files=ds_json(train_batch_size="auto")), "gradient_accumulation_steps"),
     ("deepspeed_json_keys_are_known", Run(DS, files={"ds.json": {"zero_optimization": {"stge": 2}}}), "stge"),

@@ -13,6 +13,8 @@ from tests.support.runs import A100, CLASSIFY, DS, TWO_GPUS, Run, ds_json, group
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
+TWO = {"tensor_parallel": {"autotp_size": 2}}
+
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "sizes_of_groups_are_counts": (Run(yaml=groups(dp_shard=0)), Run(yaml=groups(dp_shard=1))),
@@ -53,6 +55,16 @@ CASES = {
         Run(f"{DS} --use_peft", files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
         Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}), world=2),
     ),
+    "tensor_parallelism_knows_the_model": (
+        Run(
+            f"{DS} --model_name_or_path m",
+            files={**ds_json(**TWO), "m/config.json": {"model_type": "mixtral"}},
+            world=2,
+        ),
+        Run(
+            f"{DS} --model_name_or_path m", files={**ds_json(**TWO), "m/config.json": {"model_type": "qwen2"}}, world=2
+        ),
+    ),
     "deepspeed_shards_no_sequences": (
         Run(DS, files=ds_json(sequence_parallel_size=2, train_batch_size="auto"), world=2),
         Run(DS, files=ds_json(sequence_parallel_size=1, train_batch_size="auto"), world=2),
@@ -90,6 +102,11 @@ CASES = {
 }
 
 ALSO_FIRES = [
+    (
+        "tensor_parallelism_knows_the_model",  # it has no plan
+        Run(f"{DS} --model_name_or_path m", files={**ds_json(**TWO), "m/config.json": {"model_type": "gpt2"}}, world=2),
+        "autotp_size",
+    ),
     (
         "tensor_parallelism_shares_batches_and_tokens",
         Run(

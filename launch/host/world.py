@@ -71,6 +71,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         size = int(environment["WORLD_SIZE"])
+        if size > 1 and "MASTER_ADDR" not in environment:
+            what = f"is not set, and {size} processes (WORLD_SIZE) have to find each other"
+            raise mistake("MASTER_ADDR", what, "accelerate launch sets it; for one process unset RANK and WORLD_SIZE")
         return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
     for variable, starter in (
         ("SLURM_STEP_NUM_TASKS", "srun"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recipes.rules.facts import (
     advice,
+    deepspeed_file,
     fsdp_section,
     in_yaml,
     is_true,
@@ -98,15 +99,18 @@ def zero3_saves_whole_weights(run):
     divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp not in (0, 1))
     if not divided or run["save_strategy"] == "no":
         return
-    content = zero_section(run)
+    content, in_json = zero_section(run), deepspeed_file(run) is not None
     section = run.engine.raw.get("deepspeed_config")
     gathered = content.get(
         "stage3_gather_16bit_weights_on_model_save", content.get("gather_16bit_weights_on_model_save")
     )
-    if gathered is None and isinstance(section, Mapping) and not content:
+    if gathered is None and isinstance(section, Mapping) and not in_json:
         gathered = section.get("zero3_save_16bit_model")
-    if gathered is None and not content and not run.engine.raw:
+    if gathered is None and not in_json and not run.engine.raw:
         gathered = run.environment.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL")
     if not is_true(gathered):
-        key = "stage3_gather_16bit_weights_on_model_save" if content else "zero3_save_16bit_model"
-        yield in_yaml(run, key, "is off: checkpoints will not have a model.safetensors", f"{key}: true", "advice")
+        key, fix = "zero3_save_16bit_model", "zero3_save_16bit_model: true"
+        if in_json:
+            key = "stage3_gather_16bit_weights_on_model_save"
+            fix = f'"{key}": true below "zero_optimization"'
+        yield in_yaml(run, key, "is off: checkpoints will not have a model.safetensors", fix, "advice")

@@ -100,7 +100,8 @@ def _fp8_backend(run: RunSpec) -> str:
 
 
 def _trains_in_fp8(run: RunSpec) -> bool:
-    return mixed_precision(run) == "fp8"
+    """Or would, without arguments that contradict it."""
+    return "fp8" in (mixed_precision(run), run.engine.mixed_precision)
 
 
 @rule
@@ -194,7 +195,9 @@ def yaml_precision_agrees_with_arguments(run):
     if given != "fp8" and asked != "no" and run.explicit(asked):
         yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "mixed_precision: 'no'", "advice")
         return
-    fix = f"mixed_precision: '{asked}'" if given == "fp8" else f"mixed_precision: 'no', or --{given} for the run"
+    fix = f"mixed_precision: 'no', or --{given} for the run"
+    if given == "fp8":
+        fix = f"mixed_precision: '{asked}', or --{asked} false for fp8"
     what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"
     yield in_yaml(run, "mixed_precision", what, fix)
 

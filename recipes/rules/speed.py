@@ -29,7 +29,8 @@ def yaml_compiles_what_the_arguments_do_not(run):
         yield in_yaml(run, "dynamo_config", "is ignored under DeepSpeed", "--torch_compile", "advice")
     elif not run["torch_compile"]:
         what = f"{backend} compiles a run whose torch_compile is off"
-        yield in_yaml(run, "dynamo_config", what, "remove it from the YAML, or --torch_compile")
+        from_a_file = "remove it from the YAML" if run.engine.raw else "unset ACCELERATE_DYNAMO_BACKEND"
+        yield in_yaml(run, "dynamo_config", what, f"{from_a_file}, or --torch_compile")
 
 
 @rule
@@ -74,7 +75,7 @@ def compile_mode_is_known(run):
     Only inductor, torch's own compiler, reads a mode: the other backends ignore it.
     """
     section = dict(sections(run)).get("dynamo_config", {})
-    in_file = section.get("dynamo_mode", section.get("mode"))
+    in_file = section.get("dynamo_mode", section.get("mode", run.environment.get("ACCELERATE_DYNAMO_MODE")))
     asked = run["torch_compile_mode"]
     if asked is None and in_file is None:
         return

@@ -227,7 +227,7 @@ def _names(types: frozenset[str]) -> str:
 
 def _expected(known: legal.Field) -> str:
     if known.name == "parallelism_config":
-        return "parallelism_config: in an Accelerate YAML, or a ParallelismConfig in your own script"
+        return 'a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2}; for FSDP, dp_ sizes in an Accelerate YAML'
     if known.choices:
         return "one of " + ", ".join(known.choices)
     return f"--{known.name} with {_names(known.types)}"

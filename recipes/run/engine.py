@@ -205,9 +205,19 @@ def from_environment(environment: Mapping[str, str]) -> Engine | None:
         return replace(single, kind="fsdp", **_fsdp(environment.get("FSDP_VERSION", "1"), offload))
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return replace(single, kind="ddp")
-    if "ACCELERATE_MIXED_PRECISION" in environment:
+    if {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} & set(environment):
         return single
     return None
+
+
+# Key of `deepspeed_config` -> the variable that `accelerate launch` exports for it.
+DEEPSPEED_VARIABLES = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+}
 
 
 def launch_environment(engine: Engine) -> dict[str, str]:
@@ -217,14 +227,7 @@ def launch_environment(engine: Engine) -> dict[str, str]:
         given = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in section.items()}
         return {"ACCELERATE_USE_FSDP": "true", **{key.upper(): value for key, value in given.items()}}
     section = engine.raw.get("deepspeed_config") or {}
-    names = {
-        "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-        "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-        "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-    }
-    given = {variable: str(section[key]).lower() for key, variable in names.items() if key in section}
+    given = {name: str(section[key]).lower() for key, name in DEEPSPEED_VARIABLES.items() if key in section}
     return {"ACCELERATE_USE_DEEPSPEED": "true", **given}
 
 

@@ -33,6 +33,12 @@ class Parallelism:
         """Processes that train on the same examples."""
         return _count(self.tensor) * _count(self.context) * _count(self.sequence) * _count(self.autotp)
 
+    def is_refused(self, own_script: bool) -> bool:
+        """Whether a rule refuses the sizes whatever the world is. A script of the user's own may
+        divide tensors with `tp_size`.
+        """
+        return max(_count(self.context), _count(self.sequence), 1 if own_script else _count(self.tensor)) > 1
+
     def __str__(self) -> str:
         """The sizes above 1 in words, such as `tensor parallel 2`; empty if there are none."""
         tensor = max(_count(self.tensor), _count(self.autotp))

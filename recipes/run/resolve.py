@@ -55,6 +55,8 @@ def resolve(
     given = {**own_settings(recipe), **given}
     environment = os.environ if environment is None else environment
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
+    if yaml_engine and yaml_engine.kind != "deepspeed":  # its launcher exports its own
+        environment = {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_DYNAMO_")}
     hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
@@ -72,7 +74,9 @@ def resolve(
         engine = replace(engine, num_processes=world_size)
     in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
     world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
-    batch = _split(recipe, world, engine.parallelism, given, problems)
+    # Divided sequences are refused in any world; a DeepSpeed JSON could still divide tensors.
+    refused = engine.parallelism.is_refused(own_script=True)
+    batch = _split(recipe, world, engine.parallelism, given, [] if refused else problems)
     return RunSpec(
         recipe=recipe,
         hardware=hardware,
@@ -133,7 +137,7 @@ def _with_parallelism(engine: Engine, given: Settings, environment: Mapping[str,
     """
     sizes = engine.parallelism if engine.parallelism.source else from_variables(environment)
     around = None if named else from_environment(environment)
-    autotp = engine.parallelism.autotp if around is None else around.parallelism.autotp
+    autotp = engine.parallelism.autotp if around is None or around.kind != "deepspeed" else around.parallelism.autotp
     config, own = (given[name].value if name in given else None for name in ("parallelism_config", "deepspeed"))
     if config is not None:
         sizes = from_config(config)

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes import legal
+from recipes.errors import Problem
 from recipes.legal import moved
-from recipes.rules.facts import SECTIONS, deepspeed_section, in_yaml, rule, sections
+from recipes.rules.facts import SECTIONS, deepspeed_file, deepspeed_section, in_yaml, is_true, rule, sections
 from recipes.run import nearest
 from recipes.run.command_line import belongs
+from recipes.run.engine import DEEPSPEED_VARIABLES
 
 
 @rule
@@ -282,6 +284,21 @@ def nested_yaml_values_are_legal(run):
             expected = _expected(known[key], value) if key in known and value is not None else ""
             if expected:
                 yield in_yaml(run, str(key), f"{value!r} is not one of its values", expected)
+
+
+@rule
+def variables_hold_legal_values(run):
+    """The same in the variables of a launcher, set by hand: `Input should be 0, 1, 2 or 3`"""
+    by_variables = is_true(run.environment.get("ACCELERATE_USE_DEEPSPEED")) and run["deepspeed"] is None
+    overridden = run.engine.raw.get("distributed_type") == "DEEPSPEED" or deepspeed_file(run) is not None
+    if not by_variables or overridden:
+        return
+    known = legal.accelerate_nested_keys("deepspeed_config")
+    for key, variable in DEEPSPEED_VARIABLES.items():
+        value = run.environment.get(variable)
+        expected = _expected(known[key], value) if value is not None else ""
+        if expected:
+            yield Problem(variable, f"{value!r} is not one of its values", expected, "environment")
 
 
 def _expected(field: legal.Field, value: object) -> str:

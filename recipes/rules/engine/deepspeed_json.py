@@ -97,6 +97,12 @@ def deepspeed_json_names_the_batch(run):
             yield Problem(name, f"is missing, and it is {accumulation}", f'"{name}": "auto"', _json_source(run))
 
 
+_OF_A_YAML = {
+    "zero3_save_16bit_model": "stage3_gather_16bit_weights_on_model_save, below zero_optimization",
+    "zero_stage": "stage, below zero_optimization",
+}
+
+
 @rule
 def deepspeed_json_keys_are_known(run):
     """Silently ignored (`gradient_cliping`), or fatal in every worker below `zero_optimization`."""
@@ -107,7 +113,7 @@ def deepspeed_json_keys_are_known(run):
     for names, known in ((content, legal.deepspeed_keys()), (zero, legal.deepspeed_zero_keys())):
         for key in names if isinstance(names, dict) else ():
             if key not in known:
-                fix = nearest(str(key), known) or "a key of DeepSpeed's own reference"
+                fix = _OF_A_YAML.get(key) or nearest(str(key), known) or "a key of DeepSpeed's own reference"
                 yield Problem(str(key), "is not a key that DeepSpeed reads", fix, _json_source(run))
 
 

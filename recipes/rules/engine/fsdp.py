@@ -22,6 +22,7 @@ from recipes.rules.facts import (
     problem,
     rule,
     sections,
+    uses_deepspeed,
     uses_fsdp,
 )
 from recipes.run import RunSpec, nearest
@@ -62,6 +63,20 @@ def fsdp2_reshards_or_not(run):
 
 
 _TRUTH_VALUES = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")
+_SWITCHES = ("use_orig_params", "sync_module_states", "forward_prefetch")  # that version 2 does not read
+
+
+@rule
+def fsdp_switches_are_truth_values(run):
+    """`ValueError: invalid truth value yes please`, from every worker."""
+    section = fsdp_section(run)
+    is_fsdp = (run.engine.kind == "fsdp" or run["fsdp"]) and not uses_deepspeed(run)
+    version_one = str(section.get("version", 1)) == "1" and not run["fsdp"]
+    for key in ("cpu_ram_efficient_loading", *(_SWITCHES if version_one else ())) if is_fsdp else ():
+        if section.get(key) is not None and str(section[key]).lower() not in _TRUTH_VALUES:
+            yield _of_key(run, key, f"is true or false, not {section[key]!r}", "true or false")
+
+
 _DROPPED = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
 
 

@@ -242,6 +242,8 @@ def replicas_and_shards_make_the_world(run):
     sizes = [getattr(parallelism, field) for field in SIZES]
     if uses_deepspeed(run) or any(type(size) is not int or size < 1 for size in sizes):
         return
+    if parallelism.is_refused(run.own_script):
+        return  # whatever the other sizes are
     total, replicate = math.prod(sizes), parallelism.replicate
     if total in (1, run.world_size) or run.world_size % parallelism.sharing:
         return
@@ -270,8 +272,10 @@ def replicas_and_shards_are_of_fsdp2(run):
             what = f"1 leaves FSDP nothing to shard across {parallelism.replicate} replicas"
             yield _of_sizes(run, "shard", what, f"{_name(run, 'shard')} of at least 2, or distributed_type: MULTI_GPU")
         return
-    what = f"shards nothing: the engine is {run.engine.title.partition(',')[0]}, not FSDP"
-    yield _of_sizes(run, "shard", what, "distributed_type: FSDP with fsdp_version: 2, or leave it out", "advice")
+    what, fix = f"shards nothing: the engine is {run.engine_title.partition(',')[0]}, not FSDP", "leave it out"
+    if run.hardware.cuda:
+        fix = "distributed_type: FSDP with fsdp_version: 2, or leave it out"
+    yield _of_sizes(run, "shard", what, fix, "advice")
 
 
 @rule

@@ -7,12 +7,13 @@ import pytest
 
 from launch.host.world import World, launched
 from recipes.errors import UserError
+from recipes.rules.check import check
 from recipes.run import resolve
 from recipes.run.engine import from_environment
 from recipes.run.hardware import Hardware
 from tests.support.running import fork_ranks
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
 ZERO_3 = {
     "ACCELERATE_USE_DEEPSPEED": "true",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
@@ -47,6 +48,17 @@ def test_processes_that_cannot_find_each_other_are_refused(variable):
 
 def test_one_process_a_node_under_slurm_with_a_launcher_inside_is_fine():
     assert launched({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}).size == 8
+
+
+def test_processes_without_an_address_are_refused():
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        launched({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_a_compiler_in_the_environment_is_that_of_a_plain_run():
+    environment = {"ACCELERATE_DYNAMO_BACKEND": "foo"}
+    run = resolve([], hardware=Hardware(), environment=environment, launched=True)
+    assert {problem.subject for problem in check(run)} == {"dynamo_config", "dynamo_backend"}
 
 
 def test_the_launched_engine_is_what_the_environment_says():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.real_failures import TOKENS, arguments, assert_fires, losses, tiny_llama, train
-from tests.support.runs import BEST, EVAL, TWO_GPUS, Run, deepspeed, fsdp
+from tests.support.runs import BEST, DS, EVAL, TWO_GPUS, Run, deepspeed, fsdp
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -41,6 +41,11 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    (
+        "zero3_saves_whole_weights",  # in a JSON without a section for ZeRO, too
+        Run(DS, files={"ds.json": {"tensor_parallel": {"autotp_size": 2}}}, world=2),
+        "stage3_gather_16bit_weights_on_model_save",
+    ),
     ("resume_starts_from_something", Run("--fresh --resume_from_checkpoint ."), "resume_from_checkpoint"),
 ]
 

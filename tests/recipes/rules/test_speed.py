@@ -62,6 +62,7 @@ ALSO_FIRES = [
         Run("--torch_compile", yaml=yaml("NO", "dynamo_config:", "  dynamo_backend: NVPRIMS_NVFUSER")),
         "dynamo_backend",
     ),
+    ("compile_mode_is_known", Run("--torch_compile", environment={"ACCELERATE_DYNAMO_MODE": "x"}), "dynamo_mode"),
     ("compile_mode_is_known", Run("--torch_compile_backend eager --torch_compile_mode default"), "torch_compile_mode"),
     ("compile_mode_is_known", Run("--torch_compile", yaml=yaml("NO", *DYNAMO, "  dynamo_mode: x")), "dynamo_mode"),
     ("compiling_needs_one_shape", Run("--torch_compile_mode default --packing false"), "torch_compile"),

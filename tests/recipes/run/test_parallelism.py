@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import Trainer
 
 from recipes.errors import UserError
+from recipes.rules.check import check
 from recipes.run import resolve
 from recipes.run.batch import data_parallel_size, split
 from recipes.run.hardware import Hardware
@@ -123,9 +124,16 @@ def test_a_parallelism_config_of_a_script():
 
 def test_text_is_not_a_parallelism_config():
     (problem,) = run_of("--parallelism_config", '{"sp_size": 2}').problems
-    assert "takes accelerate's ParallelismConfig" in problem.what and "Accelerate YAML" in problem.fix
+    assert "takes accelerate's ParallelismConfig" in problem.what and "autotp_size" in problem.fix
 
 
 def test_a_world_that_cannot_be_divided_is_refused_with_those_that_can(autotp):
     (problem,) = run_of("--deepspeed", autotp, world=3).problems
     assert (problem.subject, problem.fix) == ("num_processes", "--num_processes 2 or 4")
+
+
+@pytest.mark.parametrize("size", ["sp_size", "cp_size"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_size_that_is_refused_anyway_is_the_only_problem(size, world):
+    run = run_of(settings={"parallelism_config": ParallelismConfig(**{size: 2})}, world=world)
+    assert [problem.subject for problem in check(run) if problem.severity == "error"] == [size]

@@ -63,6 +63,10 @@ CASES = {
         Run(yaml=yaml("MULTI_GPU", "main_process_port: 0")),
     ),
     "nested_yaml_values_are_legal": (Run(yaml=deepspeed("zero_stage: 5")), Run(yaml=deepspeed("zero_stage: '3'"))),
+    "variables_hold_legal_values": (
+        Run(environment={"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "9"}),
+        Run(environment={"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),
+    ),
     "nvme_paths_reach_the_workers": (
         Run(yaml=deepspeed("zero_stage: 3", "offload_param_device: nvme", "offload_param_nvme_path: /nvme")),
         Run(yaml=deepspeed("zero_stage: 3", "offload_param_device: cpu")),

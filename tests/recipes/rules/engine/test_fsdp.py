@@ -39,6 +39,10 @@ CASES = {
         on_gpus(yaml=version_2("fsdp_reshard_after_forward: FULL_SHARD")),
         on_gpus(yaml=version_2("fsdp_reshard_after_forward: false")),
     ),
+    "fsdp_switches_are_truth_values": (
+        on_gpus(yaml=version_2("fsdp_cpu_ram_efficient_loading: yes please")),
+        on_gpus(yaml=version_2("fsdp_cpu_ram_efficient_loading: 'yes'")),
+    ),
     "fsdp2_reads_its_own_keys": (
         on_gpus(yaml=version_2("fsdp_sharding_strategy: NO_SHARD")),
         on_gpus(yaml=fsdp("fsdp_version: 1", "fsdp_sharding_strategy: NO_SHARD")),
@@ -138,6 +142,7 @@ def test_trainer_refuses(rule, settings, message, gpu_rank, tmp_path):
 
 
 LAUNCHES = [
+    ("fsdp_switches_are_truth_values", ("fsdp_cpu_ram_efficient_loading: yes please",), {}, "invalid truth value yes"),
     ("fsdp2_reshards_or_not", ("fsdp_reshard_after_forward: FULL_SHARD",), {}, "invalid truth value full_shard"),
     ("fsdp2_has_no_local_state", ("fsdp_state_dict_type: LOCAL_STATE_DICT",), {}, "does not support LOCAL_STATE_DICT"),
     (

@@ -19,6 +19,7 @@ from recipes.legal.names import (
     fsdp_config_keys,
     gradient_accumulation_keys,
     log_levels,
+    optimizer_numbers,
     optimizers_without_arguments,
     optimizers_without_betas,
     report_integrations,
@@ -26,7 +27,13 @@ from recipes.legal.names import (
     settings,
     trainer_fields,
 )
-from recipes.legal.schedules import schedule_choices, schedule_defaults, schedule_keys, schedules_without_warmup
+from recipes.legal.schedules import (
+    schedule_choices,
+    schedule_defaults,
+    schedule_keys,
+    schedule_types,
+    schedules_without_warmup,
+)
 from recipes.legal.source import Field, version
 
 __all__ = [
@@ -50,6 +57,7 @@ __all__ = [
     "fsdp_config_keys",
     "gradient_accumulation_keys",
     "log_levels",
+    "optimizer_numbers",
     "optimizers_without_arguments",
     "optimizers_without_betas",
     "report_integrations",
@@ -57,6 +65,7 @@ __all__ = [
     "schedule_choices",
     "schedule_defaults",
     "schedule_keys",
+    "schedule_types",
     "schedules_without_warmup",
     "settings",
     "trainer_fields",

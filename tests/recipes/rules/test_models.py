@@ -6,9 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from recipes.legal import models
 from recipes.rules.check import check
+from recipes.rules.models import the_weights_are_whole
 from recipes.run import resolve
 from tests.support.real_failures import assert_fires, tiny_llama, train
 from tests.support.runs import CLASSIFY, MODEL, Run, model, weights
@@ -167,6 +171,34 @@ def saved(folder, tokenizer=None, **config) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
     return str(folder)
+
+
+def test_weights_that_are_cut_off_are_not_loaded(tmp_path):
+    name = saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert not list(the_weights_are_whole(resolve(["--model_name_or_path", name], environment={})))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SafetensorError, match="file not fully covered"):
+        AutoModelForCausalLM.from_pretrained(name)
+    assert_fires("the_weights_are_whole", {"model_name_or_path": name})
+
+
+def test_a_configuration_with_text_for_a_number_is_not_loaded(tmp_path):
+    name = saved(tmp_path, num_attention_heads="two")
+    with pytest.raises(StrictDataclassError, match="expected int, got str"):
+        AutoConfig.from_pretrained(name)
+    assert_fires("the_configuration_has_numbers", {"model_name_or_path": name})
+
+
+def test_peft_refuses_mambas_output():
+    from peft import LoraConfig, get_peft_model
+    from transformers import MambaConfig, MambaForCausalLM
+
+    small = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    assert models.refused_by_lora("mamba") == {"out_proj", "conv1d"}
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+        get_peft_model(MambaForCausalLM(small), LoraConfig(target_modules="all-linear"))
+    get_peft_model(MambaForCausalLM(small), LoraConfig(target_modules=["in_proj", "x_proj"]))
 
 
 def test_an_unknown_type_is_not_loaded(tmp_path):

@@ -27,6 +27,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer
 from recipes.errors import UserError, mistake
+from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.local_model import existing_path, max_positions
@@ -275,11 +276,10 @@ def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
         )
     if existing_path(name) is None:
         what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
-    return mistake(
-        "model_name_or_path",
-        f"{name} cannot be loaded as a {what} ({_short(text)})",
-        "check the spelling, the network and `hf auth login`, and that the model fits --task",
-    )
+        fix = "check the spelling, the network and `hf auth login`, and that the model fits --task"
+    else:
+        fix = "a folder that save_pretrained of model and tokenizer wrote, whole, for this --task"
+    return mistake("model_name_or_path", f"{name} cannot be loaded as a {what} ({_short(text)})", fix)
 
 
 def _without_attention(text: str) -> UserError:
@@ -351,8 +351,8 @@ def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
     try:
         return get_peft_model(model, lora)
     except ValueError as error:  # for example, LoRA on experts does not support dropout
-        what = f"peft refuses this model: {_short(' '.join(str(error).split()))}"
-        raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
+        text = " ".join(str(error).split())
+        raise mistake("use_peft", f"peft refuses this model: {_short(text)}", what_peft_accepts(text)) from None
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:

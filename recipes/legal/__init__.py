@@ -21,6 +21,7 @@ from recipes.legal.names import (
     fsdp_config_keys,
     gradient_accumulation_keys,
     log_levels,
+    optimizer_numbers,
     optimizers_without_arguments,
     optimizers_without_betas,
     report_integrations,
@@ -28,7 +29,13 @@ from recipes.legal.names import (
     settings,
     trainer_fields,
 )
-from recipes.legal.schedules import schedule_choices, schedule_defaults, schedule_keys, schedules_without_warmup
+from recipes.legal.schedules import (
+    schedule_choices,
+    schedule_defaults,
+    schedule_keys,
+    schedule_types,
+    schedules_without_warmup,
+)
 from recipes.legal.source import Field, version
 
 __all__ = [
@@ -54,6 +61,7 @@ __all__ = [
     "fsdp_config_keys",
     "gradient_accumulation_keys",
     "log_levels",
+    "optimizer_numbers",
     "optimizers_without_arguments",
     "optimizers_without_betas",
     "report_integrations",
@@ -61,6 +69,7 @@ __all__ = [
     "schedule_choices",
     "schedule_defaults",
     "schedule_keys",
+    "schedule_types",
     "schedules_without_warmup",
     "settings",
     "trainer_fields",

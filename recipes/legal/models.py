@@ -106,6 +106,15 @@ def config_default(model_type: str, field: str) -> Any:
     return None
 
 
+def config_numbers(model_type: str) -> frozenset[str]:
+    """Fields of the type's configuration that only take numbers, true and false, or nothing."""
+    fields = [item for cls in _config_classes(model_type) for item in cls.body if isinstance(item, ast.AnnAssign)]
+    numbers = {"int", "float", "bool", "None"}
+    return frozenset(
+        ast.unparse(item.target) for item in fields if set(ast.unparse(item.annotation).split(" | ")) <= numbers
+    )
+
+
 @cache
 def _config_classes(model_type: str) -> tuple[ast.ClassDef, ...]:
     """The configuration of a type, and what it inherits from in the same file."""
@@ -171,6 +180,24 @@ def tokenizer_needs_files(model_type: str) -> bool:
     """False for a type whose own tokenizer reads no vocabulary, such as CANINE's characters."""
     file, folder = _file(model_type, "tokenization"), package_folder("transformers")
     return file is None or folder is None or "vocab_files_names" in (folder / file).read_text(encoding="utf-8")
+
+
+def refused_by_lora(model_type: str) -> frozenset[str]:
+    """Modules of such a model that peft adds no LoRA to: it says so of types with Mamba layers."""
+    if package_folder("peft") is None:
+        return frozenset()
+    tree = parse_file("peft", "tuners/tuners_utils.py")
+    found = {ast.unparse(node.targets[0]): node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+    types, modules = (
+        literal(found[name]) if name in found else None for name in ("mamba_model_types", "incompatible_modules")
+    )
+    return frozenset(modules or ()) if model_type in (types or ()) else frozenset()
+
+
+def source_names(model_type: str, name: str) -> bool | None:
+    """Whether the model's code contains a name. None if there is no such file."""
+    file, folder = _file(model_type, "modeling"), package_folder("transformers")
+    return None if file is None or folder is None else name in (folder / file).read_text(encoding="utf-8")
 
 
 # --- Files ----------------------------------------------------------------------------------------

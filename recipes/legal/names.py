@@ -183,6 +183,33 @@ def optimizers_without_betas() -> frozenset[str]:
     return _optimizers_that_do_not_read("adam_kwargs")
 
 
+@cache
+def optimizer_numbers() -> dict[str, dict[str, str]]:
+    """The keys of `optim_args` that are made numbers, by optimizer: key -> `int` or `float`."""
+    tree = parse_file("transformers", "trainer_optimizer.py")
+    read = {node.name: _numbers_read(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
+    numbers = {
+        name: read.get(handler, {})
+        for name, handler in values_by_member(tree, "_OPTIMIZER_HANDLERS", "training_args.py", "OptimizerNames")
+    }
+    for family in ("galore", "apollo", "schedule_free"):  # entered into the table as whole lists
+        listed = _optimizers_listed(f"_{family.upper()}_OPTIMIZERS")
+        numbers |= dict.fromkeys(listed, read.get(f"_get_{family}_optimizer", {}))
+    ademamix = [name for name in bitsandbytes_optimizers() if "ademamix" in name]  # the others read none
+    return numbers | dict.fromkeys(ademamix, read.get("_get_bitsandbytes_optimizer", {}))
+
+
+def _numbers_read(function: ast.FunctionDef) -> dict[str, str]:
+    """`float(ctx.optim_args.get("alpha", 5.0))`, and `float(ctx.optim_args[key])` in a loop."""
+    source = ast.unparse(function)
+    named = re.findall(r"\b(int|float)\(ctx\.optim_args(?:\.(?:get|pop)\(|\[)'(\w+)'", source)
+    numbers = {key: type_ for type_, key in named}
+    for node in ast.walk(function):
+        if isinstance(node, ast.For) and "float(ctx.optim_args[key])" in ast.unparse(node):
+            numbers |= dict.fromkeys(literal(node.iter) or (), "float")
+    return numbers
+
+
 def _optimizers_that_do_not_read(attribute: str) -> frozenset[str]:
     tree = parse_file("transformers", "trainer_optimizer.py")
     readers = {
@@ -195,12 +222,15 @@ def _optimizers_that_do_not_read(attribute: str) -> frozenset[str]:
 @cache
 def bitsandbytes_optimizers() -> frozenset[str]:
     """Values of `optim` that bitsandbytes runs."""
+    return _optimizers_listed("_BITSANDBYTES_OPTIMIZERS")
+
+
+def _optimizers_listed(table: str) -> frozenset[str]:
     members = find_class(parse_classes("transformers", "training_args.py"), "OptimizerNames").body
     values = {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
     tree = parse_file("transformers", "trainer_optimizer.py")
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    listed = assigned["_BITSANDBYTES_OPTIMIZERS"]
-    return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
+    return frozenset(values[node.attr] for node in ast.walk(assigned[table]) if isinstance(node, ast.Attribute))
 
 
 @cache

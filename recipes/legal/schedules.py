@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from recipes.legal.source import find_class, literal, parse_file, values_by_member
+from recipes.legal.source import Field, find_class, literal, parse_file, values_by_member
 
 _FILE = "optimization.py"
 _GIVEN_BY_TRAINER = {"self", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
@@ -32,6 +32,24 @@ def schedule_defaults() -> dict[str, dict[str, object]]:
         }
         for schedule, arguments in _arguments().items()
     }
+
+
+@cache
+def schedule_types() -> dict[str, dict[str, frozenset[str]]]:
+    """Types of each key's value by schedule, as its annotation or else its default names them."""
+    types: dict[str, dict[str, frozenset[str]]] = {}
+    for schedule, arguments in _arguments().items():
+        defaults = schedule_defaults()[schedule]
+        types[schedule] = {
+            argument.arg: Field(argument.arg, _annotation(argument, defaults.get(argument.arg))).types
+            for argument in arguments.args
+            if argument.arg not in _GIVEN_BY_TRAINER
+        }
+    return types
+
+
+def _annotation(argument: ast.arg, default: object) -> str:
+    return ast.unparse(argument.annotation) if argument.annotation else type(default).__name__
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from recipes.errors import mistake
 from recipes.planner.footprint import Need, need, recomputes, weight_bytes
 from recipes.planner.shapes import ATTENTION, Adapters, Case, Traced, Weights
+from recipes.rules.adapters import what_peft_accepts
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Estimator:
                     what = f"cannot be built: {message}"
                     raise mistake("model", what, "a config.json that transformers loads") from None
                 what = f"peft refuses this model: {message}"
-                raise mistake("use_peft", what, "--lora_dropout 0, or other --lora_target_modules") from None
+                raise mistake("use_peft", what, what_peft_accepts(message)) from None
         return self._weights[key]
 
     def length(self, run: RunSpec) -> int:

@@ -35,6 +35,12 @@ def classifier_adapters_have_one_type(run):
         yield problem(run, "use_peft", what, f"--recipe memory (ZeRO-2), or --{precision} false")
 
 
+def what_peft_accepts(message: str) -> str:
+    """What to write after peft has refused a model with this message."""
+    fix = "--lora_target_modules with other modules of the model"
+    return f"--lora_dropout 0, or {fix}" if "dropout" in message else fix
+
+
 _ONLY_WITH = {
     "use_peft": ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
     "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant"),

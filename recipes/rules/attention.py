@@ -6,7 +6,10 @@ fails in the first step. Rules about kernels that only a GPU runs say which sour
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from recipes import legal
+from recipes.errors import Problem
 from recipes.legal import attention, models
 from recipes.rules.facts import advice, available, missing, mixed_precision, model_config, problem, rule
 from recipes.run import RunSpec, nearest
@@ -29,9 +32,41 @@ _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 
 
 def _asked(run: RunSpec) -> str:
-    """The implementation asked for, without a `paged|` that transformers drops; empty if none."""
-    name = run["attn_implementation"] or ""
+    """The implementation asked for, without a `paged|` that transformers drops; empty if none.
+
+    A config.json asks too, and only the argument wins over it.
+    """
+    name = run["attn_implementation"] or _in_config(run)
     return name if name == "paged|eager" else name.removeprefix("paged|")
+
+
+def _in_config(run: RunSpec) -> str:
+    """What the model's config.json asks for; empty if nothing, or one for each of its parts."""
+    config = _config(run)
+    name = config.get("_attn_implementation") or config.get("attn_implementation")
+    return name if isinstance(name, str) else ""
+
+
+def _problem(run: RunSpec, what: str, fix: str) -> Problem:
+    return _where_asked(run, problem(run, "attn_implementation", what, fix))
+
+
+def _advice(run: RunSpec, what: str, fix: str) -> Problem:
+    return _where_asked(run, advice(run, "attn_implementation", what, fix))
+
+
+def _missing(run: RunSpec, package: str, what: str) -> Problem:
+    found = missing(run, "attn_implementation", package, what)
+    asked = _where_asked(run, found)
+    return asked if asked is found else replace(asked, fix=f"{found.fix}, or {asked.fix}")
+
+
+def _where_asked(run: RunSpec, found: Problem) -> Problem:
+    """The problem, with another source and fix if it is the config.json that asks."""
+    if run["attn_implementation"] is not None:
+        return found
+    fix = "--attn_implementation sdpa or eager, which wins over the config.json"
+    return replace(found, source=f"config.json of {run['model_name_or_path']}", fix=fix)
 
 
 def _flash_version(name: str) -> int | None:
@@ -71,18 +106,18 @@ def attention_is_known(run):
     if not name or (_is_known(name) and name != "paged|eager"):
         return
     if name == "paged|eager":  # was called without a paged attention cache
-        yield problem(run, "attn_implementation", f"{name} generates text, and does not train", "eager")
+        yield _problem(run, f"{name} generates text, and does not train", "eager")
         return
     known = [known for known in attention.implementations() if "|" not in known]
     fix = nearest(name.lower(), known) or "one of " + ", ".join(known) + ", or a kernel of the Hub: org/name"
-    yield problem(run, "attn_implementation", f"there is no implementation {name!r}", fix)
+    yield _problem(run, f"there is no implementation {name!r}", fix)
 
 
 @rule
 def pages_are_for_generation(run):
     """transformers drops `paged|` with a warning: training has no cache that could be paged."""
     if run["attn_implementation"] and _asked(run) != run["attn_implementation"]:
-        yield advice(run, "attn_implementation", "paged| means nothing in a training", _asked(run))
+        yield _advice(run, "paged| means nothing in a training", _asked(run))
 
 
 @rule
@@ -92,7 +127,7 @@ def attention_is_supported_by_the_model(run):
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
     if kind and _of_class(run, f"_supports_{kind}") is False:
         what = f"{name} is not supported by models of type {_config(run)['model_type']}"
-        yield problem(run, "attn_implementation", what, _LEAVE_OUT)
+        yield _problem(run, what, _LEAVE_OUT)
 
 
 @rule
@@ -102,7 +137,7 @@ def flash_attention_is_the_models_own(run):
     own = _own_kernels(run) if "flash" in name and _is_known(name) else []
     if own and name not in own:
         what = f"{name} is replaced: models of type {_config(run)['model_type']} take {' or '.join(own)}"
-        yield advice(run, "attn_implementation", what, own[0])
+        yield _advice(run, what, own[0])
 
 
 def _own_kernels(run: RunSpec) -> list[str]:
@@ -123,10 +158,10 @@ def attention_kernels_have_no_dropout(run):
             continue
         if name == "flex_attention":
             fix = f'"{key}": 0.0 in the model\'s config.json, or another --attn_implementation'
-            yield problem(run, "attn_implementation", f"{name} has no dropout, and the model has {key} {rate}", fix)
+            yield _problem(run, f"{name} has no dropout, and the model has {key} {rate}", fix)
         elif (_flash_version(name) or 0) > 2:
             what = f"{name} has no dropout: the model's {key} {rate} is ignored"
-            yield advice(run, "attn_implementation", what, "flash_attention_2, or sdpa")
+            yield _advice(run, what, "flash_attention_2, or sdpa")
 
 
 @rule
@@ -141,10 +176,10 @@ def attention_heads_fit_the_kernel(run):
         return
     if name == "flex_attention" and size < _SMALLEST_FLEX_HEAD:
         what = f"{name} needs heads of {_SMALLEST_FLEX_HEAD}, and the model's have {size}"
-        yield problem(run, "attn_implementation", what, _LEAVE_OUT)
+        yield _problem(run, what, _LEAVE_OUT)
     elif _flash_version(name) in (2, 3) and size > _LARGEST_HEAD:
         what = f"{name} takes heads up to {_LARGEST_HEAD}, and the model's have {size}"
-        yield problem(run, "attn_implementation", what, _LEAVE_OUT)
+        yield _problem(run, what, _LEAVE_OUT)
 
 
 def _head_size(run: RunSpec) -> int | None:
@@ -169,7 +204,7 @@ def attention_kernels_need_a_gpu(run):
     device = "cuda" if run.hardware.cuda and not run["use_cpu"] else "cpu"
     if _is_known(name) and devices and device not in devices:
         where = "a CPU" if device == "cpu" else "this GPU"
-        yield problem(run, "attn_implementation", f"{name} does not train on {where}", "sdpa or eager, or leave it out")
+        yield _problem(run, f"{name} does not train on {where}", "sdpa or eager, or leave it out")
 
 
 def _kernel_devices(name: str) -> tuple[str, ...]:
@@ -189,10 +224,10 @@ def flash_attention_needs_sm80(run):
     card, stated = run.hardware.capability, attention.flash_versions()[version]
     here = f"the GPU has {card[0]}.{card[1]}"
     if card < _LEAST_CAPABILITY:
-        yield problem(run, "attn_implementation", f"needs compute capability 8.0, and {here}", "sdpa, or leave it out")
+        yield _problem(run, f"needs compute capability 8.0, and {here}", "sdpa, or leave it out")
     elif card[0] < stated:
         what = f"transformers asks for compute capability {stated}.0, and {here}"
-        yield advice(run, "attn_implementation", what, "flash_attention_2")
+        yield _advice(run, what, "flash_attention_2")
 
 
 @rule
@@ -205,7 +240,7 @@ def flash_attention_computes_in_16_bits(run):
     trains = run.hardware.cuda and not run["use_cpu"]
     if trains and "flash" in _asked(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
         fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
-        yield problem(run, "attn_implementation", "computes in 16 bits only, and this run in fp32", fix)
+        yield _problem(run, "computes in 16 bits only, and this run in fp32", fix)
 
 
 @rule
@@ -224,11 +259,11 @@ def attention_kernels_are_installed(run):
         return
     if version is None:
         what = f"{name} needs the package kernels, from {' and below '.join(attention.kernels_versions())}"
-        yield missing(run, "attn_implementation", f"kernels=={attention.kernels_versions()[0]}", what)
+        yield _missing(run, f"kernels=={attention.kernels_versions()[0]}", what)
         return
     module, distribution = _FLASH_PACKAGES[version]
     if not available(run, module) or _is_another_version(run, distribution):
-        yield missing(run, "attn_implementation", distribution, f"{name} needs the package {distribution}")
+        yield _missing(run, distribution, f"{name} needs the package {distribution}")
 
 
 def _has_kernels(run: RunSpec) -> bool:

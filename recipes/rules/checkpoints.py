@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from recipes.rules.facts import (
     advice,
@@ -35,7 +35,7 @@ def resume_starts_from_something(run):
         return
     if run["fresh"]:
         yield problem(run, "resume_from_checkpoint", "contradicts --fresh", "leave one of them out")
-    elif not Path(wanted).is_dir():
+    elif not os.path.isdir(wanted):  # noqa: PTH112, Path.is_dir raises for a name too long for a path
         yield problem(run, "resume_from_checkpoint", f"{wanted} is not a folder", "leave it out: resuming is automatic")
 
 

@@ -34,7 +34,9 @@ def every_evaluation_is_saved(run):
     fix = f"--save_steps {every:g}" if every < 1 or steps < 1 or every <= steps else "a smaller --eval_steps"
     if save >= 1 and 0 < steps < save:
         what = f"{save:g} lies beyond max_steps {steps}: only the last step is saved, whether it is the best or not"
-        yield advice(run, "save_steps", what, f"{fix}, or leave save_steps out: saving follows evaluation")
+        if run.explicit("save_steps") or "save_steps" in run.recipe.settings:
+            fix += ", or leave save_steps out: saving follows evaluation"
+        yield advice(run, "save_steps", what, fix)
     elif 0 < every < save:
         what = f"{save:g} saves one of {save / every:.0f} evaluations, and maybe not the best"
         yield advice(run, "save_steps", what, f"{fix}, or leave it out: saving follows evaluation")

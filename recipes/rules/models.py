@@ -13,7 +13,16 @@ from recipes.legal import models, version
 from recipes.rules.facts import advice, available, mapping, missing, model_config, of_train_py, problem, rule
 from recipes.run import RunSpec
 from recipes.run.engine import Json
-from recipes.run.local_model import config_value, existing_path, has_weights, max_positions, model_folder
+from recipes.run.local_model import (
+    config_value,
+    existing_path,
+    has_weights,
+    max_positions,
+    model_folder,
+    safetensors_header,
+    tensor_names,
+    weight_files,
+)
 
 _ENCODERS = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
 _AUTO_CLASSES = {
@@ -76,16 +85,43 @@ def the_folder_holds_a_model(run):
         yield _about_model(run, f"the folder {folder} has no tokenizer", fix)
 
 
+@rule
+@of_train_py
+def the_weights_are_whole(run):
+    """`SafetensorError: incomplete metadata, file not fully covered`, and others of that kind."""
+    folder = model_folder(run["model_name_or_path"])
+    if folder is None or run.elsewhere is not None:
+        return
+    for file in weight_files(folder):
+        what = "is missing" if not file.is_file() else "is cut off, or not in the safetensors format"
+        if not file.is_file() or safetensors_header(file) is None:
+            yield _about_model(run, f"{file} {what}", "copy or download the file again")
+
+
+@rule
+@of_train_py
+def the_configuration_has_numbers(run):
+    """`StrictDataclassFieldValidationError: Field 'num_attention_heads' expected int, got str`"""
+    folder, config = model_folder(run["model_name_or_path"]), _config(run)
+    if folder is None or run.model is not None or _code(run, "AutoConfig"):
+        return
+    for key in sorted(config.keys() & models.config_numbers(_type(run))):
+        if isinstance(config[key], (str, list, dict)):
+            what = f"{folder / 'config.json'} has {key} {config[key]!r}, which is not a number"
+            yield _about_model(run, what, f"a number for {key}, as save_pretrained wrote it")
+
+
 _BESIDE_A_TOKENIZER = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "trainer_state.json",
     "run.json", "fit.json", "all_results.json", "train_results.json", "eval_results.json", "requirements.txt",
+    "chat_template.jinja", "chat_template.json", "special_tokens_map.json", "LICENSE", "LICENSE.txt", "NOTICE",
 )  # fmt: skip
 
 
 def _has_tokenizer(folder: Path) -> bool:
     """Whether any file may be a tokenizer's: they have many names."""
     not_its = (".safetensors", ".bin", ".index.json", ".md", ".py", ".pt", ".pth", ".h5", ".msgpack", ".log")
-    names = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    names = (path.name for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
     return any(name not in _BESIDE_A_TOKENIZER and not name.endswith(not_its) for name in names)
 
 
@@ -112,7 +148,7 @@ def the_model_type_is_known(run):
     if (
         run["model_name_or_path"] is None
         or run.model is not None
-        or not _config(run)
+        or model_config(run) is None
         or kind in models.known_types()
         or not models.known_types()
     ):
@@ -198,6 +234,44 @@ def padding_free_needs_positions(run):
         yield problem(
             run, "padding_free", f"a {kind} model lets the sequences of a row see each other", "--padding_free false"
         )
+
+
+# --- What LoRA adapts -----------------------------------------------------------------------------
+
+
+@rule
+@of_train_py
+def lora_adapts_modules_of_the_model(run):
+    """train.py refuses a module that the loaded model does not have; so does peft.
+
+    A name in the model's code is left to train.py: transformers renames some weights as it loads.
+    """
+    folder, wanted = model_folder(run["model_name_or_path"]), run["lora_target_modules"]
+    names = tensor_names(folder) if folder and run["use_peft"] and wanted and wanted != ["all-linear"] else []
+    parts = {part for name in names for part in name.split(".")}
+    absent = [
+        target
+        for target in wanted or ()
+        if parts and target.rpartition(".")[2] not in parts and models.source_names(_type(run), target) is False
+    ]
+    if absent:
+        modules = sorted({name.split(".")[-2] for name in names if name.endswith("_proj.weight")})
+        fix = "some of " + " ".join(modules) if modules else "modules of this model, or all-linear"
+        yield problem(run, "lora_target_modules", f"the model has no module {', '.join(absent)}", fix)
+
+
+@rule
+@of_train_py
+def lora_leaves_mambas_output_alone(run):
+    """`Module 'out_proj' is incompatible with Mamba-based models`: their kernels use its weight."""
+    refused = models.refused_by_lora(_type(run)) if run["use_peft"] and _type(run) else frozenset()
+    wanted = run["lora_target_modules"] or ["all-linear"]
+    if not refused or not (wanted == ["all-linear"] or refused & {target.rpartition(".")[2] for target in wanted}):
+        return
+    what = f"peft adapts no {' and no '.join(sorted(refused))} of a {_type(run)} model"
+    if wanted == ["all-linear"]:
+        what += ", and all-linear takes them in"
+    yield problem(run, "use_peft", what, "--lora_target_modules with other modules, such as in_proj")
 
 
 # --- Trained and stored weights -------------------------------------------------------------------

@@ -52,6 +52,22 @@ def optimizer_arguments_are_read(run):
     elif run["optim"] in legal.optimizers_without_arguments():
         fix = "--adam_beta1, --adam_beta2, --adam_epsilon and --weight_decay, or leave them out"
         yield advice(run, "optim_args", f"are ignored by {run['optim']}", fix)
+    elif "optimizer" not in (deepspeed_file(run) or {}):
+        numbers = legal.optimizer_numbers().get(run["optim"], {})
+        given = dict(part.split("=") for part in run["optim_args"].replace(" ", "").split(","))
+        for key in sorted(given.keys() & numbers):
+            if not _is_number(given[key], numbers[key]):
+                kind = "whole number" if numbers[key] == "int" else "number"
+                yield problem(run, "optim_args", f"{key} is not a {kind}: {given[key]!r}", f"{key}= with a {kind}")
+
+
+def _is_number(text: str, kind: str) -> bool:
+    """Whether `int` or `float` reads the text."""
+    try:
+        int(text) if kind == "int" else float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @rule
@@ -117,6 +133,25 @@ def schedule_settings_are_its_own(run):
 
 
 @rule
+def schedule_values_have_their_type(run):
+    """`ValueError: could not convert string to float`, `TypeError: unsupported operand type(s)`
+
+    A fraction trains where an `int` is declared, and a switch takes any value. The schedules with a
+    lower limit hold one for each of the optimizer's groups, so a list is taken too.
+    """
+    schedule, given = run["lr_scheduler_type"], mapping(run["lr_scheduler_kwargs"])
+    types = legal.schedule_types().get(schedule, {}) if given else {}
+    for key in sorted(given.keys() & types):
+        if not types[key] & {"int", "float"} or (key == "window_size" and not given.get("smooth")):
+            continue
+        numbers = given[key] if isinstance(given[key], list) and "list" in types[key] else [given[key]]
+        takes_none = "None" in types[key]
+        if not all(isinstance(number, (int, float)) or (number is None and takes_none) for number in numbers):
+            what = f"{key} is not a number: {given[key]!r}"
+            yield problem(run, "lr_scheduler_kwargs", what, f"a number for {key}, or leave it out")
+
+
+@rule
 def schedule_values_are_legal(run):
     """`ValueError: Unknown decay type`, `Factor should be < 1.0.`, `lr_end must be smaller than`
 
@@ -134,6 +169,10 @@ def schedule_values_are_legal(run):
         yield problem(run, "lr_scheduler_type", f"polynomial {what}", "lr_scheduler_kwargs with a lower lr_end")
     if schedule == "inverse_sqrt" and given.get("timescale", 1) == 0:
         yield problem(run, "lr_scheduler_kwargs", "a timescale of 0 divides by zero", "a number of steps, or leave it")
+    if schedule == "polynomial" and (_schedule_value(run, "power") or 0) < 0:
+        yield problem(run, "lr_scheduler_kwargs", "a negative power divides by zero in the last step", "a power from 0")
+    if schedule == "greedy" and _schedule_value(run, "factor") == 0:
+        yield problem(run, "lr_scheduler_kwargs", "a factor of 0 divides by zero", "one above 0 and below 1")
     if "factor" in given and (_schedule_value(run, "factor") or 0) >= 1:
         yield problem(run, "lr_scheduler_kwargs", f"a factor of {given['factor']} does not reduce", "one below 1")
     if schedule.endswith("with_min_lr") and "min_lr" in given and rate == 0:

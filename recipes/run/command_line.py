@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from recipes import legal
@@ -109,7 +108,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
         try:
             value = coerce(value, known)
             if old_name == "output_dir" and value:  # only TrainingArguments would expand ~
-                value = str(Path(value).expanduser())
+                value = os.path.expanduser(value)  # noqa: PTH111
             accepted[old_name] = Setting(value, source)
         except ValueError as error:
             problems.append(Problem(name, str(error), _expected(known), source))
@@ -137,9 +136,9 @@ def belongs(name: str) -> str:
     return moved.ELSEWHERE.get(name, "")
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: object, names: Iterable[str]) -> str:
     """The most similar of `names`; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)), "")
+    return next(iter(difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.6)), "")
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -162,10 +161,15 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
         value = "none"  # transformers 5 refuses None
+    if type(value) is int and abs(value) >= _TOO_LARGE:
+        raise ValueError("takes a number that is not that large")
+    if isinstance(value, list) and not all(isinstance(entry, (str, Enum)) for entry in value):
+        raise ValueError(f"takes a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
     if isinstance(value, dict):
-        value = {key: _number_in_yaml(entry) for key, entry in value.items()}
+        pattern = _ANY_NUMBER if known.name == "lr_scheduler_kwargs" else _EXPONENT
+        value = {key: _number_in_yaml(entry, pattern) for key, entry in value.items()}
     fits = type(value).__name__ in types or (type(value) is int and "float" in types)
     if not fits and not (value is None and "None" in types):
         given = "nothing" if value is None else repr(value)
@@ -188,9 +192,14 @@ def _plain(value: object) -> object:
     return value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
 
 
-def _number_in_yaml(value: object) -> object:
+_TOO_LARGE = 2**1023  # for a float
+_EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
+_ANY_NUMBER = r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?"  # some schedules read "2" as a number, others fail
+
+
+def _number_in_yaml(value: object, pattern: str) -> object:
     """A number in place of text such as `1e-6`: YAML reads only `1.0e-6` as a number."""
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+    if isinstance(value, str) and re.fullmatch(pattern, value):
         return float(value)
     return value
 

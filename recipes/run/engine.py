@@ -73,7 +73,7 @@ def read_yaml(path: str | Path, subject: str) -> Json:
         raise mistake(
             subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # `2026-13-13`, `!!int x`
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None

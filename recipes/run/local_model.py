@@ -40,8 +40,10 @@ def local_config(name: str | None) -> Json | None:
     """The content of the folder's config.json, or of a named one; None if it cannot be read."""
     folder = model_folder(name)
     file = folder / "config.json" if folder else existing_path(name)
-    if file is None or file.suffix != ".json":
-        return None
+    return None if file is None or file.suffix != ".json" else _json(file)
+
+
+def _json(file: Path) -> Json | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -51,7 +53,40 @@ def local_config(name: str | None) -> Json | None:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds a model, whole or in shards."""
-    return any(any(folder.glob(pattern)) for pattern in WEIGHTS)
+    return any(path.is_file() for pattern in WEIGHTS for path in folder.glob(pattern))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads from a folder, missing shards among them."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    shards = (_json(folder / "model.safetensors.index.json") or {}).get("weight_map")
+    return [folder / str(name) for name in sorted(set(map(str, shards.values())))] if isinstance(shards, dict) else []
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """The names of a folder's weights; empty if they are unknown, as in a .bin file."""
+    headers = [safetensors_header(file) for file in weight_files(folder) if file.is_file()]
+    return [name for header in headers for name in header or {} if name != "__metadata__"]
+
+
+def safetensors_header(file: Path) -> Json | None:
+    """What a safetensors file says of its tensors; None if it is cut off, or another format.
+
+    The format: 8 bytes, little-endian, with the header's length; the header in JSON; the data, in
+    which `data_offsets` of each tensor count.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 + length:
+            return None
+        try:
+            header = json.loads(opened.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, AttributeError, LookupError, TypeError):
+            return None
+    return header if max(ends, default=0) == size - 8 - length else None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

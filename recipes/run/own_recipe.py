@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -102,11 +103,11 @@ def _from_yaml(file: str, above: tuple[str, ...]) -> Recipe:
 
 
 def _base(name: object, file: str, above: tuple[str, ...]) -> Recipe:
-    if name in RECIPES:
+    if str(name) in RECIPES:
         return RECIPES[str(name)]()
     if str(name).endswith((".yaml", ".yml")):
         beside = Path(file).parent / str(name)
-        if not beside.is_file():
+        if not _is_file(beside):
             raise mistake("base", f"there is no file {beside}", "a path that starts at this file", file)
         return _from_yaml(str(beside), (*above, file))
     if str(name).endswith(".py"):
@@ -200,9 +201,9 @@ def _checked(recipe: Recipe, changes: Mapping[str, object], problems: list[Probl
     file, settings = recipe.files[0], dict(recipe.settings)
     problems = [*problems, *_about_itself(recipe, file)]
     for name, value in changes.items():
+        settings.pop(legal.ALIASES.get(name, name), None)
         try:
-            settings.pop(name, None)
-            settings |= _setting(name, value, file)
+            settings |= {} if _is_left_to_the_library(name, value) else _setting(name, value, file)
         except UserError as error:
             problems += error.problems
     if problems:
@@ -215,7 +216,8 @@ def _about_itself(recipe: Recipe, file: str) -> Iterator[Problem]:
         taken = "is the name of a shipped recipe" if recipe.name in RECIPES else "cannot name a recipe"
         yield Problem("recipe", f"{recipe.name!r} {taken}", f"another name, of {_IN_A_NAME}", file)
     if not _is_text(recipe.purpose):
-        yield Problem("purpose", "is missing", "a line that says what the recipe is for", file)
+        what = "is not text" if recipe.purpose else "is missing"
+        yield Problem("purpose", what, "a line that says what the recipe is for", file)
     if type(recipe.micro_batch_cap) is not int or recipe.micro_batch_cap < 1:
         what = f"is {recipe.micro_batch_cap!r}"
         yield Problem("micro_batch_cap", what, "a whole number of examples per process", file)
@@ -228,9 +230,13 @@ def _about_itself(recipe: Recipe, file: str) -> Iterator[Problem]:
 def _engine(name: str, file: str) -> str | None:
     """The path of an engine beside the file, or a shipped one's name; None if there is neither."""
     beside = Path(file).parent / str(name)
-    if beside.is_file():
+    if _is_file(beside):
         return str(beside.resolve())
-    return name if shipped(str(name)).is_file() else None
+    return name if _is_file(shipped(str(name))) else None
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113, Path.is_file raises for a name too long for a path
 
 
 def _setting(name: str, value: object, file: str) -> dict[str, Value]:
@@ -246,9 +252,17 @@ def _setting(name: str, value: object, file: str) -> dict[str, Value]:
     return _decision(name, value, file)
 
 
+def _is_left_to_the_library(name: str, value: object) -> bool:
+    """Whether a change is null with its reason, for a setting that has no such value."""
+    field = legal.settings().get(name)
+    takes_none = field is None or "None" in field.types or name in ("recipe", "config", "report_to")
+    is_null = isinstance(value, (list, tuple)) and len(value) == 2 and value[0] is None and _is_text(value[1])
+    return is_null and not takes_none
+
+
 def _decision(name: str, value: object, file: str) -> dict[str, Value]:
     if not isinstance(value, (list, tuple)) or len(value) != 2 or not _is_text(value[1]):
-        shown = json.dumps(value, default=str) if not isinstance(value, (list, tuple)) else "value"
+        shown = json.dumps(value) if isinstance(value, (str, int, float)) else "value"
         raise mistake(name, "has no reason", f'{name}: [{shown}, "the reason"]', file)
     takes_list = "list" in legal.settings()[name].types
     if takes_list and isinstance(value[0], str) and " " not in value[1].strip():  # [q_proj, v_proj] is a list of two
@@ -256,8 +270,14 @@ def _decision(name: str, value: object, file: str) -> dict[str, Value]:
     problems: list[Problem] = []
     accepted = accept({name: value[0]}, file, problems)
     if problems:
-        raise UserError(*problems)
+        raise UserError(*(replace(problem, fix=_in_a_pair(problem)) for problem in problems))
     return {used: (setting.value, value[1]) for used, setting in accepted.items()}
+
+
+def _in_a_pair(problem: Problem) -> str:
+    """The fix as a line of the file, for a value of which a flag's fix says the type."""
+    kind = problem.fix.removeprefix(f"--{problem.subject} with ")
+    return problem.fix if kind == problem.fix else f'{problem.subject}: [{kind}, "the reason"]'
 
 
 def _typed(name: str, function: Callable[[Any], Any], file: str) -> Callable[[Any], Decision]:

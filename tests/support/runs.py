@@ -105,7 +105,14 @@ def model(**config) -> dict:
     """The files of a model in the folder `m`, as far as rules read them. None leaves a key out."""
     content = {"model_type": "llama", "max_position_embeddings": 128, **config}
     content = {name: value for name, value in content.items() if value is not None}
-    return {"m/config.json": content, "m/model.safetensors": "", "m/tokenizer.json": {}}
+    return {"m/config.json": content, "m/model.safetensors": weights(), "m/tokenizer.json": {}}
+
+
+def weights(*names: str) -> str:
+    """A safetensors file with empty tensors of these names: the header's length, and the header."""
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names})
+    header += " " * (127 - len(header)) if len(header) < 127 else ""
+    return chr(len(header)) + "\0" * 7 + header
 
 
 MODEL = "--model_name_or_path ./m"

@@ -89,6 +89,9 @@ def fsdp2_reads_its_own_keys(run):
     for key in _DROPPED:
         if key in section:
             yield _of_key(run, key, "is ignored by FSDP2", "leave it out", "advice")
+    by_layer = str(section.get("auto_wrap_policy")).upper() == "TRANSFORMER_BASED_WRAP" and not run["fsdp"]
+    if by_layer and section.get("min_num_params"):
+        yield _of_key(run, "min_num_params", "is only read with SIZE_BASED_WRAP", "leave it out", "advice")
     strategy = str(section.get("sharding_strategy", "FULL_SHARD")).upper()
     if strategy not in ("FULL_SHARD", "1"):
         instead = _BY_STRATEGY.get(strategy)

@@ -16,6 +16,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -186,7 +188,8 @@ def test_damaged_weights(tmp_path, llama):
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     demo_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    assert problem(run_with(str(tmp_path))).subject == "model_name_or_path"
+    found = problem(run_with(str(tmp_path)))
+    assert found.subject == "model_name_or_path" and "is cut off" in found.what
 
 
 @pytest.mark.parametrize(("field", "value"), [("hidden_size", "abc"), ("hidden_size", 33)])
@@ -194,7 +197,8 @@ def test_a_configuration_with_a_wrong_value_is_one_line(field, value, tmp_path):
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
-    assert "idden" in problem(run_with(name)).what
+    found = problem(run_with(name))
+    assert "idden" in found.what and "hf auth login" not in found.fix
 
 
 def test_hub_out_of_reach():
@@ -263,6 +267,12 @@ def test_adapters_that_peft_refuses_are_one_line(tmp_path):
     name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
     assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
+
+
+def test_a_refusal_for_another_reason_says_nothing_of_dropout(tmp_path):
+    config = MambaConfig(vocab_size=260, hidden_size=16, num_hidden_layers=1)
+    found = problem(run_with(save(MambaForCausalLM(config), tmp_path), use_peft=True))
+    assert "out_proj" in found.what and "dropout" not in found.fix
 
 
 def test_adapters_have_the_size_of_the_run(llama):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from recipes.legal import attention
+from recipes.rules.attention import attention_kernels_need_a_gpu
 from tests.support.real_failures import assert_fires, tiny_llama, train
-from tests.support.runs import A100, H100, T4, Run, machine
+from tests.support.runs import A100, H100, T4, Run, machine, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 FLASH, FLASH_4 = "--attn_implementation flash_attention_2", "--attn_implementation flash_attention_4"
 FLEX, SDPA = "--attn_implementation flex_attention", "--attn_implementation sdpa"
 KERNEL = "--attn_implementation kernels-community/flash-attn2"
+NO_FLASH = ("flash_attn", "kernels")
 LOCAL = "--model_name_or_path model"
 ON_A100, ON_H100 = {"hardware": machine(A100)}, {"hardware": machine(H100)}
 
@@ -71,6 +74,12 @@ ALSO_FIRES = [
         ),
         ("attention_heads_fit_the_kernel", Run(f"{FLASH} {LOCAL}", files=model("llama", head_dim=512), **ON_A100)),
         ("attention_kernels_need_a_gpu", Run(FLASH)),
+        ("attention_kernels_need_a_gpu", Run(LOCAL, files=model("llama", attn_implementation="flash_attention_2"))),
+        ("attention_kernels_need_a_gpu", Run(LOCAL, files=model("llama", _attn_implementation="flash_attention_2"))),
+        (
+            "attention_kernels_are_installed",
+            Run(LOCAL, files=model("llama", attn_implementation="flash_attention_2"), **ON_A100, missing=NO_FLASH),
+        ),
         ("attention_kernels_need_a_gpu", Run(KERNEL)),
         ("attention_kernels_need_a_gpu", Run(f"{FLASH} --use_cpu", **ON_A100)),
         ("attention_kernels_need_a_gpu", Run("--attn_implementation kernels-community/metal-flash-sdpa", **ON_A100)),
@@ -168,3 +177,15 @@ def test_what_is_read_from_the_source_is_what_transformers_has():
     assert attention.kernel_devices() == flash.FLASH_ATTN_KERNEL_DEVICES
     for name in ("org/kernel", "org/kernel@v1:name", "sdpa", "a/b/c", ""):
         assert attention.is_kernel(name) == is_kernel(name)
+
+
+def test_a_config_json_asks_for_a_kernel_and_the_argument_wins(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    file, name = tmp_path / "config.json", str(tmp_path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "flash_attention_2"}))
+    with pytest.raises(ImportError, match="FlashAttention2 has been toggled on"):
+        AutoModelForCausalLM.from_pretrained(name)
+    (found,) = attention_kernels_need_a_gpu(resolved(f"--model_name_or_path {name}"))
+    assert found.source.startswith("config.json") and found.fix.startswith("--attn_implementation sdpa")
+    assert not list(attention_kernels_need_a_gpu(resolved(f"--model_name_or_path {name} {SDPA}")))
+    assert AutoModelForCausalLM.from_pretrained(name, attn_implementation="sdpa").config._attn_implementation == "sdpa"

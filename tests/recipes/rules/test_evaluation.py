@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.rules.evaluation import every_evaluation_is_saved
 from tests.support.real_failures import arguments, assert_fires, tiny_llama, train
-from tests.support.runs import BEST, CLASSIFY, EVAL, Run
+from tests.support.runs import BEST, CLASSIFY, EVAL, Run, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -155,3 +156,11 @@ def test_a_best_model_that_was_not_saved_is_not_loaded(tmp_path):
     state = train(tmp_path, evaluates=True, **settings).state
     assert (state.best_global_step, state.best_model_checkpoint) == (1, None)
     assert_fires("every_evaluation_is_saved", settings)
+
+
+def test_what_is_left_out_is_not_to_be_left_out():
+    argv = f"{BEST} {EVAL} --eval_steps 10 --max_steps 6"
+    (advice,) = every_evaluation_is_saved(resolved(argv))
+    assert advice.fix == "a smaller --eval_steps"
+    (advice,) = every_evaluation_is_saved(resolved(f"{argv} --save_steps 10"))
+    assert "or leave save_steps out" in advice.fix

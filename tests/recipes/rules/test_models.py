@@ -6,12 +6,16 @@ import json
 from dataclasses import replace
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from recipes.legal import models
 from recipes.rules.check import check
+from recipes.rules.models import the_weights_are_whole
 from recipes.run import resolve
 from tests.support.real_failures import assert_fires, tiny_llama, train
-from tests.support.runs import CLASSIFY, MODEL, Run, model
+from tests.support.runs import CLASSIFY, MODEL, Run, model, weights
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -24,10 +28,29 @@ def without(*names: str, **config) -> dict:
     return {name: content for name, content in model(**config).items() if name.partition("/")[2] not in names}
 
 
+INDEX = {"m/model.safetensors.index.json": {"weight_map": {"a": "model-00001-of-00002.safetensors"}}}
+Q_PROJ = {"m/model.safetensors": weights("q_proj.weight")}
+
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "the_model_is_a_folder": (Run(MODEL), Run(MODEL, files=model())),
     "the_folder_holds_a_model": (Run(MODEL, files=without("model.safetensors")), Run(MODEL, files=model())),
+    "the_weights_are_whole": (
+        Run(MODEL, files=model() | {"m/model.safetensors": weights()[:-1]}),
+        Run(MODEL, files=model()),
+    ),
+    "the_configuration_has_numbers": (
+        Run(MODEL, files=model(num_attention_heads="two")),
+        Run(MODEL, files=model(num_attention_heads=2)),
+    ),
+    "lora_adapts_modules_of_the_model": (
+        Run(f"{MODEL} --use_peft --lora_target_modules foo", files=model() | Q_PROJ),
+        Run(f"{MODEL} --use_peft --lora_target_modules q_proj", files=model() | Q_PROJ),
+    ),
+    "lora_leaves_mambas_output_alone": (
+        Run(f"{MODEL} --use_peft", files=model(model_type="mamba")),
+        Run(f"{MODEL} --use_peft --lora_target_modules in_proj", files=model(model_type="mamba")),
+    ),
     "the_model_type_is_known": (
         Run(MODEL, files=model(model_type="own", auto_map=OWN_CODE)),
         Run(f"{MODEL} --trust_remote_code", files=model(model_type="own", auto_map=OWN_CODE)),
@@ -71,6 +94,24 @@ ALSO_FIRES = [
     ("the_folder_holds_a_model", Run(MODEL, files={"m/adapter_config.json": {}}), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=model() | {"m/config.json": "{"}), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="bert")), "model_name"),
+    (
+        "the_folder_holds_a_model",
+        Run(MODEL, files=without("tokenizer.json") | {"m/chat_template.jinja": ""}),
+        "model_name",
+    ),
+    (
+        "the_folder_holds_a_model",
+        Run(MODEL, files=without("model.safetensors") | {"m/model.safetensors/x": ""}),
+        "model",
+    ),
+    ("the_weights_are_whole", Run(MODEL, files=model() | {"m/model.safetensors": "version https://"}), "model_name"),
+    ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | INDEX), "model_name"),
+    ("the_model_type_is_known", Run(MODEL, files=model() | {"m/config.json": {}}), "model_name"),
+    (
+        "lora_leaves_mambas_output_alone",
+        Run(f"{MODEL} --use_peft --lora_target_modules in_proj out_proj", files=model(model_type="mamba2")),
+        "use_peft",
+    ),
     ("the_model_type_is_known", Run(MODEL, files=model(model_type="lama")), "model_name"),
     ("the_model_type_is_known", Run(MODEL, files=model(model_type=None)), "model_name"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="t5")), "model_name"),
@@ -103,6 +144,12 @@ LEGAL_AFTER_ALL = [
     ("the_folder_holds_a_model", Run(MODEL, files=without("model.safetensors"), elsewhere=frozenset())),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="canine"))),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json") | {"m/spiece.model": ""})),
+    ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | {"m/pytorch_model.bin": ""})),
+    ("the_configuration_has_numbers", Run(MODEL, files=model(eos_token_id=[1, 2]))),
+    (
+        "lora_adapts_modules_of_the_model",  # fused as it is loaded
+        Run(f"{MODEL} --use_peft --lora_target_modules gate_up_proj", files=model(model_type="mixtral") | Q_PROJ),
+    ),
     ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bert", is_decoder=True))),
     ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bart"))),
     ("sequences_fit_the_model", Run(MODEL, files=model())),  # lowered from 1024
@@ -124,6 +171,34 @@ def saved(folder, tokenizer=None, **config) -> str:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
     return str(folder)
+
+
+def test_weights_that_are_cut_off_are_not_loaded(tmp_path):
+    name = saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert not list(the_weights_are_whole(resolve(["--model_name_or_path", name], environment={})))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SafetensorError, match="file not fully covered"):
+        AutoModelForCausalLM.from_pretrained(name)
+    assert_fires("the_weights_are_whole", {"model_name_or_path": name})
+
+
+def test_a_configuration_with_text_for_a_number_is_not_loaded(tmp_path):
+    name = saved(tmp_path, num_attention_heads="two")
+    with pytest.raises(StrictDataclassError, match="expected int, got str"):
+        AutoConfig.from_pretrained(name)
+    assert_fires("the_configuration_has_numbers", {"model_name_or_path": name})
+
+
+def test_peft_refuses_mambas_output():
+    from peft import LoraConfig, get_peft_model
+    from transformers import MambaConfig, MambaForCausalLM
+
+    small = MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    assert models.refused_by_lora("mamba") == {"out_proj", "conv1d"}
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+        get_peft_model(MambaForCausalLM(small), LoraConfig(target_modules="all-linear"))
+    get_peft_model(MambaForCausalLM(small), LoraConfig(target_modules=["in_proj", "x_proj"]))
 
 
 def test_an_unknown_type_is_not_loaded(tmp_path):

@@ -9,12 +9,16 @@ import types
 import pytest
 
 from recipes import legal
+from recipes.rules.check import check
 from tests.support.real_failures import arguments, assert_fires, train
 from tests.support.runs import DS, EVAL, SGD, Run, deepspeed, ds_json, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 MIN_LR = "--lr_scheduler_type cosine_with_min_lr"
+POLYNOMIAL = "--lr_scheduler_type polynomial --lr_scheduler_kwargs"
+PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL} --lr_scheduler_kwargs"
+GREEDY = f"--lr_scheduler_type greedy {EVAL} --lr_scheduler_kwargs"
 WSD = "--lr_scheduler_type warmup_stable_decay"
 
 # rule -> a run in which it fires, and the nearest one in which it does not
@@ -50,6 +54,10 @@ CASES = {
     "schedule_settings_are_its_own": (
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cicles":2}'),
         Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":2}'),
+    ),
+    "schedule_values_have_their_type": (
+        Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":"a"}'),
+        Run('--lr_scheduler_type cosine --lr_scheduler_kwargs {"num_cycles":"2"}'),
     ),
     "schedule_values_are_legal": (
         Run('--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs {"num_decay_steps":9,"decay_type":"x"}'),
@@ -93,6 +101,13 @@ ALSO_FIRES = [
         Run(f'--lr_scheduler_type reduce_lr_on_plateau {EVAL} --lr_scheduler_kwargs {{"factor":2}}'),
         "lr_scheduler_kwargs",
     ),
+    ("optimizer_arguments_are_read", Run("--optim sgd --optim_args momentum=x"), "optim_args"),
+    ("optimizer_arguments_are_read", Run("--optim ademamix --optim_args t_alpha=1.5"), "optim_args"),
+    ("schedule_values_have_their_type", Run(f'{POLYNOMIAL} {{"power":"x"}}'), "lr_scheduler_kwargs"),
+    ("schedule_values_have_their_type", Run(f'{PLATEAU} {{"patience":null}}'), "lr_scheduler_kwargs"),
+    ("schedule_values_have_their_type", Run(f'{PLATEAU} {{"min_lr":[0.1,"a"]}}'), "lr_scheduler_kwargs"),
+    ("schedule_values_are_legal", Run(f'{POLYNOMIAL} {{"power":-1}}'), "lr_scheduler_kwargs"),
+    ("schedule_values_are_legal", Run(f'{GREEDY} {{"factor":0}}'), "lr_scheduler_kwargs"),
     (
         "schedule_settings_are_its_own",
         Run(f'--lr_scheduler_type greedy {EVAL} --lr_scheduler_kwargs {{"factr":0.5}}'),
@@ -132,6 +147,13 @@ LEGAL_AFTER_ALL = [
         "deepspeed_takes_no_absolute_rates",
         Run(f'{MIN_LR} --lr_scheduler_kwargs {{"min_lr_rate":0.1}}', yaml="memory.yaml"),
     ),
+    ("schedule_values_have_their_type", Run(f'{PLATEAU} {{"min_lr":[0,1e-6]}}')),
+    (
+        "schedule_values_have_their_type",
+        Run('--lr_scheduler_type inverse_sqrt --lr_scheduler_kwargs {"timescale":null}'),
+    ),
+    ("schedule_values_have_their_type", Run(f'{GREEDY} {{"verbose":"yes"}}')),
+    ("optimizer_arguments_are_read", Run("--optim ademamix --optim_args t_alpha=1,alpha=2.5")),
     ("warmup_ends_before_the_run", Run("--max_steps 2")),  # the demonstration's own warm-up
     ("warmup_ends_before_the_run", Run("--warmup_steps 0.5 --max_steps 10")),
 ]
@@ -258,3 +280,35 @@ def test_a_lowest_rate_above_the_rate_raises_it(tmp_path):
 
 def rates(trainer) -> list[float]:
     return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "key"),
+    [(schedule, key) for schedule, types in sorted(legal.schedule_types().items()) for key in types],
+)
+def test_a_schedule_that_fails_on_text_is_found(schedule, key):
+    """Every key of every schedule that transformers has, through the real schedule."""
+    if schedule in ("constant", "constant_with_warmup"):
+        pytest.skip("takes no settings")
+    needed = {"warmup_stable_decay": {"num_decay_steps": 2}, "greedy": {"smooth": key == "window_size"}}
+    least = {"min_lr_rate": 0.1} if schedule.endswith("with_min_lr") and key != "min_lr" else {}
+    given = {**needed.get(schedule, {}), **least, key: "a"}
+    if _schedule_fails(schedule, given):
+        kwargs = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": given, "eval_strategy": "epoch"}
+        errors = [problem for problem in check(resolved(settings=kwargs)) if problem.severity == "error"]
+        assert any(key in problem.what for problem in errors)
+
+
+def _schedule_fails(schedule: str, given: dict) -> bool:
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    try:
+        scheduler = get_scheduler(schedule, optimizer, 1, 4, given)
+        for step in range(20):
+            optimizer.step()
+            scheduler.step(*([step * (-1.0) ** step] if schedule in ("reduce_lr_on_plateau", "greedy") else []))
+    except (TypeError, ValueError):
+        return True
+    return False

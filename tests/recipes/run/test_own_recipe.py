@@ -1,7 +1,13 @@
 """Recipes of a user's own: what a YAML or a Python file sets, and every mistake in one line."""
 
-import pytest
+import contextlib
 
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from recipes import legal
 from recipes import recipe as factory
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
@@ -129,6 +135,14 @@ IN_A_YAML = {
     "a misspelt key": (_HEAD + "chnages: {seed: [3, a reason]}", "Fix: changes"),
     "a setting beside changes": (_HEAD + "seed: 3", "seed: is not below changes"),
     "no purpose": ("base: fast", "purpose: is missing"),
+    "a purpose that is a list": ("base: fast\npurpose: [a]", "purpose: is not text"),
+    "a base that is a list": ("base: [fast]\npurpose: x", "there is no recipe \"['fast']\""),
+    "a base that is a mapping": ("base: {fast: 1}\npurpose: x", "base: there is no recipe"),
+    "a value of another type": (
+        _HEAD + "changes: {learning_rate: [fast, a reason]}",
+        'Fix: learning_rate: [a number, "the reason"]',
+    ),
+    "a date that is none": (_HEAD + "changes: {seed: [2026-13-13, a reason]}", "is not valid YAML"),
     "an unknown base": ("base: fats\npurpose: x", "Fix: fast"),
     "a base in Python": ("base: mine.py\npurpose: x", "mine.py is a Python file"),
     "a base that is missing": ("base: other.yaml\npurpose: x", "there is no file other.yaml"),
@@ -149,6 +163,57 @@ def test_a_mistake_in_a_yaml_is_one_line_that_names_the_file(files, mistake):
     files(mine_yaml=text)
     (line,) = problems_of("mine.yaml")
     assert expected in line and "mine.yaml" in line
+
+
+HOSTILE = [10**400, -(10**400), "~nobody/x", "x" * 300, [1, 2], [[1]], {1: 2}, {"a": [None]}]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: str(value)[:12])
+def test_no_setting_fails_on_a_hostile_value(tmp_path, value):
+    for name in legal.settings():
+        _resolve_and_check(tmp_path, {"base": "fast", "purpose": "x", "changes": {name: [value, "a reason"]}})
+
+
+_KEYS = ["base", "purpose", "engine", "micro_batch_cap", "changes", "other"]
+_SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.dates(), st.binary(), st.text(), st.just("x" * 300),
+    st.sampled_from(["fast", "fast.yaml", "mine.yaml", "~nobody/x", "a/b.yaml", "1e-4", 10**400]),
+)  # fmt: skip
+_ANYTHING = st.recursive(
+    _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_SCALARS, inner, max_size=2), max_leaves=5
+)
+_CHANGES = st.dictionaries(
+    st.sampled_from(sorted(legal.settings())),
+    _ANYTHING | st.tuples(_ANYTHING, st.just("a reason")).map(list),
+    max_size=3,
+)
+
+
+@given(st.fixed_dictionaries({"base": st.just("fast"), "purpose": st.just("x")}, optional={"changes": _CHANGES}))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_value_of_a_change_is_a_traceback(tmp_path, content):
+    _resolve_and_check(tmp_path, content)
+
+
+@given(st.dictionaries(st.sampled_from(_KEYS), _ANYTHING))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_value_of_a_key_is_a_traceback(tmp_path, content):
+    _resolve_and_check(tmp_path, {"base": "fast", **content})
+
+
+def _resolve_and_check(folder, content):
+    """What every command does first with a recipe."""
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    with contextlib.suppress(UserError):
+        check(resolved(["--recipe", str(file)]))
+
+
+def test_null_leaves_a_setting_to_the_library(files):
+    files(mine_yaml=_HEAD + "changes: {learning_rate: [null, as the library has it], optim: [null, the same]}")
+    run = run_of("mine.yaml")
+    assert (run["learning_rate"], run["optim"]) == (5e-5, legal.settings()["optim"].default)
+    assert run.setting("optim").source == "library default"
 
 
 def test_all_mistakes_of_a_file_are_told_at_once(files):

@@ -84,6 +84,11 @@ CASES = {
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
     ("fsdp2_reads_its_own_keys", on_gpus(yaml=version_2("fsdp_forward_prefetch: true")), "fsdp_forward_prefetch"),
+    (
+        "fsdp2_reads_its_own_keys",
+        on_gpus(yaml=version_2("fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "fsdp_min_num_params: 100")),
+        "fsdp_min_num_params",
+    ),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--optim adafactor", yaml="sharded.yaml"), "optim"),
     ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),
     (

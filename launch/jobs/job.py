@@ -60,6 +60,11 @@ class Job:
         return self.nodes * self.processes_per_node
 
     @property
+    def launched(self) -> str:
+        """What `accelerate launch` starts: a recipe may start another engine under it."""
+        return (self.run.launcher or self.run.engine).kind
+
+    @property
     def folder(self) -> Path:
         """The output folder as the user wrote it: relative to the current folder."""
         return Path(self.run["output_dir"])
@@ -68,7 +73,7 @@ class Job:
     def command(self) -> list[str]:
         """The script and its arguments. torch elastic fills in macros, and reads `$$` as `$`."""
         argv = [self.script, *self.argv]
-        return argv if self.run.engine.kind == "single" else [word.replace("$", "$$") for word in argv]
+        return argv if self.launched == "single" else [word.replace("$", "$$") for word in argv]
 
     @property
     def title(self) -> str:
@@ -76,10 +81,18 @@ class Job:
         return f"{self.run.recipe.name} on {self.run.engine.title}, {world}, batch {self.run.batch}"
 
 
-def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int = 1, preflight: bool = False) -> Job:
+def checked_job(
+    recipe: str | None,
+    argv: Sequence[str],
+    node: Node,
+    nodes: int = 1,
+    preflight: bool = False,
+    accelerate_config: str | None = None,
+) -> Job:
     """The job of a legal run on `nodes` such nodes. Advice is printed.
 
-    `recipe` is None if --config's file names it, or if it is the default.
+    `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is an
+    Accelerate YAML that replaces the recipe's own.
     Raises `UserError` with every problem.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
@@ -89,17 +102,24 @@ def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int 
         world_size=nodes * node.processes,
         local_world_size=node.processes,
         hardware=node.hardware,
-        accelerate_config=str(shipped(chosen.engine)),
+        accelerate_config=accelerate_config or str(shipped(chosen.engine)),
         elsewhere=node.packages,
     )
     run = with_fit(run)
     advice = require_legal(run)
     if advice:
         print_problems(advice, console(stderr=True))
-    return job_of(run, nodes, node.processes, argv, preflight)
+    return job_of(run, nodes, node.processes, argv, preflight, accelerate_config)
 
 
-def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str], preflight: bool = False) -> Job:
+def job_of(
+    run: RunSpec,
+    nodes: int,
+    processes_per_node: int,
+    argv: Sequence[str],
+    preflight: bool = False,
+    accelerate_config: str | None = None,
+) -> Job:
     """The job of a legal run.
 
     Raises `UserError` for a world the engine cannot start, or a secret in `argv`.
@@ -112,7 +132,8 @@ def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str
         )
     argv = ("--recipe", run["recipe"], *argv)
     refuse_secrets(run, argv)
-    return Job(run, nodes, processes_per_node, argv, str(shipped(run.recipe.engine)), preflight=preflight)
+    config = Path(accelerate_config).resolve() if accelerate_config else shipped(run.recipe.engine)
+    return Job(run, nodes, processes_per_node, argv, str(config), preflight=preflight)
 
 
 def refuse_fresh(job: Job, fix: str) -> None:
@@ -131,9 +152,9 @@ def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str,
     if job.nodes > 1:
         argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
         argv += ["--rdzv_backend", "static", "--same_network"]
-        if job.run.engine.kind == "deepspeed":
+        if job.launched == "deepspeed":
             argv += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
-    elif job.run.engine.kind != "single":
+    elif job.launched != "single":
         argv += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return argv
 

@@ -10,20 +10,25 @@ from pathlib import Path
 from launch.commands.show import as_json
 from launch.flags import Commands, count, spellings
 from launch.terminal import console, plural, print_problems
-from recipes.errors import Problem
+from recipes.errors import Problem, mistake
 from recipes.rules.check import check, check_deep
 from recipes.run import FIT, RunSpec, resolve, with_fit
+from recipes.run.engine import from_yaml
+from recipes.run.gpus import find
+from recipes.run.hardware import Gpu, Hardware
 
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "check",
         allow_abbrev=False,
-        usage="recipes check [--recipe NAME] [--config FILE] [--accelerate_config FILE] [--num_processes N] [--deep] "
-        "[--json] [any train.py flags] | --azureml FILE",
+        usage="recipes check [--recipe NAME] [--config FILE] [--accelerate_config FILE] [--num_processes N] "
+        "[--gpu NAME] [--deep] [--json] [any train.py flags] | --azureml FILE",
     )
     parser.add_argument(*spellings("accelerate_config"), metavar="FILE", help="the Accelerate YAML")
     parser.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
+    gpu = "judge for such cards, one per process, elsewhere: H100 80GB, L4, ... [this machine]"
+    parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--azureml", metavar="FILE", help="a job's YAML for Azure ML, and the training in it")
     parser.add_argument("--deep", action="store_true", help="also build the real TrainingArguments (seconds)")
     parser.add_argument("--json", action="store_true")
@@ -48,11 +53,29 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, list[Problem]]:
     if options.azureml:
+        if options.gpu:
+            raise mistake("gpu", "is not for a job's YAML", f"leave it out beside --azureml {options.azureml}")
         from launch.jobs import azure_read
 
         return azure_read.read(Path(options.azureml), rest)
-    run = with_fit(resolve(rest, world_size=options.num_processes, accelerate_config=options.accelerate_config))
+    run = resolve(
+        rest,
+        world_size=options.num_processes,
+        accelerate_config=options.accelerate_config,
+        hardware=_cards(options) if options.gpu else None,
+        elsewhere=frozenset() if options.gpu else None,
+    )
+    run = with_fit(run)
     return run, check(run, accelerate_config_given=options.accelerate_config is not None)
+
+
+def _cards(options: argparse.Namespace) -> Hardware:
+    """A node with the named card for each process, as --num_processes or the YAML counts them."""
+    yaml = from_yaml(options.accelerate_config) if options.accelerate_config else None
+    count = max(1, options.num_processes or (yaml and yaml.num_processes) or 1)
+    known = find(options.gpu, "name a card of its generation")
+    card = Gpu(known.name, known.capability, known.torch_bytes)
+    return Hardware((card,) * count, cores=8 * count)
 
 
 def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:

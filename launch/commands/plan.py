@@ -96,7 +96,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     )
     if options.plot:
         plot(plan, options.plot)
-    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, options.num_processes, rest)
+    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, options.num_processes)
     return 0
 
 
@@ -106,6 +106,7 @@ def as_json(plan: Plan) -> Json:
         "model": {"name": plan.model, "parameters": plan.parameters},
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
         "recommended": plan.recommended,
+        "command": plan.command,
         "recipes": [
             {**asdict(entry), "total_bytes": entry.total_bytes, **_time_as_json(plan.times[entry.name])}
             for entry in plan.recipes
@@ -135,7 +136,7 @@ def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
 
 
-def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
+def _print(plan: Plan, processes: int) -> None:
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
@@ -165,11 +166,17 @@ def _print(plan: Plan, processes: int, argv: Sequence[str]) -> None:
         _print_next_steps(plan)
         return
     _print_splits(plan, best.name, processes)
-    flags = {**best.flags, "per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
-    command = shlex.join(with_flags(argv, flags))
-    print(f"take {best.name}, the fastest that fits: --recipe {best.name} {command}")
+    print(f"take {best.name}, {_why(plan.times[best.name])}: {plan.command}")
     for step in plan.next_steps:
-        print(f"or train adapters, without offload, in {_gib(step.total_bytes)} GiB: {step.words}")
+        time = "" if step.seconds is None else f" and {_seconds(step.seconds)} a step"
+        print(f"or train adapters, without offload, in {_gib(step.total_bytes)} GiB{time}: {step.words}")
+
+
+def _why(time: StepTime) -> str:
+    """What the recommended recipe is among those that fit."""
+    if time.total is not None:
+        return "the fastest that fits"
+    return "the fastest that fits, apart from compute, which is unknown" if time.known else "the first that fits"
 
 
 def _print_splits(plan: Plan, name: str, processes: int) -> None:
@@ -206,10 +213,12 @@ def _split_row(split: BatchSplit, processes: int, columns: int) -> list[str]:
 def _print_next_steps(plan: Plan) -> None:
     print("nothing fits. What to try, in this order, each at micro-batch 1:")
     rows = [
-        [step.words, _gib(step.total_bytes), _gib(step.saves_bytes), "yes" if step.fits else "no", step.slowdown]
-        for step in plan.next_steps
+        [str(number), _gib(step.total_bytes), _gib(step.saves_bytes), "yes" if step.fits else "no", step.slowdown]
+        for number, step in enumerate(plan.next_steps, 1)
     ]
-    print_table(["instead", "GiB", "saves", "fits", "slowdown"], rows)
+    print_table(["", "GiB", "saves", "fits", "slowdown"], rows)
+    for number, step in enumerate(plan.next_steps, 1):
+        print(f"{number}: {step.words}")
     if not any(step.fits for step in plan.next_steps):
         print("none of these is enough: use more GPUs with sharded or memory_zero3, or a smaller model")
 

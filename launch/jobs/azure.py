@@ -21,7 +21,7 @@ from launch.jobs.job import SCRIPT, Job, Node, flag_lines, refuse_fresh
 from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
-from recipes.run import Json, RunSpec
+from recipes.run import Json
 from recipes.run.engine import shipped
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _remote(name: str, uri: str) -> str:
 
 
 def _command(job: Job, azure: Azure) -> str:
-    more = "--deepspeed_multinode_launcher standard" if job.launches_deepspeed else ""
+    more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
     text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=_config(job), more=more)
     lines = [line.strip() for line in text.splitlines()]
     lines += flag_lines(job.command[1:], _quoted)
@@ -142,7 +142,7 @@ def _command(job: Job, azure: Azure) -> str:
 
 
 def _config(job: Job) -> str:
-    """The job's Accelerate YAML as it finds it: its folder is the checkout."""
+    """The Accelerate YAML as the job finds it, whose folder is the checkout."""
     file = Path(job.config)
     return shlex.quote(str(file.relative_to(_CHECKOUT)) if file.is_relative_to(_CHECKOUT) else str(file))
 
@@ -190,7 +190,7 @@ def check(text: str, job: Job, azure: Azure) -> None:
         what = "uploads a checkout, and this is an installed wheel"
         raise mistake("azureml", what, "run it in a clone of the project")
     _workspace(azure)
-    _refuse_local_files(job.run)
+    _refuse_local_files(job)
     _, problems = azure_read.read_text(text, FOLDER)
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
@@ -222,8 +222,9 @@ def _workspace(azure: Azure) -> Workspace | None:
     return Workspace(**names)
 
 
-def _refuse_local_files(run: RunSpec) -> None:
+def _refuse_local_files(job: Job) -> None:
     """Files that only this machine has will be missing when the job runs. Raises `UserError`."""
+    run = job.run
     for name in ("config", "dataset_name", "model_name_or_path", "deepspeed", "resume_from_checkpoint"):
         value = run[name] if run.explicit(name) else None
         if not isinstance(value, str) or _CHECKOUT.joinpath(value).is_file():  # the checkout is uploaded
@@ -239,6 +240,8 @@ def _refuse_local_files(run: RunSpec) -> None:
             raise mistake("recipe", f"{file} is not in the checkout that is uploaded", fix)
     if run.recipe.files and not shipped(run.recipe.engine).is_relative_to(_CHECKOUT):
         raise mistake("engine", f"{run.recipe.engine} is on this machine only", f"put it into {_CHECKOUT}")
+    if not Path(job.config).is_relative_to(_CHECKOUT):
+        raise mistake("accelerate_config", f"{job.config} is on this machine only", f"put it into {_CHECKOUT}")
 
 
 # --- A job that was submitted ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve, with_fit
-from recipes.run.engine import shipped
+from recipes.run.engine import from_yaml, shipped
 from recipes.run.hardware import Gpu, Hardware
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
@@ -60,9 +60,9 @@ class Job:
         return self.nodes * self.processes_per_node
 
     @property
-    def launches_deepspeed(self) -> bool:
-        """Whether its YAML starts DeepSpeed; `--deepspeed` alone does that in train.py."""
-        return self.run.engine.kind == "deepspeed" and not self.run["deepspeed"]
+    def launched(self) -> str:
+        """What `accelerate launch` starts: train.py may start another engine under it."""
+        return from_yaml(self.config).kind
 
     @property
     def folder(self) -> Path:
@@ -73,7 +73,7 @@ class Job:
     def command(self) -> list[str]:
         """The script and its arguments. torch elastic fills in macros, and reads `$$` as `$`."""
         argv = [self.script, *self.argv]
-        return argv if self.run.engine.kind == "single" else [word.replace("$", "$$") for word in argv]
+        return argv if self.launched == "single" else [word.replace("$", "$$") for word in argv]
 
     @property
     def title(self) -> str:
@@ -81,10 +81,18 @@ class Job:
         return f"{self.run.recipe.name} on {self.run.engine_title}, {world}, batch {self.run.batch}"
 
 
-def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int = 1, preflight: bool = False) -> Job:
+def checked_job(
+    recipe: str | None,
+    argv: Sequence[str],
+    node: Node,
+    nodes: int = 1,
+    preflight: bool = False,
+    accelerate_config: str | None = None,
+) -> Job:
     """The job of a legal run on `nodes` such nodes. Advice is printed.
 
-    `recipe` is None if --config's file names it, or if it is the default.
+    `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is an
+    Accelerate YAML that replaces the recipe's own.
     Raises `UserError` with every problem.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
@@ -94,14 +102,14 @@ def checked_job(recipe: str | None, argv: Sequence[str], node: Node, nodes: int 
         world_size=nodes * node.processes,
         local_world_size=node.processes,
         hardware=node.hardware,
-        accelerate_config=str(launch_yaml(chosen)),
+        accelerate_config=accelerate_config or str(launch_yaml(chosen)),
         elsewhere=node.packages,
     )
     run = with_fit(run)
     advice = require_legal(run)
     if advice:
         print_problems(advice, console(stderr=True))
-    return job_of(run, nodes, node.processes, argv, preflight)
+    return job_of(run, nodes, node.processes, argv, preflight, accelerate_config)
 
 
 def launch_yaml(run: RunSpec) -> Path:
@@ -111,7 +119,14 @@ def launch_yaml(run: RunSpec) -> Path:
     return shipped("standard.yaml" if run["deepspeed"] else run.recipe.engine)
 
 
-def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str], preflight: bool = False) -> Job:
+def job_of(
+    run: RunSpec,
+    nodes: int,
+    processes_per_node: int,
+    argv: Sequence[str],
+    preflight: bool = False,
+    accelerate_config: str | None = None,
+) -> Job:
     """The job of a legal run.
 
     Raises `UserError` for a world the engine cannot start, or a secret in `argv`.
@@ -124,7 +139,8 @@ def job_of(run: RunSpec, nodes: int, processes_per_node: int, argv: Sequence[str
         )
     argv = ("--recipe", run["recipe"], *argv)
     refuse_secrets(run, argv)
-    return Job(run, nodes, processes_per_node, argv, str(launch_yaml(run)), preflight=preflight)
+    config = Path(accelerate_config).resolve() if accelerate_config else launch_yaml(run)
+    return Job(run, nodes, processes_per_node, argv, str(config), preflight=preflight)
 
 
 def refuse_fresh(job: Job, fix: str) -> None:
@@ -143,9 +159,9 @@ def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str,
     if job.nodes > 1:
         argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
         argv += ["--rdzv_backend", "static", "--same_network"]
-        if job.launches_deepspeed:
+        if job.launched == "deepspeed":
             argv += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
-    elif job.run.engine.kind != "single":
+    elif job.launched != "single":
         argv += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return argv
 

@@ -116,7 +116,7 @@ def _go_on_with_less(job: Job, code: int) -> int:
 def _with_flags(job: Job, flags: Json) -> Job:
     _, recipe, *argv = job.argv
     again = Node(job.run.hardware, job.processes_per_node)
-    return checked_job(recipe, with_flags(argv, flags), again, job.nodes, job.preflight)
+    return checked_job(recipe, with_flags(argv, flags), again, job.nodes, job.preflight, job.config)
 
 
 # --- A job that was submitted ---------------------------------------------------------------------

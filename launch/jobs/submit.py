@@ -22,6 +22,7 @@ def submit(
     argv: Sequence[str],
     *,
     recipe: str | None = None,
+    accelerate_config: str | None = None,
     nodes: int = 1,
     processes_per_node: int | None = None,
     preflight: bool = False,
@@ -30,7 +31,8 @@ def submit(
 ) -> int:
     """Submit train.py with the command line `argv`, or show what would be sent.
 
-    `flags` are the target's own. Returns the exit code.
+    `flags` are the target's own. `accelerate_config` is an Accelerate YAML that replaces the
+    recipe's own. Returns the exit code.
     Raises `UserError` with everything that is wrong with the run or the job.
     """
     if output and not dry_run:
@@ -38,7 +40,7 @@ def submit(
     if output and target.FOLDER and Path(output).resolve().parent != target.FOLDER:
         what = f"the job's relative paths start in {target.FOLDER.name}/"
         raise mistake("output", what, f"--output {target.FOLDER / 'mine.yaml'}")
-    job = checked_job(recipe, argv, target.node(flags, processes_per_node), nodes, preflight)
+    job = checked_job(recipe, argv, target.node(flags, processes_per_node), nodes, preflight, accelerate_config)
     text = target.render(job, flags)
     target.check(text, job, flags)
     if dry_run:

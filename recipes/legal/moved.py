@@ -64,6 +64,7 @@ ELSEWHERE: dict[str, str] = {
     "machine_rank": "after `accelerate launch`, before launch/train.py",
     "main_process_ip": "after `accelerate launch`, before launch/train.py",
     "main_process_port": "after `accelerate launch`, before launch/train.py",
+    "accelerate_config": "before `--` of `recipes submit`, or `accelerate launch --config_file`",
     "config_file": "`accelerate launch --config_file` for an Accelerate YAML; --config for settings of the run",
     "distributed_type": "the Accelerate YAML",
     "deepspeed_config": "the Accelerate YAML",

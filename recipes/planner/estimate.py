@@ -155,8 +155,8 @@ def _casts_the_model(run: RunSpec) -> bool:
 
 def read_config(model: str) -> PreTrainedConfig:
     """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
-    if size and not Path(model).exists():
+    size = _size(model)
+    if size:
         parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0)
         if not 2e7 <= parameters <= 2e12:
             raise mistake("model", f"{model} is not a size that a Llama can have", "20M to 2000B, such as 7B")
@@ -168,6 +168,15 @@ def read_config(model: str) -> PreTrainedConfig:
     except Exception as error:  # each library involved has exceptions of its own
         first = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
         raise mistake("model", f"{model} cannot be read: {first}", "a Hub id, a folder, a config.json or 7B") from None
+
+
+def is_size(model: str) -> bool:
+    """Whether `read_config` takes this for a number of parameters: 7B."""
+    return _size(model) is not None
+
+
+def _size(model: str) -> re.Match[str] | None:
+    return None if Path(model).exists() else re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
 
 
 def _config_of_size(parameters: float) -> PreTrainedConfig:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from recipes.errors import UserError
 from recipes.planner.estimate import Estimator
-from recipes.planner.fits import MARGIN, Usable, at_micro_batch
+from recipes.planner.fits import MARGIN, Usable, at_micro_batch, time_of
+from recipes.planner.request import Request
 from recipes.planner.speed import host_seconds
-from recipes.run import RunSpec, Settings, gpus, with_flags
+from recipes.run import Settings, gpus
 
 
 @dataclass(frozen=True)
 class NextStep:
     """One change to try, at micro-batch 1.
 
-    `words` are the flags to write. `saves_bytes` counts on each GPU, compared to `standard` without
+    `words` are the flags to write, for the shell. `seconds` is the time of a step, None if unknown.
+    `saves_bytes` counts on each GPU, compared to `standard` without
     the change. `slowdown` says what the change costs in time.
     """
 
@@ -28,6 +30,7 @@ class NextStep:
     fits: bool
     host_bytes_per_node: int
     slowdown: str
+    seconds: float | None
 
 
 _CHECKPOINTED = {"gradient_checkpointing": True}
@@ -57,23 +60,19 @@ _STEPS: tuple[Step, ...] = (
 )
 
 
-def adapters_that_fit(run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
+def adapters_that_fit(request: Request, estimator: Estimator, usable: Usable) -> Iterator[NextStep]:
     """The first step of `next_steps` that trains adapters on the GPUs alone, and fits."""
     adapters = [step for step in _STEPS if step[1].get("use_peft")]
-    fitting = (step for step in next_steps(run_with, estimator, usable, adapters) if step.fits)
+    fitting = (step for step in next_steps(request, estimator, usable, adapters) if step.fits)
     yield from itertools.islice((step for step in fitting if "--use_peft" in step.words), 1)
 
 
 def next_steps(
-    run_with: Callable[..., RunSpec], estimator: Estimator, usable: Usable, steps: Sequence[Step] | None = None
+    request: Request, estimator: Estimator, usable: Usable, steps: Sequence[Step] | None = None
 ) -> Iterator[NextStep]:
-    """The steps in the order to try them, without those that change nothing or are not legal here.
-
-    `run_with(recipe, **flags)` resolves a recipe with flags of the user's request replaced; it
-    raises `UserError` for what is not legal.
-    """
+    """The steps in the order to try, without those that change nothing or are not legal here."""
     smallest = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": None}
-    base = run_with("standard", **smallest)
+    base = request.run("standard", **smallest)
     last = before = at_micro_batch(base, 1, estimator, usable).total_bytes
     for recipe, changes, slowdown in steps or _STEPS:
         if recipe == "sharded" and base.world_size == 1:  # nothing to share
@@ -82,35 +81,37 @@ def next_steps(
         if "max_length" in changes:
             changes["max_length"] = max(2, estimator.length(base) // 2)
         try:
-            run = run_with(recipe, **smallest, **changes)
+            run = request.run(recipe, **smallest, **changes)
             entry = at_micro_batch(run, 1, estimator, usable)
         except UserError:
             continue
         if entry.total_bytes == last:
             continue
         last = entry.total_bytes
-        words = _words(recipe, changes, base)
         accumulation = run.batch.micro * run.batch.accumulation
         cost = slowdown.format(
             host=f"at least {_seconds(host_seconds(run, estimator.weights(run), accumulation))} per step"
         )
-        yield NextStep(words, last, before - last, entry.fits, entry.host_bytes_per_node, cost)
-    yield from _larger_card(usable, before)
+        dropped = [f"without --{name}; " for name, value in changes.items() if value is None and base.explicit(name)]
+        yield NextStep(
+            words=request.command(recipe, **smallest, **changes),
+            total_bytes=last,
+            saves_bytes=before - last,
+            fits=entry.fits,
+            host_bytes_per_node=entry.host_bytes_per_node,
+            slowdown="".join(dropped) + cost,
+            seconds=time_of(run, estimator, 1, request.mfu, request.bandwidth).total,
+        )
+    yield from _larger_card(request.command("standard", **smallest), usable, before)
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1g} s"
 
 
-def _words(recipe: str, changes: Settings, base: RunSpec) -> str:
-    """The flags to write, and those of the user's flags to leave out."""
-    dropped = [name for name, value in changes.items() if value is None and base.explicit(name)]
-    return " ".join(with_flags(["--recipe", recipe], changes)) + "".join(f", without --{name}" for name in dropped)
-
-
-def _larger_card(usable: Usable, before: int) -> Iterator[NextStep]:
+def _larger_card(words: str, usable: Usable, before: int) -> Iterator[NextStep]:
     """The smallest known card with more memory on which `standard` fits as it is."""
     for card in sorted(gpus.CATALOGUE, key=lambda card: card.torch_bytes):
         if card.torch_bytes > usable.gpu and before * (1 + MARGIN) <= card.torch_bytes:
-            yield NextStep(f"--recipe standard on {card.name}", before, 0, True, 0, "none")
+            yield NextStep(f"{words} on {card.name}", before, 0, True, 0, "none", None)
             return

@@ -12,11 +12,10 @@ from recipes.errors import UserError, mistake
 from recipes.planner.estimate import Estimator, read_config
 from recipes.planner.fits import BatchSplit, Planned, Usable, at_micro_batch, batch_splits, largest_that_fits, time_of
 from recipes.planner.next_steps import NextStep, adapters_that_fit, next_steps
+from recipes.planner.request import Request
 from recipes.planner.speed import ASSUMED_MFU, StepTime
-from recipes.rules.check import require_legal
-from recipes.run import Json, RunSpec, find_recipe, gpus, resolve, with_flags
-from recipes.run.engine import shipped
-from recipes.run.hardware import Gpu, Hardware
+from recipes.run import RunSpec, gpus, resolve
+from recipes.run.hardware import Gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,8 +31,9 @@ class Plan:
     parts of a step that are known; of equal ones it is the first.
     `choices` are the ways to split the global batch of the recommended recipe, or of the first one
     if none fits; in that case `next_steps` are the changes to try, in order. If only offload fits,
-    they are at most one: adapters that fit without it. `refused` maps the
-    name of each recipe that is not legal with these flags to the reason. `length` is below
+    they are at most one: adapters that fit without it. `command` are the flags of train.py for the
+    recommended recipe, empty if none fits. `refused` maps the name of each recipe that is not legal
+    with these flags to the reason. `length` is below
     `asked_length` if the model has fewer positions. `mfu` and `bandwidth` (bytes per second, None
     if unknown) are what the times assume.
     """
@@ -49,6 +49,7 @@ class Plan:
     recipes: tuple[Planned, ...]
     times: dict[str, StepTime]
     recommended: str | None
+    command: str
     choices: tuple[BatchSplit, ...]
     next_steps: tuple[NextStep, ...]
     refused: dict[str, str]
@@ -88,21 +89,23 @@ def plan_memory(
     if isinstance(argv, str):
         raise mistake("argv", "is one string", "a list of strings, as shlex.split returns it")
     config = model if not isinstance(model, (str, Path)) else read_config(str(model))
-    name = str(model) if isinstance(model, (str, Path)) else config.name_or_path or config.model_type
+    name = str(model) if isinstance(model, (str, Path)) else config.name_or_path
     card = _card(gpu, gpu_memory)
-    request = _Request(name, config.to_dict(), card, num_processes, nodes, tuple(argv), accelerate_config)
+    bytes_per_second = bandwidth * 1e9 if bandwidth else None
+    request = Request(
+        name, config.to_dict(), card, num_processes, nodes, tuple(argv), accelerate_config, mfu, bytes_per_second
+    )
     usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
     estimator = Estimator(config)
     legal, refused = _legal_runs(request, _names(recipe, argv, accelerate_config, num_processes))
     candidates = [_checkpointed_if_needed(run, request, estimator, usable) for run in legal]
     runs, planned = [run for run, _ in candidates], [entry for _, entry in candidates]
-    bytes_per_second = bandwidth * 1e9 if bandwidth else None
     times = {entry.name: time_of(run, estimator, entry.micro_batch, mfu, bytes_per_second) for run, entry in candidates}
     fitting = [entry.name for entry in planned if entry.fits]
     recommended = min(fitting, key=lambda name: times[name].known, default=None)
     chosen = next((run for run in runs if run["recipe"] == recommended), runs[0])
     return Plan(
-        model=name,
+        model=name or config.model_type,
         parameters=estimator.weights(chosen).total,
         trained=estimator.weights(chosen).trained,
         gpu=card.name,
@@ -113,6 +116,7 @@ def plan_memory(
         recipes=tuple(planned),
         times=times,
         recommended=recommended,
+        command=next((_command(request, entry) for entry in planned if entry.name == recommended), ""),
         choices=tuple(batch_splits(chosen, estimator, usable, mfu, bytes_per_second)),
         next_steps=_steps(chosen, recommended, request, estimator, usable),
         refused=refused,
@@ -129,37 +133,13 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is
     return largest_that_fits(run, estimator, usable)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What to plan: the model, its configuration, the card, how many cards and nodes, the flags."""
-
-    model: str
-    config: Json
-    card: Gpu
-    num_processes: int
-    nodes: int
-    argv: tuple[str, ...]
-    accelerate_config: str | None
-
-    def run(self, recipe: str, **flags: object) -> RunSpec:
-        """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
-        local = self.num_processes // self.nodes
-        own = str(shipped(find_recipe(recipe).engine))
-        run = resolve(
-            ["--recipe", recipe, "--model_name_or_path", self.model, *with_flags(self.argv, flags)],
-            world_size=self.num_processes,
-            local_world_size=local,
-            hardware=Hardware((self.card,) * local, cores=8 * local),
-            accelerate_config=self.accelerate_config or own,
-            environment={},
-            demonstrate=False,
-            elsewhere=frozenset(),
-        )
-        require_legal(replace(run, model=self.config))
-        return run
+def _command(request: Request, entry: Planned) -> str:
+    """The flags of train.py for this entry, with its micro-batch and all that it needs to fit."""
+    batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
+    return request.command(entry.name, **{**entry.flags, **batch})
 
 
-def _legal_runs(request: _Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
+def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
     """The legal runs, and why the others are not. Raises the first `UserError` if none is legal."""
     runs: list[RunSpec] = []
     refused: dict[str, UserError] = {}
@@ -174,18 +154,18 @@ def _legal_runs(request: _Request, names: list[str]) -> tuple[list[RunSpec], dic
 
 
 def _steps(
-    chosen: RunSpec, recommended: str | None, request: _Request, estimator: Estimator, usable: Usable
+    chosen: RunSpec, recommended: str | None, request: Request, estimator: Estimator, usable: Usable
 ) -> tuple[NextStep, ...]:
     """What to try if nothing fits. If only offload does: adapters without it, if they fit."""
     if recommended is None:
-        return tuple(next_steps(request.run, estimator, usable))
+        return tuple(next_steps(request, estimator, usable))
     if chosen.engine.offload_optimizer == "none" or chosen["use_peft"]:
         return ()
-    return tuple(adapters_that_fit(request.run, estimator, usable))
+    return tuple(adapters_that_fit(request, estimator, usable))
 
 
 def _checkpointed_if_needed(
-    run: RunSpec, request: _Request, estimator: Estimator, usable: Usable
+    run: RunSpec, request: Request, estimator: Estimator, usable: Usable
 ) -> tuple[RunSpec, Planned]:
     """The run as it is, or with activation checkpointing if only that fits: faster than offload."""
     entry = largest_that_fits(run, estimator, usable)

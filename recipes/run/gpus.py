@@ -37,10 +37,11 @@ class KnownGpu:
     peak_fp16_flops: float | None = None
 
 
-def find(name: str) -> KnownGpu:
+def find(name: str, otherwise: str = "give its memory with --gpu_memory GB") -> KnownGpu:
     """The card that a user or a driver calls `name`. "H100" and "H200" alone are the SXM modules.
 
     Raises `UserError` for a name that is not in the catalogue, or belongs to several cards.
+    `otherwise` is what to do about a card that is not in it.
     """
     chip, gigabytes = _read(name)
     same_chip = [gpu for gpu in CATALOGUE if _read(gpu.name)[0] == chip]
@@ -49,11 +50,10 @@ def find(name: str) -> KnownGpu:
         return cards[0]
     if cards:
         raise mistake("gpu", f"{name!r} is the name of {len(cards)} cards", f"write {_names(cards)}")
-    fix = "give its memory with --gpu_memory GB"
     near = same_chip or _nearest(chip)
     if near:
-        fix = f"write {_names(near)} if that is the card, else {fix}"
-    raise mistake("gpu", f"{name!r} is not in the catalogue", fix)
+        otherwise = f"write {_names(near)} if that is the card, else {otherwise}"
+    raise mistake("gpu", f"{name!r} is not in the catalogue", otherwise)
 
 
 def _read(name: str) -> tuple[str, int | None]:

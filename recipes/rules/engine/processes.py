@@ -18,6 +18,9 @@ def several_processes_on_a_cpu_need_use_cpu(run):
         )
 
 
+_ON_GPUS = 'To judge it for GPUs: recipes check --gpu "H100 80GB"'
+
+
 @rule
 def single_engine_starts_one_process(run):
     """`distributed_type: 'NO'` and `MULTI_CPU` start one process, whatever --num_processes says."""
@@ -61,7 +64,7 @@ def recipe_has_its_own_engine(run):
     """Under plain DDP `sharded` shards nothing, a memory recipe offloads nothing: out of memory."""
     own = from_yaml(shipped(run.recipe.engine))
     if own.kind == "fsdp" and not run.hardware.cuda and run.engine.kind not in ("fsdp", "deepspeed"):
-        yield advice(run, "recipe", "shards nothing on a CPU: this is plain DDP", "a machine with GPUs")
+        yield advice(run, "recipe", "shards nothing on a CPU: this is plain DDP", _ON_GPUS)
         return
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
     if not wanted.get(own.kind, True):
@@ -82,7 +85,7 @@ def fsdp_needs_a_gpu(run):
     """On a CPU an FSDP YAML silently trains plain DDP: nothing is sharded."""
     if run.engine.kind == "fsdp" and not run.hardware.cuda and not uses_deepspeed(run):
         what = "FSDP shards nothing on a CPU: this is plain DDP"
-        yield in_yaml(run, "distributed_type", what, "distributed_type: MULTI_GPU", "advice")
+        yield in_yaml(run, "distributed_type", what, f"distributed_type: MULTI_GPU. {_ON_GPUS}", "advice")
 
 
 @rule

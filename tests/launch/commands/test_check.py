@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
+
 from launch.cli import main
 from recipes.catalog import RECIPES
+from tests.support.running import ROOT
 
 
 def test_check_accepts_every_recipe(capsys):
@@ -29,3 +32,42 @@ def test_check_in_json_stays_json_for_a_mistake(capsys):
 
 def test_deep_check_builds_the_real_arguments(capsys):
     assert main(["check", "--recipe", "fast", "--deep"]) == 0
+
+
+FSDP = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
+RESHARD = "fsdp_reshard_after_forward: true"
+
+
+def test_a_named_gpu_is_judged_on_a_machine_without_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("recipes.run.hardware._cuda_gpus", lambda: ())
+    file = tmp_path / "mine.yaml"
+    file.write_text(FSDP.replace(RESHARD, "fsdp_reshard_after_forward: maybe"))
+    words = ["check", "--recipe", "sharded", "--accelerate_config", str(file), "--num_processes", "4"]
+    assert main(words) == 0
+    assert "shards nothing on a CPU" in (advice := capsys.readouterr().err) and 'check --gpu "H100 80GB"' in advice
+    assert main([*words, "--gpu", "H100 80GB"]) == 2
+    printed = capsys.readouterr().err
+    assert "fsdp_reshard_after_forward" in printed and "on a CPU" not in printed
+    file.write_text(FSDP)
+    assert main([*words, "--gpu", "H100 80GB"]) == 0
+    assert "legal: sharded on FSDP2, 4 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--gpu T4 --bf16", "only emulated on compute capability 7.5"),
+        ("--gpu A100", "A100 40GB or A100 80GB"),
+        ("--gpu H1000", "H100 SXM"),
+        ("--gpu L4 --azureml azureml/fast.yaml", "leave it out beside --azureml"),
+    ],
+)
+def test_a_mistake_about_a_named_gpu_is_one_line(words, advice, capsys):
+    assert main(["check", *words.split()]) == 2
+    assert advice in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_here_may_be_there(capsys):
+    words = ["check", "--model_name_or_path", "./not_here"]
+    assert main(words) == 2
+    assert main([*words, "--gpu", "L4"]) == 0

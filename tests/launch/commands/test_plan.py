@@ -71,6 +71,20 @@ def test_it_prints_what_to_try_if_nothing_fits(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("gpu", "why"),
+    [
+        ("--gpu L4", "the fastest that fits"),
+        ("--gpu T4", "the first that fits"),
+        ("--gpu_memory 3", "the fastest that fits, apart from compute, which is unknown"),
+    ],
+)
+def test_it_says_why_a_recipe_is_recommended(gpu, why, tmp_path, capsys):
+    LARGE.save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), *gpu.split(), "--max_length", "128"]) == 0
+    assert f", {why}: --recipe " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     "content", ['{"model_type": "t5"}', '{"model_type": "llama", "hidden_size": "256"}', "{}", "["]
 )
 def test_a_model_that_the_task_cannot_use_is_one_line(content, tmp_path, capsys):

@@ -207,6 +207,17 @@ def test_a_mistake_is_one_line(words, advice, capsys):
     assert advice in capsys.readouterr().err
 
 
+def test_an_accelerate_yaml_of_ones_own_must_be_in_the_uploaded_checkout(rendered, tmp_path, capsys):
+    text = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
+    uploaded, elsewhere = rendered(text), tmp_path / "mine.yaml"
+    elsewhere.write_text(text)
+    words = "submit azureml --recipe sharded --compute c --processes_per_node 2 --dry_run --accelerate_config".split()
+    assert main([*words, str(uploaded)]) == 0
+    assert f"--config_file azureml/{uploaded.name} " in capsys.readouterr().out
+    assert main([*words, str(elsewhere)]) == 2
+    assert "on this machine only" in capsys.readouterr().err
+
+
 # --- What Azure accepts and should not, and what it reports ---------------------------------------
 
 

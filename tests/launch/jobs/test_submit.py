@@ -187,6 +187,33 @@ def test_train_pys_flags_before_the_dashes_are_explained(capsys):
     assert "come after --" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", ["local --processes_per_node 2", "slurm --gpus_per_node 2"])
+def test_an_accelerate_yaml_of_ones_own_replaces_the_recipes(target, tmp_path, capsys):
+    file, text = tmp_path / "mine.yaml", (ROOT / "accelerate_configs" / "memory.yaml").read_text()
+    words = ["submit", *target.split(), "--recipe", "memory", "--accelerate_config", str(file), "--dry_run"]
+    file.write_text(text.replace("zero_stage: 2", "zero_stage: 1"))
+    assert main(words) == 0
+    assert f"--config_file {file} " in capsys.readouterr().out
+    file.write_text(text.replace("zero_stage: 2", "zero_stage: many"))
+    assert main(words) == 2
+    assert "zero_stage" in capsys.readouterr().err
+
+
+def test_an_accelerate_yaml_of_plain_ddp_is_launched_as_such(tmp_path, capsys):
+    """The memory recipe starts DeepSpeed itself: the launcher knows nothing of it."""
+    file = tmp_path / "mine.yaml"
+    file.write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
+    words = "submit slurm --nodes 2 --gpus_per_node 2 --recipe memory --dry_run --accelerate_config".split()
+    assert main([*words, str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert f"--config_file {file} " in printed and "--deepspeed" not in printed
+
+
+def test_an_accelerate_yaml_after_the_dashes_is_explained(capsys):
+    assert main("submit slurm --recipe sharded --dry_run -- --accelerate_config mine.yaml".split()) == 2
+    assert "before `--` of `recipes submit`" in capsys.readouterr().err
+
+
 def test_the_command_starts_quickly_also_for_a_dry_run():
     """Without torch: the training imports what takes seconds, not the command that submits it."""
     code = (

@@ -63,8 +63,9 @@ def resolve(
             engine = launched_engine(recipe, given, environment, hardware)
         else:
             engine = yaml_engine or _chosen_engine(recipe, given)
-        if engine.kind == "ddp" and hardware.cuda and "fsdp" in given and given["fsdp"].value:
-            engine = with_fsdp(engine, given["fsdp_config"].value if "fsdp_config" in given else {})
+        if engine.kind == "ddp" and hardware.shards and "fsdp" in given and given["fsdp"].value:
+            config = given["fsdp_config"].value if "fsdp_config" in given else {}
+            engine = with_fsdp(engine, given["fsdp"].value, config)
         engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
     if world_size:
         engine = replace(engine, num_processes=world_size)
@@ -103,10 +104,10 @@ def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, s
     own = given.get("deepspeed")
     if own and own.value:
         return from_deepspeed(own.value)
-    ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
+    ignored = () if hardware.shards else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in environment.items() if name not in ignored})
     engine = from_yaml(shipped(recipe.engine))
-    starts_itself = ("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)
+    starts_itself = ("deepspeed", "fsdp") if hardware.shards else ("deepspeed",)
     if engine.kind in starts_itself and (around is None or around.kind in ("single", "ddp")):
         return engine
     return around or from_yaml(shipped("single.yaml"))

@@ -60,7 +60,7 @@ def one_process_uses_one_gpu(run):
 def recipe_has_its_own_engine(run):
     """Under plain DDP `sharded` shards nothing, a memory recipe offloads nothing: out of memory."""
     own = from_yaml(shipped(run.recipe.engine))
-    if own.kind == "fsdp" and not run.hardware.cuda and run.engine.kind != "fsdp":
+    if own.kind == "fsdp" and not run.hardware.shards and run.engine.kind != "fsdp":
         yield advice(run, "recipe", "shards nothing on a CPU: this is plain DDP", "a machine with GPUs")
         return
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
@@ -78,7 +78,7 @@ def _short(path: Path) -> str:
 @rule
 def fsdp_needs_a_gpu(run):
     """On a CPU an FSDP YAML silently trains plain DDP: nothing is sharded."""
-    if run.engine.kind == "fsdp" and not run.hardware.cuda:
+    if run.engine.kind == "fsdp" and not run.hardware.shards:
         what = "FSDP shards nothing on a CPU: this is plain DDP"
         yield in_yaml(run, "distributed_type", what, "distributed_type: MULTI_GPU", "advice")
 

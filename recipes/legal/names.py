@@ -146,6 +146,12 @@ def fsdp_config_keys() -> frozenset[str]:
 
 
 @cache
+def fsdp_words() -> tuple[str, ...]:
+    """Legal words of `fsdp`."""
+    return enumerations(parse_classes("transformers", "trainer_utils.py"))["FSDPOption"]
+
+
+@cache
 def checkpoint_keys() -> frozenset[str]:
     """Legal keys of `gradient_checkpointing_kwargs`: the keywords of torch's own `checkpoint`."""
     tree = parse_file("torch", "utils/checkpoint.py")

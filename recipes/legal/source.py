@@ -107,12 +107,14 @@ def dataclass_fields(cls: ast.ClassDef, enums: dict[str, tuple[str, ...]] | None
     for item in cls.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
-        annotation = ast.unparse(item.annotation)
         keywords = _keywords(item.value)
         default = keywords.get("default", None if isinstance(item.value, ast.Call) else item.value)
         if isinstance(default, ast.Name):
             default = constants.get(default.id, default)
         metadata = _literal_entries(keywords.get("metadata"))
+        annotation = ast.unparse(item.annotation)
+        if metadata.get("const") is True and "bool" not in annotation:  # a flag that may stand alone
+            annotation += " | bool"
         choices = metadata.get("choices") or next((enums[e] for e in enums if e in annotation), ())
         fields.append(
             Field(item.target.id, annotation, literal(default), tuple(choices), str(metadata.get("help", "")))

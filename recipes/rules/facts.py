@@ -100,8 +100,7 @@ def deepspeed_file(run: RunSpec) -> Json | None:
     """The DeepSpeed JSON of `--deepspeed`, the YAML or the launcher. None without one."""
     if isinstance(run["deepspeed"], dict):
         return run["deepspeed"]
-    section = run.engine.raw.get("deepspeed_config")
-    named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
+    named = deepspeed_section(run).get("deepspeed_config_file")
     launched = run.environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if run.engine.kind == "deepspeed" else None
     return deepspeed_json({"deepspeed_config_file": run["deepspeed"] or named or launched})
 
@@ -128,7 +127,7 @@ def uses_fsdp(run: RunSpec) -> bool:
     """Whether FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP; beside
     `--deepspeed`, train.py switches it off.
     """
-    return run.hardware.cuda and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
+    return run.hardware.shards and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
 
 
 def fsdp_version(run: RunSpec) -> int:
@@ -183,10 +182,18 @@ SECTIONS = (  # of an Accelerate YAML
 )
 
 
+READ_BY = {"deepspeed_config": "deepspeed", "fsdp_config": "fsdp", "megatron_lm_config": "megatron_lm"}
+
+
+def is_read(run: RunSpec, section: str) -> bool:
+    """Whether the launcher reads a section: some are for one distributed type only."""
+    return READ_BY.get(section, run.engine.kind) == run.engine.kind
+
+
 def sections(run: RunSpec) -> Iterator[tuple[str, Json]]:
-    """The sections of the Accelerate YAML, by name."""
+    """The sections of the Accelerate YAML that are read, by name."""
     for name in SECTIONS:
-        if isinstance(run.engine.raw.get(name), Mapping):
+        if is_read(run, name) and isinstance(run.engine.raw.get(name), Mapping):
             yield name, run.engine.raw[name]
 
 

@@ -145,11 +145,12 @@ def _sharding(kind: str, raw: Json) -> Json:
     )
 
 
-def with_fsdp(engine: Engine, config: object) -> Engine:
-    """The engine with Trainer's own `--fsdp` and its `fsdp_config`: a mapping, or its JSON file."""
+def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
+    """The engine of Trainer's own `--fsdp` with these words, and of its `fsdp_config`."""
     content = config if isinstance(config, Mapping) else _json_object(config) or {}
     section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
-    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), section.get("cpu_offload", False)))
+    offload = "offload" in str(words).split()
+    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), section.get("cpu_offload", offload)))
 
 
 def _fsdp(version: object, offload: object) -> Json:
@@ -228,7 +229,8 @@ def launch_environment(engine: Engine) -> dict[str, str]:
         return {"ACCELERATE_USE_FSDP": "true", **{key.upper(): value for key, value in given.items()}}
     section = engine.raw.get("deepspeed_config") or {}
     given = {name: str(section[key]).lower() for key, name in DEEPSPEED_VARIABLES.items() if key in section}
-    return {"ACCELERATE_USE_DEEPSPEED": "true", **given}
+    steps = str(section.get("gradient_accumulation_steps", "auto"))
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": steps, **given}
 
 
 def _section(raw: Json, name: str) -> Json:

@@ -46,6 +46,11 @@ class Hardware:
         return bool(self.gpus)
 
     @property
+    def shards(self) -> bool:
+        """Whether FSDP shards here. On a CPU accelerate ignores it, and trains plain DDP."""
+        return self.cuda
+
+    @property
     def capability(self) -> tuple[int, int]:
         """The lowest compute capability among the GPUs; (0, 0) without one."""
         return min((gpu.capability for gpu in self.gpus), default=(0, 0))

@@ -67,8 +67,9 @@ def resolve(
             engine = yaml_engine or _chosen_engine(recipe, given)
             if yaml_engine and not own_script:
                 engine = _started_under(yaml_engine, recipe, given, hardware) or yaml_engine
-        if engine.kind == "ddp" and hardware.cuda and "fsdp" in given and given["fsdp"].value:
-            engine = with_fsdp(engine, given["fsdp_config"].value if "fsdp_config" in given else {})
+        if engine.kind == "ddp" and hardware.shards and "fsdp" in given and given["fsdp"].value:
+            config = given["fsdp_config"].value if "fsdp_config" in given else {}
+            engine = with_fsdp(engine, given["fsdp"].value, config)
         engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
     if world_size:
         engine = replace(engine, num_processes=world_size)
@@ -104,7 +105,7 @@ def launched_engine(recipe: Recipe, given: Settings, environment: Mapping[str, s
     """The engine of a process that a launcher has started. accelerate uses FSDP on GPUs only: on a
     CPU the same launch is DDP.
     """
-    ignored = () if hardware.cuda else ("ACCELERATE_USE_FSDP",)
+    ignored = () if hardware.shards else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in environment.items() if name not in ignored})
     around = around or from_yaml(shipped("single.yaml"))
     return _started_under(around, recipe, given, hardware) or around
@@ -121,7 +122,7 @@ def _started_under(around: Engine, recipe: Recipe, given: Settings, hardware: Ha
         engine = from_deepspeed(own.value)
     elif around.kind in ("single", "ddp"):
         engine = from_yaml(shipped(recipe.engine))
-        if engine.kind not in (("deepspeed", "fsdp") if hardware.cuda else ("deepspeed",)):
+        if engine.kind not in (("deepspeed", "fsdp") if hardware.shards else ("deepspeed",)):
             return None
     else:
         return None

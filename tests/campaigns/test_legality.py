@@ -8,9 +8,8 @@ from random import Random
 
 import pytest
 
+from tests.campaigns.legality.campaign import DRAWS
 from tests.campaigns.legality.case import Case, Change, from_json
-from tests.campaigns.legality.draw import draw
-from tests.campaigns.legality.draw_cards import draw_card
 from tests.campaigns.legality.shrink import shrink
 from tests.support.running import ROOT
 
@@ -22,7 +21,7 @@ def campaign(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", [draw, draw_card])
+@pytest.mark.parametrize("kind", DRAWS.values(), ids=DRAWS)
 def test_the_same_seed_draws_the_same_runs(kind):
     cases = [[kind(Random(f"seed-{number}")) for number in range(50)] for _ in range(2)]
     assert cases[0] == cases[1]
@@ -38,10 +37,8 @@ def test_a_case_shrinks_to_what_matters():
 
 
 @pytest.mark.slow
-def test_check_and_reality_agree():
-    assert "0 disagreements" in campaign("--runs", "80", "--seed", "slow tier")
-
-
-@pytest.mark.slow
-def test_check_and_the_real_constructors_agree_on_gpus():
-    assert "0 disagreements" in campaign("--runs", "60", "--seed", "slow tier", "--cards")
+@pytest.mark.parametrize(
+    ("kind", "runs"), [("plain", 80), ("sharded", 15), ("parallel", 15), ("own", 20), ("cards", 60)]
+)
+def test_check_and_reality_agree(kind, runs):
+    assert "0 disagreements" in campaign("--runs", str(runs), "--seed", "slow tier", "--kind", kind)

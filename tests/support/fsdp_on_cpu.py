@@ -13,30 +13,28 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from launch import train
 from launch.training import build, results
-from recipes.rules import check
-from recipes.run.engine import from_environment
+from recipes.run.hardware import Hardware
 
 
 def lift_the_refusal() -> None:
-    """accelerate sees GPUs, train.py takes the launched engine as it is."""
-    join = PartialState.__init__
+    """Where FSDP is asked for, accelerate sees GPUs, and train.py believes that it shards here."""
+    build_state = AcceleratorState.__init__
 
-    def join_as_gpus(self, *args, **kwargs) -> None:
-        join(self, *args, **kwargs)
-        if self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
-            self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    def build_as_on_gpus(self, *args, **kwargs) -> None:
+        shared = PartialState._shared_state
+        fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+        if fsdp and shared.get("distributed_type") == DistributedType.MULTI_CPU:
+            shared["distributed_type"] = DistributedType.MULTI_GPU
+        build_state(self, *args, **kwargs)
 
-    PartialState.__init__ = join_as_gpus
-    resolving = sys.modules["recipes.run.resolve"]  # the package hides the module behind its function
-    resolving.launched_engine = lambda recipe, given, environment, hardware: from_environment(environment)
-    of_a_cpu = ("fsdp_needs_a_gpu", "cpu_ranks_take_no_sizes")
-    check.RULES[:] = [rule for rule in check.RULES if rule.__name__ not in of_a_cpu]
+    AcceleratorState.__init__ = build_as_on_gpus
+    Hardware.shards = property(lambda self: True)
 
 
 def count_what_each_rank_holds() -> None:

@@ -12,8 +12,20 @@ from typing import Any
 from recipes import legal
 from recipes.errors import Problem
 from recipes.legal import moved
-from recipes.rules.facts import SECTIONS, deepspeed_file, deepspeed_section, in_yaml, is_true, rule, sections
-from recipes.run import nearest
+from recipes.rules.facts import (
+    READ_BY,
+    SECTIONS,
+    deepspeed_file,
+    deepspeed_section,
+    fsdp_section,
+    fsdp_version,
+    in_yaml,
+    is_read,
+    is_true,
+    rule,
+    sections,
+)
+from recipes.run import RunSpec, nearest
 from recipes.run.command_line import belongs
 from recipes.run.engine import DEEPSPEED_VARIABLES
 
@@ -68,18 +80,12 @@ def _where_it_belongs(key: str, known: Iterable[str]) -> tuple[str, str]:
     return "is not a key of the Accelerate YAML", near or "one of " + ", ".join(sorted(known))
 
 
-# Sections that are read with one distributed type only.
-_READ_BY = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
-
-
 @rule
 def sections_hold_settings(run):
     """`AttributeError: 'str' object has no attribute 'keys'` in the launcher, if it reads them."""
-    given = run.engine.raw.get("distributed_type")
     for name in SECTIONS:
         value = run.engine.raw.get(name)
-        is_read = _READ_BY.get(name, given) == given
-        if is_read and value is not None and not isinstance(value, Mapping):
+        if is_read(run, name) and value is not None and not isinstance(value, Mapping):
             is_deepspeed = name == "deepspeed_config"
             fix = f"deepspeed_config_file: {value}, below {name}" if is_deepspeed else "name: value below it"
             yield in_yaml(run, name, f"takes settings, got {value!r}", fix)
@@ -89,10 +95,10 @@ def sections_hold_settings(run):
 def sections_fit_the_type(run):
     """A section of another distributed type is not read."""
     given = run.engine.raw.get("distributed_type")
-    for name, type_ in _READ_BY.items():
-        if run.engine.raw.get(name) and given != type_:
+    for name, kind in READ_BY.items():
+        if run.engine.raw.get(name) and not is_read(run, name):
             what = f"is not read with distributed_type {given}"
-            yield in_yaml(run, name, what, f"distributed_type: {type_}", "advice")
+            yield in_yaml(run, name, what, f"distributed_type: {kind.upper()}", "advice")
 
 
 @rule
@@ -283,7 +289,16 @@ def nested_yaml_values_are_legal(run):
         for key, value in section.items():
             expected = _expected(known[key], value) if key in known and value is not None else ""
             if expected:
-                yield in_yaml(run, str(key), f"{value!r} is not one of its values", expected)
+                severity = "advice" if _is_unread(run, str(key)) else "error"
+                yield in_yaml(run, str(key), f"{value!r} is not one of its values", expected, severity)
+
+
+def _is_unread(run: RunSpec, key: str) -> bool:
+    """Whether FSDP does not look at this key of its section."""
+    name = key.removeprefix("fsdp_")
+    if name == "min_num_params":
+        return str(fsdp_section(run).get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP"
+    return name == "sharding_strategy" and fsdp_version(run) == 2
 
 
 @rule

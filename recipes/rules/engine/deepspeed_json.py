@@ -62,7 +62,7 @@ def deepspeed_file_can_be_read(run):
 
 
 # Sections that transformers reads as objects.
-_SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16")
+_SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16", "tensor_parallel")
 
 
 @rule
@@ -81,17 +81,20 @@ def deepspeed_json_sections_are_objects(run):
 def deepspeed_json_names_the_batch(run):
     """`Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided`
 
-    Trainer fills in what is "auto", and adds nothing. An Accelerate YAML's file gets it. Without
-    accumulation, which is 1 then, a global batch is `train_batch_size is not equal to ...`.
+    Trainer fills in what is "auto", and adds nothing. An Accelerate YAML's file gets the batch.
+    Without accumulation, which is 1 then, a global batch is `train_batch_size is not equal to ...`,
+    and in the YAML's file it is `ds gradient_accumulation_steps=1 vs hf
+    gradient_accumulation_steps=4`.
     """
     content = deepspeed_file(run)
-    if run["deepspeed"] is None or not content:
+    if not content:
         return
+    in_arguments = run["deepspeed"] is not None
     name = "train_micro_batch_size_per_gpu"
-    if content.get(name) is None and content.get("train_batch_size") is None:
+    if in_arguments and content.get(name) is None and content.get("train_batch_size") is None:
         yield Problem(name, "is missing, and so is train_batch_size", f'"{name}": "auto"', _json_source(run))
     accumulation = run["gradient_accumulation_steps"]
-    if content.get(name) and content.get("train_batch_size") and accumulation > 1:
+    if accumulation > 1 and (not in_arguments or (content.get(name) and content.get("train_batch_size"))):
         name = "gradient_accumulation_steps"
         if content.get(name) is None:
             yield Problem(name, f"is missing, and it is {accumulation}", f'"{name}": "auto"', _json_source(run))

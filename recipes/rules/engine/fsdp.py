@@ -62,6 +62,7 @@ def fsdp2_reshards_or_not(run):
     yield _of_key(run, "reshard_after_forward", f"is true or false in FSDP2, not {value}", fix)
 
 
+_WORDS_OF_2 = ("full_shard", "shard_grad_op")
 _TRUTH_VALUES = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")
 _SWITCHES = ("use_orig_params", "sync_module_states", "forward_prefetch")  # that version 2 does not read
 
@@ -78,6 +79,23 @@ def fsdp_switches_are_truth_values(run):
 
 
 _DROPPED = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
+
+
+@rule
+def fsdp_words_are_known(run):
+    """`Unknown fsdp option: zero3`, and `fsdp=hybrid_shard is only available with FSDP1`
+
+    `--fsdp` alone shards. Its words are an older spelling of keys in `fsdp_config`.
+    """
+    if not isinstance(run["fsdp"], str):
+        return
+    version = str(mapping(run["fsdp_config"]).get("version", 2))
+    for word in run["fsdp"].split():
+        if word not in legal.fsdp_words():
+            fix = nearest(word, legal.fsdp_words()) or "--fsdp alone, with fsdp_config"
+            yield problem(run, "fsdp", f"has no word {word!r}", fix)
+        elif version == "2" and word.upper() in _BY_STRATEGY and word not in _WORDS_OF_2:
+            yield problem(run, "fsdp", f"{word} is of FSDP1", f"--fsdp alone, or {_BY_STRATEGY[word.upper()]}")
 
 
 @rule

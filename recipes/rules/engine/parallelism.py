@@ -236,11 +236,12 @@ def deepspeed_shards_no_sequences(run):
 def replicas_and_shards_make_the_world(run):
     """`ParallelismConfig total_size (2) does not match num_processes (4)`, from every worker.
 
-    Sizes that are all 1 are no request. DeepSpeed ignores replicas and shards.
+    Sizes that are all 1 are no request. DeepSpeed ignores replicas and
+    shards, but not their number.
     """
     parallelism = run.engine.parallelism
     sizes = [getattr(parallelism, field) for field in SIZES]
-    if uses_deepspeed(run) or any(type(size) is not int or size < 1 for size in sizes):
+    if any(type(size) is not int or size < 1 for size in sizes):
         return
     if parallelism.is_refused(run.own_script):
         return  # whatever the other sizes are
@@ -280,13 +281,17 @@ def replicas_and_shards_are_of_fsdp2(run):
 
 @rule
 def cpu_ranks_take_no_sizes(run):
-    """`ParallelismConfig is only compatible ..., but got DistributedType.MULTI_CPU`"""
-    on_a_cpu = run["use_cpu"] or not run.hardware.cuda
+    """`ParallelismConfig is only compatible ..., but got DistributedType.MULTI_CPU`
+
+    Sizes that are all 1 are no request.
+    """
     parallelism = run.engine.parallelism
+    if parallelism.replicate == parallelism.shard == 1:
+        return
     if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
         return  # no mesh, or refused on any machine
-    if parallelism.source and on_a_cpu and run.world_size > 1:
-        what = "is refused by accelerate on a CPU, whatever its sizes"
+    if parallelism.source and run.world_size > 1 and not run.hardware.shards:
+        what = "is refused by accelerate on a CPU"
         yield Problem("parallelism_config", what, "leave it out", parallelism.source)
 
 

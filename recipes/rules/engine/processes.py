@@ -63,7 +63,7 @@ def one_process_uses_one_gpu(run):
 def recipe_has_its_own_engine(run):
     """Under plain DDP `sharded` shards nothing, a memory recipe offloads nothing: out of memory."""
     own = from_yaml(shipped(run.recipe.engine))
-    if own.kind == "fsdp" and not run.hardware.cuda and run.engine.kind not in ("fsdp", "deepspeed"):
+    if own.kind == "fsdp" and not run.hardware.shards and run.engine.kind not in ("fsdp", "deepspeed"):
         yield advice(run, "recipe", "shards nothing on a CPU: this is plain DDP", _ON_GPUS)
         return
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
@@ -83,7 +83,7 @@ def _short(path: Path) -> str:
 @rule
 def fsdp_needs_a_gpu(run):
     """On a CPU an FSDP YAML silently trains plain DDP: nothing is sharded."""
-    if run.engine.kind == "fsdp" and not run.hardware.cuda and not uses_deepspeed(run):
+    if run.engine.kind == "fsdp" and not run.hardware.shards and not uses_deepspeed(run):
         what = "FSDP shards nothing on a CPU: this is plain DDP"
         yield in_yaml(run, "distributed_type", what, f"distributed_type: MULTI_GPU. {_ON_GPUS}", "advice")
 

@@ -15,9 +15,15 @@ from tests.campaigns.legality.case import Case, write
 from tests.campaigns.legality.compare import Disagreement, compare
 from tests.campaigns.legality.draw import draw
 from tests.campaigns.legality.draw_cards import draw_card
+from tests.campaigns.legality.draw_own import draw_own
+from tests.campaigns.legality.draw_parallel import draw_parallel
+from tests.campaigns.legality.draw_sharded import draw_sharded
 from tests.campaigns.legality.judge import Judgement, judge
 from tests.campaigns.legality.shrink import shrink
 from tests.campaigns.legality.tried import SECONDS, Outcome, tried
+
+# What is drawn, by the word after --kind.
+DRAWS = {"plain": draw, "cards": draw_card, "sharded": draw_sharded, "parallel": draw_parallel, "own": draw_own}
 
 
 @dataclass
@@ -39,9 +45,9 @@ class Result:
 class Campaign:
     """Runs cases in folders below `folder`. What it has seen it does not try again."""
 
-    def __init__(self, seed: str, folder: Path, material: Path, cards: bool = False) -> None:
+    def __init__(self, seed: str, folder: Path, material: Path, kind: str = "plain") -> None:
         self.seed, self.folder, self.material = seed, folder, material
-        self.draw = draw_card if cards else draw
+        self.draw = DRAWS[kind]
         self.tried_rules: set[tuple[str, str]] = set()
         self.shrunk: set[str] = set()
 

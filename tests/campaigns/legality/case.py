@@ -22,12 +22,14 @@ from tests.support.running import ROOT, SCRIPT
 REMOVED = "(removed)"  # the value of a key that is taken out of a file
 DEMONSTRATION = "demonstration"  # the name of the model and the data that a run does not name
 YAML, DEEPSPEED_JSON, CONFIG = "accelerate.yaml", "ds.json", "run.yaml"
-FILES = {"yaml": YAML, "json": DEEPSPEED_JSON, "config": CONFIG}
+FSDP_JSON, OWN_RECIPE = "fsdp.json", "mine.yaml"
+FILES = {"yaml": YAML, "json": DEEPSPEED_JSON, "config": CONFIG, "fsdp": FSDP_JSON, "own": OWN_RECIPE}
+LIFTED = "LEGALITY_LIFTED"  # the variable that lets FSDP shard on CPU ranks
 
 
 @dataclass(frozen=True)
 class Change:
-    """Something that a case does differently: a `flag`, or a key of a file in FILES.
+    """Something that a case does differently: a `flag`, a key of a file in FILES, or a `variable`.
 
     `name` is a flag, or the keys on the way into the file with dots between them. The value of a
     flag is a list of the words that follow it.
@@ -43,6 +45,7 @@ class Case:
     """`launcher` is python, torchrun or accelerate. `processes` is None where only the YAML says
     it. `yaml` is the shipped file that the Accelerate YAML begins with; without one, `accelerate`
     takes the recipe's own. `machine` is such as A100:8, empty for the CPU that is really there.
+    With `lifted` accelerate does not refuse to shard on a CPU, as in tests/support/fsdp_on_cpu.py.
     """
 
     launcher: str = "python"
@@ -51,6 +54,7 @@ class Case:
     model: str = "llama"
     data: str = "texts.jsonl"
     machine: str = ""
+    lifted: bool = False
     changes: tuple[Change, ...] = ()
 
     def of(self, where: str) -> list[Change]:
@@ -99,7 +103,16 @@ def launch(case: Case) -> list[str]:
 def _own_yaml(case: Case) -> str:
     asked = [change.value for change in case.changes if change.name == "recipe"]
     name = asked[-1] if asked and isinstance(asked[-1], str) else (asked or [["standard"]])[-1][0]
+    own = contents(case).get(OWN_RECIPE, {}) if name == OWN_RECIPE else {}
+    if (engine := shipped(str(own.get("engine", "missing.yaml")))).is_file():
+        return str(engine)
+    name = str(own.get("base", name))
     return str(shipped(RECIPES[name if name in RECIPES else "standard"]().engine))
+
+
+def variables(case: Case) -> dict[str, str]:
+    """What the environment of the launch holds besides."""
+    return {change.name: str(change.value) for change in case.of("variable")}
 
 
 def checking(case: Case) -> list[str]:
@@ -127,7 +140,7 @@ def contents(case: Case) -> dict[str, Json]:
     found = {}
     if case.yaml:
         found[YAML] = _changed(yaml.safe_load(shipped(case.yaml).read_text(encoding="utf-8")), case.of("yaml"))
-    for where in ("json", "config"):
+    for where in sorted(set(FILES) - {"yaml"}):
         if case.of(where):
             found[FILES[where]] = _changed({}, case.of(where))
     return found
@@ -156,6 +169,10 @@ def described(case: Case) -> str:
     lines = [shlex.join(checking(case)), shlex.join(started)]
     if case.machine:
         lines.insert(0, f"on {case.machine}")
+    if case.lifted:
+        lines.insert(0, "FSDP shards on CPU ranks")
+    if named := variables(case):
+        lines.insert(0, "export " + shlex.join(f"{name}={value}" for name, value in named.items()))
     for name, content in contents(case).items():
         if name == YAML:
             changes = "; ".join(f"{change.name}: {json.dumps(change.value)}" for change in case.of("yaml"))

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from recipes.errors import Problem, UserError
 from recipes.rules.check import problems_by_rule
 from recipes.run import RunSpec, resolve, with_fit
+from recipes.run.hardware import Hardware, read
 from tests.campaigns.legality.cards import hardware
-from tests.campaigns.legality.case import YAML, Case, flags
+from tests.campaigns.legality.case import YAML, Case, flags, variables
 
 PARSING = "what is written"  # the errors that no rule reports: unknown names, wrong types, the batch
 
@@ -44,13 +45,23 @@ def judge(case: Case) -> Judgement:
             flags(case),
             world_size=case.processes,
             accelerate_config=YAML if case.yaml else None,
-            hardware=hardware(case.machine) if case.machine else None,
+            hardware=_hardware(case),
             launched=case.launcher != "accelerate",
-            environment={**os.environ, **announced},
+            environment={**os.environ, **variables(case), **announced},
         )
         return _of(with_fit(run))
     except UserError as error:
         return Judgement({PARSING: list(error.problems)})
+
+
+class _Lifted(Hardware):
+    shards = True  # type: ignore[assignment]
+
+
+def _hardware(case: Case) -> Hardware:
+    if case.machine:
+        return hardware(case.machine)
+    return _Lifted(**vars(read())) if case.lifted else read()
 
 
 def _of(run: RunSpec) -> Judgement:

@@ -6,7 +6,7 @@ import importlib
 
 MODULES = (
     "tests.support.preloaded accelerate.commands.launch torch.distributed.run launch.train peft bitsandbytes "
-    "tests.campaigns.legality.campaign"
+    "tests.campaigns.legality.campaign tests.support.fsdp_on_cpu"
 )
 for name in MODULES.split():
     importlib.import_module(name)

@@ -17,7 +17,7 @@ def shrink(case: Case, remains: Callable[[Case], bool]) -> Case:
 
 def _smaller(case: Case) -> Iterator[Case]:
     """The case with one thing dropped or made simpler; each is nearer to the plain run."""
-    for where in FILES:  # all flags at once, or all of a file
+    for where in (*FILES, "variable"):  # all of a file at once
         if other := case.of(where):
             yield case.without(other)
     if case.of("flag"):

@@ -121,6 +121,8 @@ SHOWN_BY: dict[str, Proof] = {
 }
 BEYOND_TWO_STEPS: dict[str, str] = {
     "batch_size_is_not_searched": "the batch changes only where memory runs out",
+    "adapters_need_trained_weights": "nothing but the adapters learns, on top of random weights",
+    "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
     "sequences_fit_the_model": "rotary positions go on where the model knows none",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",

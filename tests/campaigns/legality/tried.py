@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.campaigns.legality import rank
 from tests.campaigns.legality.cards import VARIABLE
-from tests.campaigns.legality.case import Case, flags, launch
+from tests.campaigns.legality.case import LIFTED, Case, flags, launch, variables
 from tests.campaigns.legality.start import forked, start
 
 SECONDS = 90  # a run takes one or two; only a hang takes as long
@@ -108,7 +108,9 @@ def _refused_by_parser(case: Case) -> str:
 
 
 def _started(case: Case, checked: bool, really: bool, log: int) -> int:
-    environment = {**os.environ, **({} if checked else {"LEGALITY_UNCHECKED": "1"})}
+    environment = {**os.environ, **variables(case), **({} if checked else {"LEGALITY_UNCHECKED": "1"})}
+    if case.lifted:
+        environment[LIFTED] = "1"
     if case.machine:
         environment[VARIABLE] = case.machine
 

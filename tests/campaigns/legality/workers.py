@@ -24,13 +24,13 @@ def prepare_environment(folder: Path) -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
-def results(seed: str, numbers: list[int], folder: Path, workers: int, cards: bool = False) -> Iterator[Any]:
+def results(seed: str, numbers: list[int], folder: Path, workers: int, kind: str = "plain") -> Iterator[Any]:
     """The results of the runs with these numbers, as they come."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.campaigns.legality.preloaded"])
     queue = context.Queue()
     processes = [
-        context.Process(target=_work, args=(seed, numbers[place::workers], folder, place, cards, queue))
+        context.Process(target=_work, args=(seed, numbers[place::workers], folder, place, kind, queue))
         for place in range(workers)
     ]
     for process in processes:
@@ -48,11 +48,11 @@ def results(seed: str, numbers: list[int], folder: Path, workers: int, cards: bo
         process.join()
 
 
-def _work(seed: str, numbers: list[int], folder: Path, place: int, cards: bool, queue) -> None:
+def _work(seed: str, numbers: list[int], folder: Path, place: int, kind: str, queue) -> None:
     from tests.campaigns.legality.campaign import Campaign
 
     try:
-        campaign = Campaign(seed, folder / f"worker-{place}", _material(folder, place), cards)
+        campaign = Campaign(seed, folder / f"worker-{place}", _material(folder, place), kind)
         parent = multiprocessing.parent_process()
         for number in numbers:
             if parent is None or not parent.is_alive():

@@ -141,6 +141,8 @@ FAILS_IN_TRAINING = [
         ValueError,
         "dictionary update sequence",
     ),
+    ("fsdp_words_are_known", dict(fsdp="zero3"), ValueError, "Unknown `fsdp` option: zero3"),
+    ("fsdp_words_are_known", dict(fsdp="hybrid_shard"), ValueError, "only available with FSDP1"),
     (
         "fsdp_argument_needs_a_distributed_launch",
         dict(fsdp="full_shard"),

@@ -33,6 +33,12 @@ def test_a_switch_can_be_turned_off(words):
     assert resolved(f"--recipe fast {words}")["packing"] is False
 
 
+@pytest.mark.parametrize(("words", "value"), [("--fsdp", True), ("--fsdp true", True), ("--fsdp offload", "offload")])
+def test_a_setting_that_may_stand_alone_takes_words_too(words, value):
+    run = resolved(words)
+    assert run["fsdp"] == value and not run.problems
+
+
 def test_dashes_are_underscores():
     assert resolved("--max-steps 3")["max_steps"] == 3
 

@@ -52,8 +52,9 @@ def test_trainers_own_deepspeed_argument_names_the_engine(tmp_path):
 def test_trainers_own_fsdp_argument_names_the_engine_on_gpus():
     h100 = Hardware((Gpu("NVIDIA H100", (9, 0), 80 * 2**30),) * 2, cores=16)
     flags = ["--fsdp", "true", "--fsdp_config", '{"cpu_offload": true}']
-    run = resolve(flags, hardware=h100, world_size=2, environment={})
-    assert run.engine.title == "FSDP2, optimizer and parameter offload"
+    for words in (flags, ["--fsdp", "full_shard offload"]):
+        run = resolve(words, hardware=h100, world_size=2, environment={})
+        assert run.engine.title == "FSDP2, optimizer and parameter offload"
     assert resolve(flags, hardware=Hardware(), world_size=2, environment={}).engine.title == "DDP"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from recipes.errors import UserError
 from recipes.rules.check import check
+from recipes.rules.engine.accelerate_yaml import nested_yaml_values_are_legal
 from recipes.run import resolve
 from tests.support.real_failures import arguments, assert_fires, launched, run_launch_command
 from tests.support.runs import LOCAL, TWO_GPUS, Run, deepspeed, fsdp, yaml
@@ -100,6 +101,8 @@ LEGAL_AFTER_ALL = [
     ("sections_hold_settings", Run(yaml=yaml("MULTI_GPU", "deepspeed_config: ds.json"))),  # which nothing reads
     ("nested_yaml_values_are_legal", Run(yaml=deepspeed("zero3_init_flag: 'true'", "gradient_clipping: auto"))),
     ("nested_yaml_values_are_legal", Run(yaml=fsdp("fsdp_version: '2'", "fsdp_offload_params: 'false'"))),
+    ("nested_yaml_values_are_legal", Run(yaml=yaml("MULTI_GPU", "fsdp_config:", "  fsdp_version: 3"))),  # unread
+    ("nested_yaml_values_are_legal", Run(yaml=yaml("MULTI_GPU", "deepspeed_config:", "  zero_stage: 5"))),
     ("mixed_precision_is_known", Run(yaml=yaml("MULTI_GPU", "mixed_precision: BF16"))),
     ("num_processes_is_given", Run(yaml=yaml("'NO'", processes=None), world=None)),
     ("num_processes_is_given", Run(yaml=yaml("MULTI_GPU", processes=0), world=2)),
@@ -161,6 +164,13 @@ def test_a_section_of_another_type_changes_nothing(section, write_yaml):
     file = write_yaml("MULTI_GPU", *section)
     assert launched(file) == plain
     assert_fires("sections_fit_the_type", {}, config=file)
+
+
+@pytest.mark.parametrize("line", ["fsdp_min_num_params: many", "fsdp_sharding_strategy: ZERO2"])
+def test_a_wrong_value_that_fsdp2_does_not_read_is_only_advice(line, tmp_path, monkeypatch):
+    run = Run(yaml=fsdp("fsdp_version: 2", line), hardware=TWO_GPUS).resolve(tmp_path, monkeypatch)
+    found = [problem.severity for problem in nested_yaml_values_are_legal(run)]
+    assert found == ["advice"]
 
 
 def test_a_section_that_is_a_file_name_breaks_the_launcher(write_yaml):

@@ -60,7 +60,13 @@ ALSO_FIRES = [
         "deepspeed_config",
     ),
     ("deepspeed_json_sections_are_objects", Run(DS, files=ds_json(optimizer="AdamW")), "optimizer"),
+    ("deepspeed_json_sections_are_objects", Run(DS, files=ds_json(tensor_parallel=2)), "tensor_parallel"),
     ("deepspeed_json_names_the_batch", Run(DS, files=ds_json(train_batch_size="auto")), "gradient_accumulation_steps"),
+    (
+        "deepspeed_json_names_the_batch",  # accelerate takes 1 for it
+        Run(yaml=deepspeed("deepspeed_config_file: ds.json"), files={"ds.json": ZERO_2}),
+        "gradient_accumulation_steps",
+    ),
     ("deepspeed_json_keys_are_known", Run(DS, files={"ds.json": {"zero_optimization": {"stge": 2}}}), "stge"),
 ]
 

@@ -43,6 +43,10 @@ CASES = {
         on_gpus(yaml=version_2("fsdp_cpu_ram_efficient_loading: yes please")),
         on_gpus(yaml=version_2("fsdp_cpu_ram_efficient_loading: 'yes'")),
     ),
+    "fsdp_words_are_known": (
+        on_gpus("--fsdp hybrid_shard", yaml="standard.yaml"),
+        on_gpus("--fsdp", yaml="standard.yaml"),
+    ),
     "fsdp2_reads_its_own_keys": (
         on_gpus(yaml=version_2("fsdp_sharding_strategy: NO_SHARD")),
         on_gpus(yaml=fsdp("fsdp_version: 1", "fsdp_sharding_strategy: NO_SHARD")),

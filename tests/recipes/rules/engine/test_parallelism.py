@@ -78,8 +78,8 @@ CASES = {
         Run(yaml=groups(version=2, dp_shard=2), world=2, hardware=TWO_GPUS),
     ),
     "cpu_ranks_take_no_sizes": (
+        Run(yaml=groups("MULTI_GPU", dp_shard=2), world=2),
         Run(yaml=groups("MULTI_GPU", dp_shard=1), world=2),
-        Run(yaml=groups("MULTI_GPU", dp_shard=1), world=1),
     ),
     "static_graph_needs_accumulation_one": (
         Run("--ddp_static_graph true --gradient_accumulation_steps 2", world=2),
@@ -119,6 +119,11 @@ ALSO_FIRES = [
     (
         "replicas_and_shards_are_of_fsdp2",  # DDP shards nothing
         Run(yaml=groups("MULTI_GPU", dp_shard=2), world=2, hardware=TWO_GPUS),
+        "dp_shard_size",
+    ),
+    (
+        "replicas_and_shards_make_the_world",  # DeepSpeed shards nothing, and still wants the processes
+        Run(yaml=groups("DEEPSPEED", dp_replicate=2)),
         "dp_shard_size",
     ),
     (

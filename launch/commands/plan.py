@@ -119,7 +119,13 @@ def as_json(plan: Plan) -> Json:
             for split in plan.choices
         ],
         "refused": plan.refused,
-        "next_steps": [asdict(step) for step in plan.next_steps],
+        "next_steps": [
+            {
+                **{name: value for name, value in vars(step).items() if name != "seconds"},
+                "step_ms": _milliseconds(step.seconds),
+            }
+            for step in plan.next_steps
+        ],
     }
 
 

@@ -68,6 +68,11 @@ def test_it_prints_what_to_try_if_nothing_fits(tmp_path, capsys):
     assert main(["plan", *argv]) == 0
     printed = capsys.readouterr().out
     assert "nothing fits" in printed and "--use_peft true --load_in_4bit true" in printed
+    assert main(["plan", *argv, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    for number, step in enumerate(plan["next_steps"], 1):
+        assert f"\n{number}: {step['words']}\n" in printed  # on a line of its own, to be copied whole
+        assert "--max_length 128" in step["words"] or "--max_length 256" in step["words"]
 
 
 @pytest.mark.parametrize(

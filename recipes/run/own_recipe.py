@@ -99,7 +99,9 @@ def _from_yaml(file: str, above: tuple[str, ...]) -> Recipe:
     own = {name: content[name] for name in ("engine", "micro_batch_cap") if name in content}
     recipe = base.but(Path(file).stem, content.get("purpose", ""), **own)
     recipe = replace(recipe, files=(file, *base.files))
-    return _checked(recipe, {str(name): value for name, value in changes.items()}, problems)
+    checked = _checked(recipe, {str(name): value for name, value in changes.items()}, problems)
+    # A base's own engine is not the file of that name beside this recipe.
+    return checked if "engine" in own else replace(checked, engine=base.engine)
 
 
 def _base(name: object, file: str, above: tuple[str, ...]) -> Recipe:

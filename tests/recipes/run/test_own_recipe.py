@@ -105,6 +105,11 @@ def test_its_engine_is_a_shipped_file_or_one_beside_it(files):
     assert (run_of("a.yaml").engine.title, run_of("b.yaml").engine.title) == ("DeepSpeed ZeRO-2", "one process")
 
 
+def test_a_file_named_as_the_engine_of_the_base_is_not_its_engine(files):
+    files(mine_yaml=MINE, fast_yaml="base: standard\npurpose: x\n")
+    assert run_of("mine.yaml").engine.title == run_of("fast").engine.title
+
+
 @pytest.mark.parametrize("name", ["mine.py", "mine.py:mine"])
 def test_a_function_of_a_python_file_is_a_recipe(files, name):
     files(mine_py=PYTHON)

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
+from recipes.legal import models
 from recipes.run import RunSpec
 from recipes.run.engine import Json, deepspeed_json
 from recipes.run.local_model import local_config
@@ -86,6 +87,19 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
         return run.model
     name = run["model_name_or_path"]
     return dict(DEMONSTRATION_MODEL) if name is None and run.demonstrate else local_config(name)
+
+
+def absent_classes(run: RunSpec, names: Iterable[str]) -> list[str]:
+    """Which of these classes are no part of the model.
+
+    Empty if that is unknown: of a model with its own code, or made from several.
+    """
+    config = dict(model_config(run) or {})
+    known = models.class_names(str(config.get("model_type")))
+    composed = any(isinstance(value, dict) and "model_type" in value for value in config.values())
+    if composed or "auto_map" in config or not known:
+        return []
+    return [name for name in names if name not in known]
 
 
 def uses_deepspeed(run: RunSpec) -> bool:

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.rules.facts import deepspeed_file, deepspeed_section, in_yaml, is_true, read_json, rule, uses_deepspeed
+from recipes.rules.facts import (
+    absent_classes,
+    deepspeed_file,
+    deepspeed_section,
+    in_yaml,
+    is_true,
+    model_config,
+    read_json,
+    rule,
+    uses_deepspeed,
+)
 from recipes.run import RunSpec, nearest
 
 _BELONGS_IN_JSON = (
@@ -193,3 +203,14 @@ def _json_source(run: RunSpec) -> str:
         run["deepspeed"] if isinstance(run["deepspeed"], str) else deepspeed_section(run).get("deepspeed_config_file")
     )
     return str(named or "DeepSpeed JSON")
+
+
+@rule
+def the_model_has_the_experts_to_keep_whole(run):
+    """`Could not find a transformer layer class called 'LlamaMLP' to wrap in the model.`"""
+    named = deepspeed_section(run).get("deepspeed_moe_layer_cls_names")
+    if not named or not uses_deepspeed(run):
+        return
+    for name in absent_classes(run, str(named).split(",")):
+        kind = dict(model_config(run) or {})["model_type"]
+        yield in_yaml(run, "deepspeed_moe_layer_cls_names", f"{name} is not a part of a {kind} model", "leave it out")

@@ -11,6 +11,7 @@ from recipes import legal
 from recipes.errors import Problem
 from recipes.legal import models
 from recipes.rules.facts import (
+    absent_classes,
     advice,
     fsdp_section,
     fsdp_version,
@@ -190,23 +191,18 @@ def fsdp2_shards_layer_by_layer(run):
 
 @rule
 def the_model_has_the_layers_to_wrap(run):
-    """`Could not find the transformer layer class GPT2Block in the model.`, once it is loaded.
-
-    Unknown for a model with its own code, or made from several.
-    """
-    config = dict(model_config(run) or {})
-    kind, named = str(config.get("model_type")), fsdp_section(run).get("transformer_layer_cls_to_wrap")
-    composed = any(isinstance(value, dict) and "model_type" in value for value in config.values())
-    if not uses_fsdp(run) or not named or composed or "auto_map" in config or not models.class_names(kind):
+    """`Could not find the transformer layer class GPT2Block in the model.`, once it is loaded."""
+    named = fsdp_section(run).get("transformer_layer_cls_to_wrap")
+    if not uses_fsdp(run) or not named:
         return
-    layers = sorted(models.layer_classes(kind))
     names = named if isinstance(named, list) else str(named).split(",")
-    for name in names:
-        if name not in models.class_names(kind):
-            fix = nearest(name, layers) or (", ".join(layers) if len(names) == 1 else "leave it out")
-            yield _of_key(
-                run, "transformer_layer_cls_to_wrap", f"{name} is not a part of a {kind} model", fix or "leave it out"
-            )
+    for name in absent_classes(run, names):
+        kind = str(dict(model_config(run) or {})["model_type"])
+        layers = sorted(models.layer_classes(kind))
+        fix = nearest(name, layers) or (", ".join(layers) if len(names) == 1 else "leave it out")
+        yield _of_key(
+            run, "transformer_layer_cls_to_wrap", f"{name} is not a part of a {kind} model", fix or "leave it out"
+        )
 
 
 # --- Steps ----------------------------------------------------------------------------------------

@@ -38,8 +38,10 @@ LATE = [
 ADVISED = {
     "single_engine_starts_one_process": "the user chose no YAML, and may launch two processes otherwise",
 }
-# Ends that no check can know: a training that diverges.
-_DIVERGED = re.compile(r"the loss is (nan|inf)|weights are not numbers")
+# Ends that no check can know: a training that diverges, and what a model passes between its layers.
+_UNKNOWABLE = re.compile(
+    r"the loss is (nan|inf)|weights are not numbers|underflow_overflow cannot look into this model"
+)
 
 
 def compare(case: Case, judgement: Judgement, outcome: Outcome) -> Disagreement | None:
@@ -54,7 +56,7 @@ def _legal(judgement: Judgement, outcome: Outcome) -> Disagreement | None:
         return _another_batch(judgement, outcome)
     if outcome.mistake:
         return _known_too_late(outcome)
-    if _DIVERGED.search(outcome.output) and not outcome.traceback:
+    if _UNKNOWABLE.search(outcome.output) and not outcome.traceback:
         return None
     return Disagreement("legal, and fails", f"exit code {outcome.code}: {outcome.last_words()}")
 

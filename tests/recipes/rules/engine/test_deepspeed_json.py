@@ -18,6 +18,10 @@ CASES = {
         Run(yaml=deepspeed("deepspeed_config_file: ds.json", "zero_stage: 2"), files=ds_json()),
         Run(yaml=deepspeed("deepspeed_config_file: ds.json"), files=ds_json()),
     ),
+    "the_model_has_the_experts_to_keep_whole": (
+        Run(yaml=deepspeed("deepspeed_moe_layer_cls_names: MixtralExperts")),
+        Run(yaml=deepspeed("deepspeed_moe_layer_cls_names: LlamaMLP")),
+    ),
     "deepspeed_file_can_be_read": (
         Run(yaml=deepspeed("deepspeed_config_file: ds.json")),
         Run(yaml=deepspeed("deepspeed_config_file: ds.json"), files=ds_json()),

@@ -30,6 +30,7 @@ LATE = [
     (r"dataset_name", r"(?!there is no file)", "check reads no data"),
     (r"completion_only_loss|assistant_only_loss", r"needs", "depends on the columns of the data"),
     (r"lora_target_modules", r"the model has no module", "only the built model has modules"),
+    (r"model_name_or_path", r".* nor a model that can be read from the Hub", "only the Hub knows its models"),
     (r"max_length", r"the data of", "depends on the length of the data"),
     (r"TrainingArguments", r"Your assigned backend mpi", "whether torch was built with it, only torch knows"),
     (r"padding_free", r".* lets the sequences", "found by a forward pass of the real model"),

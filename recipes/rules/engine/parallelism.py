@@ -286,7 +286,7 @@ def cpu_ranks_take_no_sizes(run):
     Sizes that are all 1 are no request.
     """
     parallelism = run.engine.parallelism
-    if parallelism.replicate == parallelism.shard == 1:
+    if parallelism.replicate == parallelism.shard == parallelism.sharing == 1:
         return
     if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
         return  # no mesh, or refused on any machine

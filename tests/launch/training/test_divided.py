@@ -96,7 +96,7 @@ def test_what_was_divided_otherwise_is_not_resumed(flags, divided, tmp_path):
 def test_a_model_that_deepspeed_cannot_divide_is_one_line(gpt2, texts, divided, tmp_path):
     outcome = launch_quickly(*model_flags(gpt2, texts), *divided, "--max_steps", "1", output=tmp_path)
     assert outcome.code == 1 and "Traceback" not in outcome.output
-    assert "DeepSpeed cannot divide GPT2LMHeadModel" in outcome.output
+    assert "tensor_parallel.autotp_size: cannot divide a gpt2 model" in outcome.output
 
 
 def test_adapters_are_not_divided(flags, divided, tmp_path):

@@ -11,7 +11,10 @@ def best_model_needs_matching_strategies(run):
     if not run["load_best_model_at_end"]:
         return
     evaluation, saving = run["eval_strategy"], run["save_strategy"]
-    if evaluation == "no":
+    if evaluation == saving == "no":  # they match, and Trainer keeps the last model
+        what = "loads nothing without evaluations: the last model is kept"
+        yield advice(run, "load_best_model_at_end", what, "--eval_strategy steps --save_strategy steps")
+    elif evaluation == "no":
         yield problem(run, "load_best_model_at_end", "needs evaluations to find the best", "--eval_strategy steps")
     elif saving not in (evaluation, "best"):
         what = f"needs save_strategy {saving} and eval_strategy {evaluation} to match"

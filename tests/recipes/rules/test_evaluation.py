@@ -52,6 +52,7 @@ CASES = {
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
     ("best_model_needs_matching_strategies", Run(BEST), "load_best_model_at_end"),
+    ("best_model_needs_matching_strategies", Run(f"{BEST} --save_strategy no"), "load_best_model_at_end"),
     (
         "best_model_needs_matching_strategies",
         Run(f"{BEST} {EVAL} --eval_steps 3 --save_steps 7"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
-Flags = TypeVar("Flags")
 
 
 def spellings(name: str) -> list[str]:
@@ -30,21 +30,29 @@ def whole(text: str) -> int:
 
 
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
-    """A flag for each field of a dataclass, whose metadata holds the help text."""
+    """A flag for each field of a dataclass, whose metadata holds the help text.
+
+    A flag that is not given is absent from what is parsed: a site's defaults can stand there.
+    """
     for field in dataclasses.fields(flags):
-        options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
         if isinstance(field.default, bool):
             options["action"] = "store_true"
         elif isinstance(field.default, tuple):
             options["nargs"] = "+"
         else:
-            options["type"] = count if "int" in str(field.type) else str
+            options["type"] = value_type(field)
         if "choices" in field.metadata:
             options["choices"] = field.metadata["choices"]
         parser.add_argument(*spellings(field.name), **options)
 
 
-def from_fields(flags: type[Flags], options: argparse.Namespace) -> Flags:
-    """The dataclass with the values that were parsed."""
-    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(flags)}  # type: ignore[arg-type]
-    return flags(**values)
+def value_type(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
+    """What reads a field's text. It raises `ArgumentTypeError` for a text that cannot be meant."""
+    return field.metadata.get("type") or (count if "int" in str(field.type) else str)
+
+
+def given(flags: type, options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a dataclass that the command line names, with their values."""
+    names = [field.name for field in dataclasses.fields(flags)]
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}

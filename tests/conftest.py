@@ -36,6 +36,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_site_file(tmp_path_factory) -> None:
+    """A developer's own site file is not what the tests describe."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("configuration"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A folder with a Llama of some 30 thousand parameters and the byte-level tokenizer."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
-from launch.flags import Commands, add_fields, count, from_fields, spellings
+from launch.flags import Commands, add_fields, count, given, spellings
+from launch.jobs import site
 from launch.jobs.submit import submit
 from launch.jobs.targets import TARGETS, Target
+from recipes.errors import UserError
 
 
 def add_parser(commands: Commands) -> None:
@@ -28,6 +31,8 @@ def _add_target(targets: Commands, name: str, target: Target) -> None:
         prog=f"recipes submit {name}",
         help=target.HELP,
         description=target.HELP,
+        epilog=f"Defaults of the target's own flags, from --{fields(target.FLAGS)[0].name} on, can stand under "
+        f"`{name}:` in {site.path()}; the command line wins.",
         usage=f"recipes submit {name} [flags] -- [train.py flags]",
         allow_abbrev=False,
     )
@@ -45,15 +50,22 @@ def _add_target(targets: Commands, name: str, target: Target) -> None:
 
 def submit_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     target = TARGETS[options.target]
-    return submit(
-        target,
-        from_fields(target.FLAGS, options),
-        argv,
-        recipe=options.recipe,
-        accelerate_config=options.accelerate_config,
-        nodes=options.nodes,
-        processes_per_node=options.processes_per_node,
-        preflight=options.preflight,
-        dry_run=options.dry_run,
-        output=options.output,
-    )
+    defaults, written = site.defaults(options.target), given(target.FLAGS, options)
+    try:
+        return submit(
+            target,
+            target.FLAGS(**{**defaults, **written}),
+            argv,
+            recipe=options.recipe,
+            accelerate_config=options.accelerate_config,
+            nodes=options.nodes,
+            processes_per_node=options.processes_per_node,
+            preflight=options.preflight,
+            dry_run=options.dry_run,
+            output=options.output,
+            comment=site.origins(defaults, written),
+        )
+    except UserError as error:
+        source = {name: str(site.path()) for name in defaults.keys() - written.keys()}
+        problems = [replace(one, source=one.source or source.get(one.subject, "")) for one in error.problems]
+        raise UserError(*problems) from None

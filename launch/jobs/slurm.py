@@ -7,10 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from launch.jobs import tail
+from launch.jobs import container, tail
 from launch.jobs.job import (
     ASSUMED_GPU,
     THIS_ACCELERATE,
@@ -23,55 +22,26 @@ from launch.jobs.job import (
     refuse_fresh,
 )
 from launch.jobs.secrets import without_secrets
+from launch.jobs.slurm_flags import Slurm, require_valid
 from launch.output.submission import Submission, announce
-from recipes.errors import UserError, mistake
-from recipes.flags import flag
+from launch.terminal import console, print_problems
+from recipes.errors import Problem, UserError, mistake
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
 HELP = "a Slurm cluster, through sbatch"
 WRITES_HERE = True  # the nodes and this machine share a disk
 FOLDER: Path | None = None
-_SBATCH = "as sbatch takes it"
-
-
-@dataclass(frozen=True)
-class Slurm:
-    """The flags of this target, under Slurm's own names.
-
-    `module` and `venv` prepare the environment of the job.
-    """
-
-    partition: str | None = flag(None, _SBATCH)
-    account: str | None = flag(None, _SBATCH)
-    qos: str | None = flag(None, _SBATCH)
-    time: str | None = flag(None, "time limit, as Slurm writes it (2-12:00:00)")
-    gpus_per_node: str | None = flag(None, "a count or type:count; also the processes of a node, unless they are given")
-    cpus_per_task: int | None = flag(
-        None, "cores of a node for its processes and their data loading [the cluster's default, often 1]"
-    )
-    mem: str | None = flag(None, _SBATCH)
-    constraint: str | None = flag(None, _SBATCH)
-    reservation: str | None = flag(None, _SBATCH)
-    job_name: str | None = flag(None, "[the recipe]")
-    module: tuple[str, ...] = flag((), "environment modules to load, in this order")
-    venv: str | None = flag(None, "virtual environment to activate on the nodes")
-    container_image: str | None = flag(None, "image for srun --container-image (pyxis)")
-    signal_seconds: int = flag(120, "seconds before the time limit at which the run gets SIGUSR1, to save [120]")
-    max_restarts: int = flag(10, "how often a preempted or timed-out run is requeued [10]")
-
-    @property
-    def prepares(self) -> bool:
-        """Whether the nodes have their own installation.
-
-        Otherwise this interpreter runs there, from a shared disk.
-        """
-        return bool(self.venv or self.module or self.container_image)
-
-
 FLAGS: type = Slurm
 
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
+
+_NO_ARRAY = """\
+if [ -n "${SLURM_ARRAY_JOB_ID-}" ]; then
+    echo "a job array would run this one training several times into one folder: submit it without --array" >&2
+    exit 2
+fi
+"""
 
 _HEAD_NODE = """\
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -106,19 +76,14 @@ exit "$code"
 
 
 def node(slurm: Slurm, processes: int | None) -> Node:
-    """A node of the cluster, which cannot be looked at from here: its GPUs are assumed."""
-    gpus = _gpu_count(slurm.gpus_per_node)
-    processes = processes or max(1, gpus)
-    hardware = Hardware((ASSUMED_GPU,) * gpus, slurm.cpus_per_task or processes, liger=read_hardware().liger)
+    """A node of the cluster, which cannot be looked at from here: its GPUs are assumed.
+
+    Raises `UserError` for flags that Slurm would refuse.
+    """
+    require_valid(slurm)
+    processes = processes or max(1, slurm.gpus)
+    hardware = Hardware((ASSUMED_GPU,) * slurm.gpus, slurm.cpus_per_task or processes, liger=read_hardware().liger)
     return Node(hardware, processes, frozenset() if slurm.prepares else None)
-
-
-def _gpu_count(text: str | None) -> int:
-    """2 for `2` and for `a100:2`."""
-    count = (text or "0").rpartition(":")[2]
-    if not count.isdigit():
-        raise mistake("gpus_per_node", f"{text!r} is not a count of GPUs", "--gpus_per_node 4, or a100:4")
-    return int(count)
 
 
 def render(job: Job, slurm: Slurm) -> str:
@@ -131,17 +96,18 @@ def render(job: Job, slurm: Slurm) -> str:
     directives |= {key.replace("_", "-"): getattr(slurm, key) for key in _DIRECTIVES if getattr(slurm, key)}
     directives |= {"signal": f"B:USR1@{slurm.signal_seconds}", "open-mode": "append"}
     lines = ["#!/bin/bash", *(f"#SBATCH --{key}={_plain(key, value)}" for key, value in directives.items())]
-    lines += ["#SBATCH --requeue", "", f"# {job.title}", "set -uo pipefail", f"max_restarts={slurm.max_restarts}"]
+    lines += [f"#SBATCH --{'requeue' if slurm.max_restarts else 'no-requeue'}", "", f"# {job.title}"]
+    lines += [*_prepared(slurm), "set -uo pipefail", f"max_restarts={slurm.max_restarts}"]
     lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, slurm.signal_seconds - 10)}"]
-    lines += _prepared(slurm)
-    lines += ["", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
-    lines += [*_step(job, slurm), _WAIT.rstrip()]
+    lines += [_NO_ARRAY.rstrip(), "", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
+    lines += [*(container.lines(job, slurm) if slurm.container_image else []), *_step(job, slurm), _WAIT.rstrip()]
     return "\n".join(lines) + "\n"
 
 
 def _prepared(slurm: Slurm) -> list[str]:
+    """Before `set -u`: what modules and environments run reads variables that may not be set."""
     lines = [f"module load {' '.join(quoted(slurm.module))} || exit 1"] if slurm.module else []
-    if slurm.venv:
+    if slurm.venv and not slurm.container_image:
         activate = Path(slurm.venv).expanduser() / "bin" / "activate"
         lines.append(f"source {quoted([str(activate)])[0]} || exit 1")
     return lines
@@ -157,13 +123,13 @@ def _step(job: Job, slurm: Slurm) -> list[str]:
     options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
     if slurm.cpus_per_task:
         options.insert(2, f"--cpus-per-task={slurm.cpus_per_task}")  # srun has not inherited it since 22.05
-    if slurm.container_image:
-        options.append(f"--container-image={quoted([slurm.container_image])[0]}")
+    inside = '"${container[@]}" ' if slurm.container_image else ""
+    home = "$home; " if slurm.container_image else ""
     return [
         f"launcher={inner}",
         "# One word: srun reads a lone : among its own as the start of another job.",
         f"srun {' '.join(options)} \\",
-        '    bash -c "$launcher$(printf \' %q\' "${command[@]}")" &',
+        f'    {inside}bash -c "{home}$launcher$(printf \' %q\' "${{command[@]}}")" &',
     ]
 
 
@@ -178,6 +144,11 @@ def _plain(key: str, value: object) -> str:
 
 def check(text: str, job: Job, slurm: Slurm) -> None:
     without_secrets(text)
+    if slurm.container_image and slurm.venv:
+        print_problems(
+            [Problem("venv", "is left alone: the container has its own python", severity="advice")],
+            console(stderr=True),
+        )
 
 
 def submit(text: str, job: Job, slurm: Slurm) -> int:

@@ -12,6 +12,7 @@ from shlex import quote
 
 from launch.jobs.here import refuse_while_written
 from launch.jobs.job import checked_job
+from launch.jobs.site import commented
 from launch.jobs.targets import TARGETS, Target, submitted
 from recipes.errors import mistake
 
@@ -28,11 +29,12 @@ def submit(
     preflight: bool = False,
     dry_run: bool = False,
     output: str | None = None,
+    comment: str = "",
 ) -> int:
     """Submit train.py with the command line `argv`, or show what would be sent.
 
     `flags` are the target's own. `accelerate_config` is an Accelerate YAML that replaces the
-    recipe's own. Returns the exit code.
+    recipe's own, `comment` lines for the top of the job's text. Returns the exit code.
     Raises `UserError` with everything that is wrong with the run or the job.
     """
     if output and not dry_run:
@@ -41,7 +43,7 @@ def submit(
         what = f"the job's relative paths start in {target.FOLDER.name}/"
         raise mistake("output", what, f"--output {target.FOLDER / 'mine.yaml'}")
     job = checked_job(recipe, argv, target.node(flags, processes_per_node), nodes, preflight, accelerate_config)
-    text = target.render(job, flags)
+    text = commented(target.render(job, flags), comment)
     target.check(text, job, flags)
     if dry_run:
         return _show(text, output)

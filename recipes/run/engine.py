@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.errors import mistake
 from recipes.run.parallelism import Parallelism, autotp_size, from_section, from_variables
-
-if TYPE_CHECKING:
-    import yaml
 
 Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as it will be written
 
@@ -61,12 +58,15 @@ def shipped(name: str) -> Path:
     return inside if inside.exists() else package.parent / "accelerate_configs" / name
 
 
-def read_yaml(path: str | Path, subject: str) -> Json:
-    """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none."""
+def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
+    """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none.
+
+    With `as_text` every value is text, as it was written: `8:00:00` is otherwise 28800 to YAML.
+    """
     import yaml
 
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader())
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader(as_text))
     except KeyError as error:
         raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", str(path)) from None
     except OSError as error:
@@ -87,11 +87,11 @@ def read_yaml(path: str | Path, subject: str) -> Json:
 
 
 @cache
-def _loader() -> type[yaml.SafeLoader]:
-    """PyYAML's safe loader, but `KeyError` for a key that is given twice."""
+def _loader(as_text: bool) -> Any:
+    """PyYAML's safe loader, or the one of texts, but `KeyError` for a key that is given twice."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.BaseLoader if as_text else yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node, deep=False):
             keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
             for key in keys:

@@ -35,11 +35,14 @@ def job(recipe="standard", nodes=1, processes=1, argv=(), gpu=True):
 FULL = Slurm(
     partition="gpu", account="lab", time="1-00:00:00", gpus_per_node="a100:4", cpus_per_task=32, module=("cuda/12.6",)
 )
+PYXIS = Slurm(container_image="nvcr.io#nvidia/pytorch:26.01-py3", container_mounts=("/scratch", "/data:/in:ro"))
+APPTAINER = Slurm(container_image="/shared/training.sif", module=("apptainer",), max_restarts=0)
 RENDERED = {
     "local-1x1.sh": lambda: local.render(job("fast", argv=("--run_name", "a b"), gpu=False)),
     "local-2x2.sh": lambda: local.render(job(nodes=2, processes=2, gpu=False)),
     "slurm-2x4.sbatch": lambda: slurm.render(job("memory", 2, 4, ("--learning_rate", "1e-5")), FULL),
-    "slurm-1x1-container.sbatch": lambda: slurm.render(job("fast"), Slurm(container_image="nvcr.io/pytorch:26.01")),
+    "slurm-1x1-pyxis.sbatch": lambda: slurm.render(job("fast"), PYXIS),
+    "slurm-1x1-apptainer.sbatch": lambda: slurm.render(job("fast", argv=("--output_dir", "/tmp/run")), APPTAINER),
 }
 
 
@@ -141,6 +144,17 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
         ("submit slurm --recipe memory -- --optim adamw_bnb_8bit", "--optim adamw_torch"),
         ("submit slurm --recipe baseline --nodes 2", "--recipe standard"),
         ("submit slurm --gpus_per_node many", "--gpus_per_node 4"),
+        ("submit slurm --gpus_per_node a100:2,h100:2", "one type: a100:2"),
+        ("submit slurm --gpus_per_node gpu:a100:4", "--gpus_per_node a100:4"),
+        ("submit slurm --gpus_per_node gpu:4", "--gpus_per_node 4"),
+        ("submit slurm --time 8h", "8:00:00"),
+        ("submit slurm --time 2", "--signal_seconds 60"),
+        ("submit slurm --time 1:00:00:00", "hours:minutes:seconds"),
+        ("submit slurm --signal_seconds 70000", "at most 65535"),
+        ("submit slurm --mem 64GiB", "64G"),
+        ("submit slurm --container_mounts /data", "--container_image"),
+        ("submit slurm --container_image a.sif --container_mounts data", "each from /"),
+        ("submit slurm --dry_run --container_image a.sif -- --output_dir /tmp/a:b", "it holds , or :"),
         ("submit slurm --job_name $HOME", "letters, digits"),
         ("submit slurm --dry_run -- --hub_token abc", "hf auth login"),
         ("submit local --output job.sh", "--dry_run"),

@@ -115,7 +115,9 @@ def _flags(values: Mapping[str, Any]) -> str:
     """The values as the command line spells them, on one line."""
     words: list[str] = []
     for name, value in values.items():
+        if value is False:  # a switch that is off has no flag
+            continue
         words.append(f"--{name}")
-        if not isinstance(value, bool):
+        if value is not True:
             words += map(str, value) if isinstance(value, tuple | list) else [str(value)]
     return join(words).replace("\n", " ").replace("\r", " ")

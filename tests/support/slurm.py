@@ -6,13 +6,18 @@ import getpass
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests.support.running import Outcome
 from tests.support.waiting import PATIENCE, wait_for
 
 DAEMONS = ("slurmctld", "slurmd")
@@ -55,6 +60,9 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE 
 
 def installed() -> bool:
     return all(shutil.which(daemon) for daemon in DAEMONS)
+
+
+NEEDS_SLURM = pytest.mark.skipif(not installed(), reason="needs Debian's slurmctld, slurmd and slurm-client")
 
 
 class Cluster:
@@ -127,3 +135,33 @@ def _free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+# --- What a user does on it -----------------------------------------------------------------------
+
+
+def recipes(cluster: Cluster, folder: Path, *words: str, **variables: str) -> Outcome:
+    """The outcome of the `recipes` command in `folder`, with more variables of the environment."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words],
+        cwd=folder,
+        env={**os.environ, **cluster.environment, **variables},
+        capture_output=True,
+        text=True,
+    )
+    return Outcome(done.returncode, done.stdout + done.stderr, {})
+
+
+def submit(cluster: Cluster, folder: Path, *words: str, **variables: str) -> tuple[str, Outcome]:
+    """The id of a job that `recipes submit slurm` submitted from `folder`, and the outcome."""
+    outcome = recipes(cluster, folder, "submit", "slurm", "--recipe", "standard", *words, **variables)
+    found = re.search(r"submitted job (\d+)", outcome.output)
+    return found.group(1) if found else "", outcome
+
+
+def log(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.glob("*.log"))
+
+
+def wait_for_step(cluster: Cluster, folder: Path, step: int) -> None:
+    cluster.wait_until(f"step {step} in the log", lambda: f"step {step}/" in log(folder))

@@ -1,9 +1,6 @@
 """Runs on a real Slurm: a private cluster of two nodes, started here, used as a user would."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,62 +9,17 @@ import pytest
 from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
 from tests.support.running import Outcome, losses, read_record, train_here
 from tests.support.slow_model import write_slow_model
-from tests.support.slurm import Cluster, installed
+from tests.support.slurm import NEEDS_SLURM, Cluster, log, recipes, submit, wait_for_step
 
-if not installed() and os.environ.get("CI"):
-    pytest.fail("Slurm is not installed, and in CI it must be", pytrace=False)
-
-pytestmark = pytest.mark.skipif(not installed(), reason="needs Debian's slurmctld, slurmd and slurm-client")
+pytestmark = NEEDS_SLURM
 
 STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 64".split()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    cluster = Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
-    cluster.start()
-    yield cluster
-    cluster.stop()
-
-
-def recipes(cluster: Cluster, folder, *words: str) -> Outcome:
-    """The outcome of the `recipes` command in `folder`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *words],
-        cwd=folder,
-        env={**os.environ, **cluster.environment},
-        capture_output=True,
-        text=True,
-    )
-    return Outcome(done.returncode, done.stdout + done.stderr, {})
-
-
-def submit(cluster: Cluster, folder, *words: str) -> tuple[str, Outcome]:
-    """The id of a job that `recipes submit slurm` submitted from `folder`, and the outcome."""
-    outcome = recipes(cluster, folder, "submit", "slurm", "--recipe", "standard", *words)
-    found = re.search(r"submitted job (\d+)", outcome.output)
-    return found.group(1) if found else "", outcome
-
-
-def log(folder) -> str:
-    return "".join(file.read_text() for file in folder.glob("*.log"))
-
-
-def wait_for_step(cluster: Cluster, folder, step: int) -> None:
-    cluster.wait_until(f"step {step} in the log", lambda: f"step {step}/" in log(folder))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model, texts, tmp_path_factory):
     """40 steps in one process, never stopped."""
     return train_here(tiny_model, texts, tmp_path_factory.mktemp("whole"), *STEPS[:-2], "--max_steps", "40")
-
-
-@pytest.fixture(scope="module")
-def slow_flags(tiny_model, texts, tmp_path_factory):
-    """40 steps of a second each, when two nodes share the global batch."""
-    model = write_slow_model(tmp_path_factory.mktemp("slow") / "model", tiny_model, 0.5)
-    return [*model, "--dataset_name", str(texts), *STEPS, "--max_steps", "40", "--output_dir", "run"]
 
 
 def finished(folder) -> Outcome:

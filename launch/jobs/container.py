@@ -47,7 +47,7 @@ def lines(job: Job, slurm: Slurm) -> list[str]:
     image = slurm.container_image or ""
     script = [f"folders=({' '.join(quoted(folders(job)))})", _FOLDERS]
     more = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in slurm.container_mounts)
-    script += [f"binds+={quoted(['.' + more])[0].replace('.', ',', 1)}"] if more else []
+    script += [f"binds+={quoted([',' + more])[0]}"] if more else []
     script.append(_HOME)
     if image.endswith(".sif"):
         return [*script, f"{_APPTAINER}{quoted([image])[0]})"]
@@ -66,14 +66,15 @@ def folders(job: Job) -> list[str]:
     found = {SCRIPT.parent, package / "recipes", Path(job.config).parent}
     if _is_outside(str(job.folder)):
         found.add(_absolute(str(job.folder)))
-    for name in job.run.given:
+    for name in job.run.given.keys() - {"output_dir"}:  # which need not exist yet
         for text in _texts(job.run[name]):
             folder = _folder(text)
             if folder:
                 found.add(folder)
-    wrong = [str(folder) for folder in found if {",", ":"} & set(str(folder))]
+    wrong = [str(folder) for folder in [*found, Path.cwd()] if set(",:\n") & set(str(folder))]
     if wrong:
-        raise mistake("container_image", f"{wrong[0]} cannot be mounted: it holds , or :", "a path without")
+        what = f"{wrong[0]!r} cannot be mounted: it holds , or : or a new line"
+        raise mistake("container_image", what, "a path without")
     return sorted(str(folder) for folder in found if not any(other in folder.parents for other in found))
 
 

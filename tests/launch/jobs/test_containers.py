@@ -6,16 +6,21 @@ Neither is installed here: stand-ins check their options and run the command, on
 import json
 import os
 import shutil
-from dataclasses import dataclass
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from launch.cli import main
+from launch.jobs import container, slurm
+from launch.jobs.slurm_flags import Slurm, require_valid
+from recipes.run import resolve
 from tests.support.containers import stand_in
+from tests.support.hostile import HOSTILE, hostile_job
 from tests.support.running import Outcome, read_record
 from tests.support.slurm import NEEDS_SLURM, log, recipes, submit, wait_for_step
-
-pytestmark = NEEDS_SLURM
 
 IMAGES = {"apptainer": ("apptainer", "/images/training.sif"), "pyxis": ("srun", "registry#lab/training:1")}
 
@@ -53,6 +58,7 @@ def contained(request, cluster, slow_flags, tmp_path_factory):
     return Contained(folder / "work", image, state, dry.output, outcome, seen)
 
 
+@NEEDS_SLURM
 @pytest.mark.slow
 def test_a_preempted_run_in_containers_goes_on_to_the_last_step(contained):
     assert contained.state == "COMPLETED", log(contained.folder)
@@ -62,6 +68,7 @@ def test_a_preempted_run_in_containers_goes_on_to_the_last_step(contained):
     assert "told to stop by SIGTERM at step" in text and "resuming from" in text and "step 40/40" in text
 
 
+@NEEDS_SLURM
 @pytest.mark.slow
 def test_the_container_sees_what_the_run_names(contained, slow_flags):
     """The current folder, the model's, the data's, HF_HOME, this package, and the site's own."""
@@ -76,8 +83,128 @@ def test_the_container_sees_what_the_run_names(contained, slow_flags):
         assert (seen.get("--container-image") or seen["image"]) == contained.image
 
 
+@NEEDS_SLURM
 @pytest.mark.slow
 def test_the_dry_run_says_what_the_site_file_gave(contained):
     site, line = contained.dry_run.splitlines()[1:3]
     assert "site.yaml: --partition low --container_image" in site
     assert line == "# From the command line: --time 1:00:00"
+
+
+# --- Without a cluster: what bash makes of the script ---------------------------------------------
+
+_NOTE = """\
+#!{python}
+import json, sys
+from pathlib import Path
+with Path({file!r}).open("a") as stream:
+    stream.write(json.dumps([Path(sys.argv[0]).name, *sys.argv[1:]]) + "\\n")
+"""
+
+
+def run_by_hand(text: str, folder: Path, *names: str) -> tuple[int, list[list[str]]]:
+    """The exit code of a job's script in `folder`, and each call of the named commands."""
+    tools = folder / "tools"
+    tools.mkdir()
+    for name in names:
+        (tools / name).write_text(_NOTE.format(python=sys.executable, file=str(folder / "calls")))
+        (tools / name).chmod(0o755)
+    for name in ("bash", "head", "sed", "sort", "paste", "mkdir", "sleep"):  # a machine may have a real srun too
+        (tools / name).symlink_to(shutil.which(name))
+    environment = {
+        "PATH": str(tools),
+        "HOME": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+    }
+    done = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
+    calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    return done.returncode, [json.loads(line) for line in calls]
+
+
+ODD = [word for word in HOSTILE if "\0" not in word and word]
+
+
+@pytest.mark.parametrize("image", ["{}", "{}.sif"])
+def test_odd_characters_arrive_as_they_were_typed(image, tmp_path):
+    """In modules, images and mounts; never as a part of the script."""
+    mounts = tuple(f"/{word}" for word in ODD if not set(word) & set(",:"))
+    for number in range(0, len(ODD), 40):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        name = image.format(ODD[number])
+        slurm_flags = Slurm(module=tuple(ODD), container_image=name, container_mounts=mounts)
+        require_valid(slurm_flags)
+        text = slurm.render(hostile_job(HOSTILE, folder), slurm_flags)
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+        code, calls = run_by_hand(text, folder, "module", "scontrol", "scancel", "srun", "apptainer")
+        assert code == 0
+        assert calls[0] == ["module", "load", *ODD]
+        srun = next(call for call in calls if call[0] == "srun")
+        assert (name in srun) if image.endswith("sif") else (f"--container-image={name}" in srun)
+        assert any(word.endswith("," + ",".join(f"{mount}:{mount}" for mount in mounts)) for word in srun)
+        assert not (folder / "broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "code"),
+    [
+        (Slurm(module=("cuda",)), "module", 1),
+        (Slurm(venv="/nowhere/venv"), "", 1),
+        (Slurm(container_image="a.sif"), "apptainer", 1),
+        (Slurm(), "srun", 127),
+    ],
+)
+def test_what_is_missing_on_the_node_fails_the_job_at_once(flags, without, code, tmp_path):
+    tools = {"module", "scontrol", "scancel", "srun", "apptainer"} - {without}
+    ended, calls = run_by_hand(slurm.render(hostile_job([], tmp_path), flags), tmp_path, *tools)
+    assert ended == code and not any(call[0] == "srun" for call in calls)
+
+
+def test_a_job_array_is_refused_on_the_node(tmp_path):
+    text = slurm.render(hostile_job([], tmp_path), Slurm())
+    ended, calls = run_by_hand(f"export SLURM_ARRAY_JOB_ID=7\n{text}", tmp_path, "srun", "scontrol")
+    assert (ended, calls) == (2, [])
+
+
+def test_the_environment_of_a_module_may_read_what_is_not_set(tmp_path):
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "activate").write_text('[ "$NOT_SET_ANYWHERE" = x ] || true\n')
+    text = slurm.render(hostile_job([], tmp_path), Slurm(venv=str(tmp_path / "venv")))
+    assert run_by_hand(text, tmp_path, "srun", "scontrol")[0] == 0
+
+
+def test_a_virtual_environment_beside_a_container_is_left_alone_and_said_so(capsys):
+    assert main("submit slurm --venv /v --container_image a.sif --dry_run".split()) == 0
+    printed = capsys.readouterr()
+    assert "activate" not in printed.out and "has its own python" in printed.err
+
+
+@pytest.mark.parametrize(("image", "runs"), [("a.sif", True), ("a.sqsh", False), ("registry#a:1", False)])
+def test_the_images_name_says_who_runs_it(image, runs, capsys):
+    assert main(["submit", "slurm", "--container_image", image, "--dry_run"]) == 0
+    assert ("command -v apptainer" in capsys.readouterr().out) == runs
+
+
+def test_folders_outside_the_current_one_are_mounted(tmp_path, monkeypatch):
+    """Those of settings on the command line and in files, existing ones; links are not followed."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "data" / "a.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path / "work")
+    argv = [
+        "--dataset_name",
+        "../data/a.jsonl",
+        "--model_name_or_path",
+        str(tmp_path / "link"),
+        "--run_name",
+        "/nowhere/x",
+    ]
+    job = replace(
+        hostile_job([], tmp_path / "work"), run=resolve([*argv, "--output_dir", str(tmp_path / "new")], environment={})
+    )
+    mounted = container.folders(job)
+    assert {str(tmp_path / name) for name in ("data", "link", "new")} <= set(mounted)
+    assert not any("nowhere" in folder or folder.endswith("/work") for folder in mounted)

@@ -1,9 +1,12 @@
 """Runs on a real Slurm: a private cluster of two nodes, started here, used as a user would."""
 
+import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
@@ -20,6 +23,16 @@ STEPS = "--learning_rate 1e-3 --logging_steps 1 --save_steps 1000 --max_length 6
 def uninterrupted(tiny_model, texts, tmp_path_factory):
     """40 steps in one process, never stopped."""
     return train_here(tiny_model, texts, tmp_path_factory.mktemp("whole"), *STEPS[:-2], "--max_steps", "40")
+
+
+def ranks_in(folder) -> list[int]:
+    """The processes of train.py whose current folder this is, by the time they started."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd", "create_time", "environ"]):
+        info = process.info
+        if info["cwd"] == str(folder) and "LOCAL_RANK" in (info["environ"] or {}):
+            found.append((info["create_time"], process.pid))
+    return [pid for _, pid in sorted(found)]
 
 
 def finished(folder) -> Outcome:
@@ -161,3 +174,14 @@ def test_arguments_arrive_as_they_were_typed(cluster, tmp_path):
     job = cluster.run("sbatch", "--parsable", f"--output={tmp_path}/out.log", str(file)).strip()
     cluster.wait_for(job, "COMPLETED", "FAILED")
     assert received(tmp_path) == HOSTILE
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_on_every_node(cluster, slow_flags, tmp_path):
+    """Otherwise the other node would wait for it in a collective, for half an hour and more."""
+    job, _ = submit(cluster, tmp_path, "--nodes", "2", "--", *slow_flags)
+    wait_for_step(cluster, tmp_path, 3)
+    os.kill(ranks_in(tmp_path)[1], signal.SIGKILL)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED", log(tmp_path)
+    assert "requeued" not in log(tmp_path) and "step 40/" not in log(tmp_path)
+    cluster.wait_until("the end of the other rank", lambda: not ranks_in(tmp_path))

@@ -46,7 +46,7 @@ def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> Run
         content = _search(run, argv, world, board)
         board.decide("written", lambda: record.write(run["output_dir"], content, FIT))
         content["file"] = str(Path(run["output_dir"]) / FIT)
-    batch = fitted.as_batch(content)  # as rank 0 found it: another node may have other devices
+    batch = fitted.as_batch(run, content)  # as rank 0 found it: another node may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return run.at_batch(batch, FIT)
 
@@ -90,7 +90,6 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
         "micro_batch": best["micro_batch"],
         "accumulation": best["accumulation"],
         "world_size": world.size,
-        "data_parallel_size": run.data_parallel_size,
         "global_batch_size": run.batch.total,
         "peak_bytes": best["peak_bytes"],
         "limit_bytes": limit,

@@ -68,7 +68,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
     out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
-        verdict = _probe_on_all_ranks(run, argv, world, board, size, limit)
+        verdict = _probe_on_all_ranks(run, argv, board, size, limit)
         probes.append({"micro_batch": size, "accumulation": share // size, **verdict})
         outcome = "runs" if verdict["fits"] else f"does not fit: {verdict['words']}"
         peak = f", peak {memory_size(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
@@ -148,7 +148,7 @@ def _require_writable(run: RunSpec) -> None:
 # --- One candidate, on all ranks ------------------------------------------------------------------
 
 
-def _probe_on_all_ranks(run: RunSpec, argv: list[str], world: World, board: Board, size: int, limit: int) -> Json:
+def _probe_on_all_ranks(run: RunSpec, argv: list[str], board: Board, size: int, limit: int) -> Json:
     """What became of a micro-batch on all ranks together: it fits if it ran on each."""
     accumulation = run.batch.micro * run.batch.accumulation // size
     request = {

@@ -204,7 +204,7 @@ def ranks_agree(probe):
             world = World(2, rank, 2)
             board = Board(world, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
             try:
-                return fit._probe_on_all_ranks(spec, [str(rank)], world, board, 8, 10**9)
+                return fit._probe_on_all_ranks(spec, [str(rank)], board, 8, 10**9)
             except Exception as error:
                 return error
 

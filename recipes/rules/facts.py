@@ -18,16 +18,14 @@ made known, in `check.RULE_MODULES`.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.legal import models
 from recipes.run import RunSpec
-from recipes.run.engine import Json, deepspeed_json
+from recipes.run.engine import Json, deepspeed_json, read_json
 from recipes.run.local_model import local_config
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
@@ -215,20 +213,7 @@ def mapping(value: object) -> Json:
     """`value` itself if it is a mapping, the content of the JSON file that it names, or {}."""
     if isinstance(value, Mapping):
         return dict(value)
-    return read_json(value)[0] if isinstance(value, str) else {}
-
-
-def read_json(file: str) -> tuple[Json, str]:
-    """The object in a JSON file, and what is wrong with the file: empty if nothing is."""
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError:
-        return {}, f"{file} cannot be read"
-    except ValueError as error:
-        return {}, f"{file} is not valid JSON: {error}"
-    if not isinstance(content, dict):
-        return {}, f"{file} holds a {type(content).__name__}"
-    return content, ""
+    return (read_json(value)[0] or {}) if isinstance(value, str) else {}
 
 
 def is_true(value: object) -> bool:

@@ -6,8 +6,9 @@ import base64
 import json
 
 from recipes import legal
-from recipes.rules.facts import accelerator_config, gradient_accumulation_kwargs, mapping, problem, read_json, rule
+from recipes.rules.facts import accelerator_config, gradient_accumulation_kwargs, mapping, problem, rule
 from recipes.run import RunSpec, nearest
+from recipes.run.engine import read_json
 
 
 @rule

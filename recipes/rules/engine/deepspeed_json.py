@@ -13,11 +13,11 @@ from recipes.rules.facts import (
     in_yaml,
     is_true,
     model_config,
-    read_json,
     rule,
     uses_deepspeed,
 )
 from recipes.run import RunSpec, nearest
+from recipes.run.engine import read_json
 
 _BELONGS_IN_JSON = (
     "gradient_accumulation_steps",
@@ -67,7 +67,7 @@ def deepspeed_file_can_be_read(run):
     content, what = read_json(str(file))
     if what:
         yield in_yaml(run, "deepspeed_config_file", what, "the path of a JSON file that holds an object")
-    elif "zero_optimization" not in content:
+    elif content is not None and "zero_optimization" not in content:
         yield in_yaml(run, "zero_optimization", f"is missing in {file}", '"zero_optimization": {"stage": 2}')
 
 

@@ -147,8 +147,20 @@ def fsdp_version(run: RunSpec) -> int:
     return run.engine.fsdp_version if uses_fsdp(run) else 0
 
 
+# What Trainer's `--fsdp` sets if `fsdp_config` does not: `_process_fsdp_args`. It wins over a YAML.
+_SET_BY_TRAINER = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "min_num_params": 0,
+    "cpu_ram_efficient_loading": False,
+    "reshard_after_forward": True,
+    "state_dict_type": "FULL_STATE_DICT",
+}
+
+
 def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
-    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`.
+    """`fsdp_config` of the YAML and, with `--fsdp`, of the arguments, which win. Keys are without
+    `fsdp_`.
 
     With `launched`, what `accelerate launch` made of a YAML, its defaults included, if that is all
     that is known.
@@ -157,8 +169,11 @@ def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
     if launched and run.engine.kind == "fsdp" and not run.engine.raw:
         written = {key.lower(): value for key, value in run.environment.items() if key.startswith("FSDP_")}
         written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
-    both = {**written, **mapping(run["fsdp_config"])}
-    return {str(key).removeprefix("fsdp_"): value for key, value in both.items()}
+    given = mapping(run["fsdp_config"]) if run["fsdp"] else {}  # nothing reads it without --fsdp
+    written, given = (
+        {str(key).removeprefix("fsdp_"): value for key, value in section.items()} for section in (written, given)
+    )
+    return {**written, **(_SET_BY_TRAINER if run["fsdp"] else {}), **given}
 
 
 def uses_ddp(run: RunSpec) -> bool:

@@ -267,7 +267,7 @@ def replicas_and_shards_are_of_fsdp2(run):
     if not parallelism.source or parallelism.replicate == parallelism.shard == 1:
         return
     if uses_fsdp(run):
-        if str(fsdp_section(run).get("version", 1 if run.engine.kind == "fsdp" else 2)) == "1":
+        if str(fsdp_section(run).get("version", 1)) == "1":
             yield _of_sizes(run, "shard", "needs FSDP2", "fsdp_version: 2")
         elif parallelism.shard == 1:  # `no dimension for FSDP to shard across`
             what = f"1 leaves FSDP nothing to shard across {parallelism.replicate} replicas"

@@ -99,7 +99,9 @@ def fsdp_and_deepspeed_exclude_each_other(run):
 def fsdp_argument_needs_a_distributed_launch(run):
     """`ValueError: Using fsdp only works in distributed training.`"""
     if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
-        yield problem(run, "fsdp", "needs a distributed launch", "accelerate launch --config_file sharded.yaml")
+        yield problem(
+            run, "fsdp", "needs a distributed launch", "accelerate launch --config_file accelerate_configs/sharded.yaml"
+        )
 
 
 @rule

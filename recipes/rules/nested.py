@@ -6,14 +6,14 @@ import base64
 import json
 
 from recipes import legal
-from recipes.rules.facts import accelerator_config, gradient_accumulation_kwargs, mapping, problem, rule
+from recipes.rules.facts import accelerator_config, advice, gradient_accumulation_kwargs, mapping, problem, rule
 from recipes.run import RunSpec, nearest
 from recipes.run.engine import read_json
 
 
 @rule
 def nested_settings_are_known(run):
-    """fsdp_config silently accepts any key. The others raise TypeError or ValueError."""
+    """fsdp_config silently accepts any key. The others raise TypeError or ValueError, if read."""
     fsdp = {str(key).removeprefix("fsdp_") for key in mapping(run["fsdp_config"])}
     nested = (
         ("accelerator_config", accelerator_config(run), legal.accelerator_config_keys),
@@ -25,7 +25,7 @@ def nested_settings_are_known(run):
         known = read_known() if keys else frozenset()  # reading a source takes time
         for key in sorted(set(keys) - known):
             fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
-            yield problem(run, name, f"has no key {key!r}", fix)
+            yield (advice if _is_unread(run, name) else problem)(run, name, f"has no key {key!r}", fix)
 
 
 # Settings that may name a JSON file, and those that must be a mapping.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.rules.nested import nested_settings_are_known
 from tests.support.real_failures import arguments, assert_fires
-from tests.support.runs import DS, Run, ds_json
+from tests.support.runs import DS, Run, ds_json, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
+
+MISSPELT = '--gradient_checkpointing_kwargs {"use_rentrant":false}'
 
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
@@ -20,13 +23,19 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
-    ("nested_settings_are_known", Run('--gradient_checkpointing_kwargs {"use_rentrant":false}'), "checkpointing"),
+    ("nested_settings_are_known", Run(f"--gradient_checkpointing {MISSPELT}"), "checkpointing"),
     (
         "nested_settings_are_known",
         Run('--fsdp full_shard --fsdp_config {"fsdp_verion":2}', yaml="standard.yaml"),
         "fsdp",
     ),
 ]
+
+
+def test_keys_that_nothing_reads_stop_no_run():
+    for argv in ('--fsdp_config {"fsdp_verion":2}', MISSPELT):
+        (found,) = nested_settings_are_known(resolved(argv.split()))
+        assert found.severity == "advice"
 
 
 def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):

@@ -87,17 +87,26 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
     return dict(DEMONSTRATION_MODEL) if name is None and run.demonstrate else local_config(name)
 
 
+def known_config(run: RunSpec) -> Json:
+    """The configuration of the run's model; empty if it is unknown."""
+    return dict(model_config(run) or {})
+
+
 def absent_classes(run: RunSpec, names: Iterable[str]) -> list[str]:
     """Which of these classes are no part of the model.
 
     Empty if that is unknown: of a model with its own code, or made from several.
     """
-    config = dict(model_config(run) or {})
+    config = known_config(run)
     known = models.class_names(str(config.get("model_type")))
     composed = any(isinstance(value, dict) and "model_type" in value for value in config.values())
     if composed or "auto_map" in config or not known:
         return []
     return [name for name in names if name not in known]
+
+
+def on_gpu(run: RunSpec) -> bool:
+    return run.hardware.cuda and not run["use_cpu"]
 
 
 def uses_deepspeed(run: RunSpec) -> bool:

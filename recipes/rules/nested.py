@@ -13,7 +13,7 @@ from recipes.run.engine import read_json
 
 @rule
 def nested_settings_are_known(run):
-    """fsdp_config silently accepts any key. The others raise TypeError or ValueError, if read."""
+    """fsdp_config silently accepts any key. The others raise TypeError or ValueError."""
     fsdp = {str(key).removeprefix("fsdp_") for key in mapping(run["fsdp_config"])}
     nested = (
         ("accelerator_config", accelerator_config(run), legal.accelerator_config_keys),
@@ -22,16 +22,26 @@ def nested_settings_are_known(run):
         ("fsdp_config", fsdp, legal.fsdp_config_keys),
     )
     for name, keys, read_known in nested:
-        known = read_known() if keys else frozenset()  # reading a source takes time
+        if not keys or _is_unread(run, name):  # reading a source takes time
+            continue
+        known = read_known()
         for key in sorted(set(keys) - known):
             fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
-            yield (advice if _is_unread(run, name) else problem)(run, name, f"has no key {key!r}", fix)
+            yield problem(run, name, f"has no key {key!r}", fix)
 
 
 # Settings that may name a JSON file, and those that must be a mapping.
 _MAY_BE_A_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
 _NO_FILE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _READ_ONLY_WITH = {"fsdp_config": "fsdp", "gradient_checkpointing_kwargs": "gradient_checkpointing"}
+
+
+@rule
+def nested_settings_are_switched_on(run):
+    """Trainer ignores them without a word if what they are about is off."""
+    for name, switch in _READ_ONLY_WITH.items():
+        if run.explicit(name) and run[name] and not run[switch]:
+            yield advice(run, name, f"is ignored without {switch}", f"--{switch}, or leave it out")
 
 
 @rule

@@ -22,6 +22,7 @@ from recipes.rules.facts import (
     in_yaml,
     is_read,
     is_true,
+    on_gpu,
     rule,
     sections,
 )
@@ -218,7 +219,7 @@ def gpu_ids_name_enough_gpus(run):
             f"{ids!r} is one GPU, and MULTI_GPU wants several",
             "gpu_ids: all, or distributed_type: 'NO'",
         )
-    elif count < run.world_size and run.hardware.cuda and not run["use_cpu"]:
+    elif count < run.world_size and on_gpu(run):
         yield in_yaml(run, "gpu_ids", f"names {count} GPUs for {run.world_size} processes", "gpu_ids: all")
 
 

@@ -12,7 +12,7 @@ from recipes.rules.facts import (
     deepspeed_section,
     in_yaml,
     is_true,
-    model_config,
+    known_config,
     rule,
     uses_deepspeed,
 )
@@ -212,5 +212,5 @@ def the_model_has_the_experts_to_keep_whole(run):
     if not named or not uses_deepspeed(run):
         return
     for name in absent_classes(run, str(named).split(",")):
-        kind = dict(model_config(run) or {})["model_type"]
+        kind = known_config(run)["model_type"]
         yield in_yaml(run, "deepspeed_moe_layer_cls_names", f"{name} is not a part of a {kind} model", "leave it out")

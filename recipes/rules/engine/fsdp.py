@@ -18,8 +18,8 @@ from recipes.rules.facts import (
     gradient_accumulation_kwargs,
     in_yaml,
     is_true,
+    known_config,
     mapping,
-    model_config,
     problem,
     rule,
     sections,
@@ -197,7 +197,7 @@ def the_model_has_the_layers_to_wrap(run):
         return
     names = named if isinstance(named, list) else str(named).split(",")
     for name in absent_classes(run, names):
-        kind = str(dict(model_config(run) or {})["model_type"])
+        kind = str(known_config(run)["model_type"])
         layers = sorted(models.layer_classes(kind))
         fix = nearest(name, layers) or (", ".join(layers) if len(names) == 1 else "leave it out")
         yield _of_key(

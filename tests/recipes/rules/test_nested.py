@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.rules.nested import nested_settings_are_known
-from tests.support.real_failures import arguments, assert_fires
+from recipes.rules.check import check
+from tests.support.real_failures import arguments, assert_fires, losses, train
 from tests.support.runs import DS, Run, ds_json, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -18,6 +18,7 @@ CASES = {
         Run('--accelerator_config {"even_batch":true}'),
         Run('--accelerator_config {"even_batches":true}'),
     ),
+    "nested_settings_are_switched_on": (Run(MISSPELT), Run(f"--gradient_checkpointing {MISSPELT}")),
     "nested_settings_can_be_read": (Run(DS), Run(DS, files=ds_json())),
 }
 
@@ -32,10 +33,13 @@ ALSO_FIRES = [
 ]
 
 
-def test_keys_that_nothing_reads_stop_no_run():
-    for argv in ('--fsdp_config {"fsdp_verion":2}', MISSPELT):
-        (found,) = nested_settings_are_known(resolved(argv.split()))
-        assert found.severity == "advice"
+def test_what_nothing_reads_changes_nothing(tmp_path):
+    ignored = dict(fsdp_config={"fsdp_verion": 2}, gradient_checkpointing_kwargs={"use_rentrant": False})
+    expected = losses(train(tmp_path / "plain", logging_steps=1))
+    assert losses(train(tmp_path / "ignored", logging_steps=1, **ignored)) == expected
+    found = check(resolved(f'--fsdp_config {{"fsdp_verion":2}} {MISSPELT}'))
+    assert [problem.severity for problem in found if "ignored" in problem.what] == ["advice", "advice"]
+    assert "error" not in [problem.severity for problem in found]
 
 
 def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):

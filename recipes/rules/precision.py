@@ -46,7 +46,7 @@ def bf16_needs_sm80(run):
 def fp16_needs_a_gpu(run):
     """On a CPU `fp16=True` changes nothing: the run trains in fp32 and reports fp16."""
     if run["fp16"] and not on_gpu(run) and not uses_deepspeed(run):
-        yield advice(run, "fp16", "does nothing on a CPU: this run trains in fp32", "--bf16, or leave it out")
+        yield advice(run, "fp16", "does nothing on a CPU: this run trains in fp32", "--bf16 instead, or leave it out")
 
 
 @rule
@@ -76,7 +76,8 @@ def deepspeed_evaluates_as_it_trains(run):
         if run["deepspeed"] is None or enabled is not None:
             trained = mixed_precision(run).replace("no", "fp32")
             what = f"DeepSpeed evaluates in the type that it trains in, and this run asks for {trained}"
-            yield problem(run, f"{name}_full_eval", what, f"leave it out, or --{name}")
+            fix = f"--{name} with --{trained} false" if trained in ("bf16", "fp16") else f"--{name}"
+            yield problem(run, f"{name}_full_eval", what, f"leave it out, or {fix}")
 
 
 # --- fp8 ------------------------------------------------------------------------------------------

@@ -253,7 +253,11 @@ def machines_find_each_other(run):
     for name, flag in (("main_process_ip", "ADDRESS"), ("main_process_port", "29500")):
         if run.engine.raw.get(name) is None:
             yield in_yaml(
-                run, name, f"is not in the file, and {machines} machines need it", f"--{name} {flag}", "advice"
+                run,
+                name,
+                f"is not in the file, and {machines} machines need it",
+                f"{name}: {flag}, or --{name} {flag} for accelerate launch",
+                "advice",
             )
 
 

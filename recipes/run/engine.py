@@ -160,11 +160,14 @@ def _sharding(kind: str, raw: Json) -> Json:
 
 
 def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
-    """The engine of Trainer's own `--fsdp` with these words, and of its `fsdp_config`."""
+    """The engine of Trainer's own `--fsdp` with these words, and of its `fsdp_config`.
+
+    Trainer's version wins over that of an FSDP launch; offload is on if either asks for it.
+    """
     content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
     section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
-    offload = "offload" in str(words).split()
-    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), section.get("cpu_offload", offload)))
+    offload = section.get("cpu_offload") or "offload" in str(words).split() or engine.offload_param != "none"
+    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), offload))
 
 
 def _fsdp(version: object, offload: object) -> Json:

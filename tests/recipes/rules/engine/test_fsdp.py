@@ -227,10 +227,12 @@ def test_a_launch_fails(rule, lines, settings, message, train_launched):
     assert_fires(rule, {**settings, **named}, config=file, gpu=(8, 0))
 
 
-def test_trainers_fsdp_saves_whole_weights_whatever_the_launch_says(train_launched):
+def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_says(train_launched, monkeypatch):
     settings = {"save_only_model": True, "fsdp": True}
     file, start = train_launched(BY_LAYER, SHARDED, **settings)
-    start()
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    plugin = start().accelerator.state.fsdp_plugin
+    assert (plugin.fsdp_version, plugin.state_dict_type.name) == (2, "FULL_STATE_DICT")
     run = resolve(settings=settings, accelerate_config=str(file), hardware=TWO_GPUS, environment={})
     assert "sharded_checkpoints_hold_the_optimizer" not in dict(problems_by_rule(run))
 

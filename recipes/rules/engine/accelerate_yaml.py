@@ -22,6 +22,7 @@ from recipes.rules.facts import (
     in_yaml,
     is_read,
     is_true,
+    on_gpu,
     rule,
     sections,
 )
@@ -218,7 +219,7 @@ def gpu_ids_name_enough_gpus(run):
             f"{ids!r} is one GPU, and MULTI_GPU wants several",
             "gpu_ids: all, or distributed_type: 'NO'",
         )
-    elif count < run.world_size and run.hardware.cuda and not run["use_cpu"]:
+    elif count < run.world_size and on_gpu(run):
         yield in_yaml(run, "gpu_ids", f"names {count} GPUs for {run.world_size} processes", "gpu_ids: all")
 
 
@@ -252,7 +253,11 @@ def machines_find_each_other(run):
     for name, flag in (("main_process_ip", "ADDRESS"), ("main_process_port", "29500")):
         if run.engine.raw.get(name) is None:
             yield in_yaml(
-                run, name, f"is not in the file, and {machines} machines need it", f"--{name} {flag}", "advice"
+                run,
+                name,
+                f"is not in the file, and {machines} machines need it",
+                f"{name}: {flag}, or --{name} {flag} for accelerate launch",
+                "advice",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.errors import Problem
-from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed
+from recipes.rules.facts import advice, in_yaml, on_gpu, problem, rule, uses_deepspeed
 from recipes.run.engine import from_yaml, shipped
 
 
@@ -39,7 +39,7 @@ def single_engine_starts_one_process(run):
 @rule
 def processes_have_a_gpu_each(run):
     """`CUDA error: invalid device ordinal`, or NCCL's `Duplicate GPU detected`."""
-    if not run.hardware.cuda or run["use_cpu"] or run["ddp_backend"] == "gloo":
+    if not on_gpu(run) or run["ddp_backend"] == "gloo":
         return  # with gloo, processes may share a GPU
     machines = run.engine.raw.get("num_machines", 1)
     machines = machines if isinstance(machines, int) and machines > 0 else 1
@@ -99,7 +99,9 @@ def fsdp_and_deepspeed_exclude_each_other(run):
 def fsdp_argument_needs_a_distributed_launch(run):
     """`ValueError: Using fsdp only works in distributed training.`"""
     if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
-        yield problem(run, "fsdp", "needs a distributed launch", "accelerate launch --config_file sharded.yaml")
+        yield problem(
+            run, "fsdp", "needs a distributed launch", "accelerate launch --config_file accelerate_configs/sharded.yaml"
+        )
 
 
 @rule
@@ -115,7 +117,7 @@ def nccl_needs_a_gpu(run):
 
     The others are for accelerators too, but for mpi: torch may have been built with it.
     """
-    if run["ddp_backend"] not in (None, "gloo", "mpi") and (not run.hardware.cuda or run["use_cpu"]):
+    if run["ddp_backend"] not in (None, "gloo", "mpi") and not on_gpu(run):
         name = run["ddp_backend"]
         needs = "GPUs" if name == "nccl" else "the accelerators that it is made for"
         yield problem(run, "ddp_backend", f"{name} needs {needs}", "leave it out: gloo is used on a CPU")

@@ -39,8 +39,8 @@ class RecipeTrainer(Trainer):
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
-        DeepSpeed cannot divide it.
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
+        model cannot be divided by DeepSpeed, or cannot mix the 16-bit types on a CPU.
         """
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -48,6 +48,9 @@ class RecipeTrainer(Trainer):
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
                 what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
                 raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
+            if "mixed dtype (CPU)" in str(error):  # LayerNorm's; RMSNorm takes both
+                what = f"{self.model.dtype} weights cannot compute in another 16-bit type on a CPU in this model"
+                raise mistake("dtype", what.replace("torch.", ""), "--dtype float32") from None
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or not _may_be_a_misfit(error):
                 raise

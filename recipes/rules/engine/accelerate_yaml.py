@@ -167,6 +167,8 @@ def top_level_values_have_the_right_type(run):
     for name in _WHOLE_NUMBERS:
         if raw.get(name) is None or type(raw[name]) is int:
             continue
+        if name == "num_processes" and run.engine.kind == "single" and run.engine.num_processes is not None:
+            continue  # the command line's count is taken
         is_read_as_text = name in ("num_processes", "machine_rank") and run.engine.kind != "single"
         severity = "advice" if is_read_as_text and str(raw[name]).isdigit() else "error"
         fix = f"{name}: {raw[name] if str(raw[name]).isdigit() else 1}, without quotes"

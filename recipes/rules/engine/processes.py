@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from recipes.errors import Problem
 from recipes.rules.facts import advice, in_yaml, on_gpu, problem, rule, uses_deepspeed
+from recipes.run import RunSpec
 from recipes.run.engine import from_yaml, shipped
 
 
@@ -18,6 +20,26 @@ def several_processes_on_a_cpu_need_use_cpu(run):
         )
 
 
+@rule
+def mpirun_starts_no_ranks(run):
+    """`OSError: mpirun or mpiexec were not found`, from the launcher that starts one process.
+
+    Under mpirun train.py refuses several processes: each would train a model of its own.
+    """
+    if not _mpirun_hostfile(run) or run.engine.kind not in ("single", "multi_cpu"):
+        return
+    fix = "leave mpirun_config out, and distributed_type: MULTI_GPU for several processes"
+    if run.world_size > 1 and not run.own_script:
+        yield in_yaml(run, "mpirun_config", "starts processes that train.py cannot join into one training", fix)
+    elif run.elsewhere is None and not any(map(shutil.which, ("mpirun", "mpiexec"))):
+        yield in_yaml(run, "mpirun_config", "needs mpirun, which is not on this machine", fix)
+
+
+def _mpirun_hostfile(run: RunSpec) -> object:
+    section = run.engine.raw.get("mpirun_config")
+    return section.get("mpirun_hostfile") if isinstance(section, dict) else None
+
+
 _ON_GPUS = 'To judge it for GPUs: recipes check --gpu "H100 80GB"'
 
 
@@ -27,7 +49,7 @@ def single_engine_starts_one_process(run):
     kind = run.engine.kind
     if run.world_size == 1 or not run.engine.raw or kind not in ("single", "multi_cpu"):
         return
-    if run.engine.raw.get("mpirun_config"):
+    if _mpirun_hostfile(run):
         return  # mpirun starts them
     what = f"{run.engine.raw.get('distributed_type', 'NO')} starts one process, and {run.world_size} are asked for"
     is_default = kind == "single" and run.engine.source == str(shipped(run.recipe.engine))

@@ -35,6 +35,8 @@ def _as_written(case: Case, judgement: Judgement, outcome: Outcome) -> str:
         return outcome.refused_by_parser
     if judgement.run and all("finite number" in problem.what for problem in judgement.run.problems):
         return "nan and inf are not numbers"
+    if judgement.run and all("both are given" in problem.what for problem in judgement.run.problems):
+        return "one of two values of the same setting is dropped"
     recipe = [change.value for change in case.changes if change.name == "recipe"]
     if recipe and outcome.record["recipe"] not in (recipe[-1], recipe[-1][0]):
         return f"trains {outcome.record['recipe']}"

@@ -63,19 +63,18 @@ def folders(job: Job) -> list[str]:
     Raises `UserError` for a path that cannot be mounted.
     """
     package = SCRIPT.parents[1]
-    found = {SCRIPT.parent, package / "recipes", Path(job.config).parent}
+    found = [SCRIPT.parent, package / "recipes", Path(job.config).parent]
     if _is_outside(str(job.folder)):
-        found.add(_absolute(str(job.folder)))
-    for name in job.run.given.keys() - {"output_dir"}:  # which need not exist yet
-        for text in _texts(job.run[name]):
-            folder = _folder(text)
-            if folder:
-                found.add(folder)
+        found.append(_absolute(str(job.folder)))
+    for name in job.run.given:
+        if name != "output_dir":  # which need not exist yet
+            found += filter(None, map(_folder, _texts(job.run[name])))
     wrong = [str(folder) for folder in [*found, Path.cwd()] if set(",:\n") & set(str(folder))]
     if wrong:
         what = f"{wrong[0]!r} cannot be mounted: it holds , or : or a new line"
         raise mistake("container_image", what, "a path without")
-    return sorted(str(folder) for folder in found if not any(other in folder.parents for other in found))
+    outermost = (folder for folder in found if not any(other in folder.parents for other in found))
+    return list(dict.fromkeys(map(str, outermost)))
 
 
 def _texts(value: Any) -> Iterator[str]:

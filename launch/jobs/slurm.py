@@ -36,12 +36,13 @@ FLAGS: type = Slurm
 
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
-_NO_ARRAY = """\
-if [ -n "${SLURM_ARRAY_JOB_ID-}" ]; then
-    echo "a job array would run this one training several times into one folder: submit it without --array" >&2
+# sbatch lets its own arguments win over the script's. srun on too few nodes only warns, and the run
+# would wait for the others; the jobs of an array would write into one folder.
+_AS_WRITTEN = """\
+if [ -n "${{SLURM_ARRAY_JOB_ID-}}" ] || [ "${{SLURM_JOB_NUM_NODES-{nodes}}}" != {nodes} ]; then
+    echo "this script is one run with --nodes {nodes}: submit it without --array and without another --nodes" >&2
     exit 2
-fi
-"""
+fi"""
 
 _HEAD_NODE = """\
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -99,7 +100,7 @@ def render(job: Job, slurm: Slurm) -> str:
     lines += [f"#SBATCH --{'requeue' if slurm.max_restarts else 'no-requeue'}", "", f"# {job.title}"]
     lines += [*_prepared(slurm), "set -uo pipefail", f"max_restarts={slurm.max_restarts}"]
     lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, slurm.signal_seconds - 10)}"]
-    lines += [_NO_ARRAY.rstrip(), "", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
+    lines += [_AS_WRITTEN.format(nodes=job.nodes), "", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
     lines += [*(container.lines(job, slurm) if slurm.container_image else []), *_step(job, slurm), _WAIT.rstrip()]
     return "\n".join(lines) + "\n"
 

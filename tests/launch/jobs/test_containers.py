@@ -91,6 +91,24 @@ def test_the_dry_run_says_what_the_site_file_gave(contained):
     assert line == "# From the command line: --time 1:00:00"
 
 
+@NEEDS_SLURM
+@pytest.mark.slow
+def test_one_process_in_a_container_saves_when_it_is_cancelled_and_has_its_preflight_there(
+    cluster, slow_flags, tmp_path
+):
+    """accelerate passes no signal on to a single process: it has to get its own."""
+    tools = stand_in("apptainer", tmp_path / "site")
+    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "HF_HOME": str(tmp_path / "hf")}
+    words = ["--container_image", "/images/training.sif", "--preflight", "--", *slow_flags]
+    job, outcome = submit(cluster, tmp_path, *words, **variables)
+    assert job, outcome.output
+    wait_for_step(cluster, tmp_path, 3)
+    assert "healthy:" in log(tmp_path)
+    cluster.run("scancel", job)
+    cluster.wait_until("the run's record", lambda: read_record(tmp_path / "run").get("status") == "preempted")
+    assert list((tmp_path / "run").glob("checkpoint-*/trainer_state.json")) and "requeued" not in log(tmp_path)
+
+
 # --- Without a cluster: what bash makes of the script ---------------------------------------------
 
 _NOTE = """\
@@ -116,6 +134,7 @@ def run_by_hand(text: str, folder: Path, *names: str) -> tuple[int, list[list[st
         "HOME": str(folder),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
     }
     done = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
     calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
@@ -161,9 +180,10 @@ def test_what_is_missing_on_the_node_fails_the_job_at_once(flags, without, code,
     assert ended == code and not any(call[0] == "srun" for call in calls)
 
 
-def test_a_job_array_is_refused_on_the_node(tmp_path):
+@pytest.mark.parametrize("changed", ["SLURM_ARRAY_JOB_ID=7", "SLURM_JOB_NUM_NODES=2"])
+def test_a_job_array_and_another_number_of_nodes_are_refused_on_the_node(changed, tmp_path):
     text = slurm.render(hostile_job([], tmp_path), Slurm())
-    ended, calls = run_by_hand(f"export SLURM_ARRAY_JOB_ID=7\n{text}", tmp_path, "srun", "scontrol")
+    ended, calls = run_by_hand(f"export {changed}\n{text}", tmp_path, "srun", "scontrol")
     assert (ended, calls) == (2, [])
 
 

@@ -23,6 +23,7 @@ from launch.flags import value_type
 from launch.jobs.targets import TARGETS
 from recipes.errors import Problem, UserError
 from recipes.run.engine import read_yaml
+from recipes.run.local_model import existing_path
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NOTHING = ("", "null", "~")  # as YAML writes a value that is not there
@@ -30,7 +31,8 @@ _NOTHING = ("", "null", "~")  # as YAML writes a value that is not there
 
 def path() -> Path:
     """Where the site file is, or would be: in the user's configuration folder."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "accelerate-recipes" / "site.yaml"
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path(os.environ.get("HOME", "/")) / ".config"
+    return Path(folder) / "accelerate-recipes" / "site.yaml"
 
 
 def defaults(target: str) -> dict[str, Any]:
@@ -39,9 +41,10 @@ def defaults(target: str) -> dict[str, Any]:
     Empty without a site file. The names of other targets are checked too.
     Raises `UserError` with everything wrong in the file.
     """
-    if not path().exists():
+    file = existing_path(str(path()))
+    if file is None:
         return {}
-    content = read_yaml(path(), "site.yaml", as_text=True)
+    content = read_yaml(file, "site.yaml", as_text=True)
     problems = list(_unknown(content, TARGETS, "target"))
     section = content.get(target) or {}
     if not isinstance(section, Mapping):
@@ -120,4 +123,4 @@ def _flags(values: Mapping[str, Any]) -> str:
         words.append(f"--{name}")
         if value is not True:
             words += map(str, value) if isinstance(value, tuple | list) else [str(value)]
-    return join(words).replace("\n", " ").replace("\r", " ")
+    return " ".join(join(words).splitlines())

@@ -42,6 +42,12 @@ def test_the_command_line_wins_and_the_dry_run_says_so(write, capsys):
     assert {"#SBATCH --partition=debug", "#SBATCH --time=8:00:00"} <= set(script)
 
 
+def test_a_value_of_several_lines_stays_in_its_comment(write, capsys):
+    write('slurm: {venv: "/a\\ntouch broken", module: ["b\\u2028c"]}')
+    script = dry_run(capsys, "slurm")
+    assert script[1].startswith("# From") and script[2].startswith("#SBATCH")
+
+
 def test_an_empty_value_on_the_command_line_takes_one_away(write, capsys):
     write("slurm: {partition: gpu}")
     assert not any("partition=" in line for line in dry_run(capsys, "slurm", "--partition", ""))

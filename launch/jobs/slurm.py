@@ -182,6 +182,11 @@ def _refused(output: str) -> UserError:
         "account": "--account with one of yours",
         "qos": "--qos with one of yours",
         "contact slurm controller": "wait for the controller: `scontrol ping` says whether it answers",
+        "feature": "--constraint with features that `sinfo -o %f` lists",
+        "reservation": "--reservation with one that `scontrol show reservation` lists",
+        "memory": "--mem with no more MB than `sinfo -o %m` lists",
+        "time limit": "--time with no more than `sinfo -o '%P %l'` lists",
+        "generic resource": "GPUs that `sinfo -o %G` lists, or no --gpus_per_node",
         "configuration is not available": "fewer nodes, GPUs or CPUs: `sinfo` shows what there is",
     }
     fix = next((fix for word, fix in fixes.items() if word in message.lower()), "")

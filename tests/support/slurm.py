@@ -38,6 +38,7 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 FirstJobId={first_job}
 MpiDefault=none
+GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0
@@ -51,8 +52,8 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 KillWait=30
-NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={first} CPUs={cpus} State=UNKNOWN
-NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={second} CPUs={cpus} State=UNKNOWN
+NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={first} CPUs={cpus} Gres=gpu:a100:2 State=UNKNOWN
+NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={second} CPUs={cpus} Gres=gpu:a100:2 State=UNKNOWN
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=60 MaxTime=INFINITE OverSubscribe=NO
 PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE OverSubscribe=NO
 """
@@ -85,6 +86,9 @@ class Cluster:
             cpus=os.cpu_count(),
         )
         (folder / "slurm.conf").write_text(conf)
+        # GPUs that nobody can use: Slurm only counts the devices.
+        devices = (f"NodeName=n1,n2 Name=gpu Type=a100 File={file}\n" for file in ("/dev/null", "/dev/zero"))
+        (folder / "gres.conf").write_text("".join(devices))
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:

@@ -152,10 +152,20 @@ def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):
     assert "error  dataset_" in log(tmp_path)
 
 
-def test_an_unknown_partition_is_one_line(cluster, tmp_path):
-    job, outcome = submit(cluster, tmp_path, "--partition", "nowhere")
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        ("--partition nowhere", "--partition with one that `sinfo` lists"),
+        ("--constraint a100", "--constraint with features that `sinfo -o %f` lists"),
+        ("--reservation nowhere", "`scontrol show reservation` lists"),
+        ("--mem 999T", "no more MB than `sinfo -o %m` lists"),
+        ("--gpus_per_node h100:2", "fewer nodes, GPUs or CPUs"),
+    ],
+)
+def test_what_this_cluster_does_not_have_is_one_line(flags, fix, cluster, tmp_path):
+    job, outcome = submit(cluster, tmp_path, *flags.split())
     assert (job, outcome.code) == ("", 2)
-    assert outcome.output.count("\n") == 1 and "--partition with one that `sinfo` lists" in outcome.output
+    assert "Slurm says" in outcome.output and fix in " ".join(outcome.output.split())
 
 
 def test_a_silent_controller_is_one_line(cluster, tmp_path):

@@ -1,10 +1,10 @@
 """A Slurm job's container: what it sees of the cluster's disks, and who runs it.
 
-FILE.sif is run by apptainer (or singularity, its older name), any other image by pyxis, a plugin of
-srun. Both take folders as SRC:DST,SRC:DST, and every folder has the same path inside as outside,
-so that no argument of the run has to change. Read in their documentation and source; only a site
-can show that its image and its settings (a cleared environment, folders that must not be mounted)
-go along with it:
+FILE.sif is run by apptainer (or singularity, with the same options), any other image by pyxis, a
+plugin of srun. Both take folders as SRC:DST,SRC:DST, and every folder has the same path inside as
+outside, so that no argument of the run has to change. Read in their documentation and source; only
+a site can show that its image and its settings (a cleared environment, folders that must not be
+mounted) go along with it:
 - Inside are the image's own python and accelerate: apptainer takes the PATH of the image, and
   pyxis lets the image's variables win. This package is mounted as it is here.
 - Signals: pyxis replaces the task by the command in the container; apptainer passes on every signal

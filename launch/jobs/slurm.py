@@ -22,10 +22,10 @@ from launch.jobs.job import (
     refuse_fresh,
 )
 from launch.jobs.secrets import without_secrets
-from launch.jobs.slurm_flags import Slurm, require_valid
+from launch.jobs.slurm_flags import Slurm, ignored, require_valid
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import UserError, mistake
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
@@ -145,11 +145,9 @@ def _plain(key: str, value: object) -> str:
 
 def check(text: str, job: Job, slurm: Slurm) -> None:
     without_secrets(text)
-    if slurm.container_image and slurm.venv:
-        print_problems(
-            [Problem("venv", "is left alone: the container has its own python", severity="advice")],
-            console(stderr=True),
-        )
+    advice = list(ignored(slurm))
+    if advice:
+        print_problems(advice, console(stderr=True))
 
 
 def submit(text: str, job: Job, slurm: Slurm) -> int:

@@ -72,6 +72,14 @@ def require_valid(slurm: Slurm) -> None:
         raise UserError(*problems)
 
 
+def ignored(slurm: Slurm) -> Iterator[Problem]:
+    """Advice about flags that do nothing beside others. A site file gives them to every job."""
+    if slurm.container_image and slurm.venv:
+        yield Problem("venv", "does nothing here: the container has its own python", severity="advice")
+    if slurm.container_mounts and not slurm.container_image:
+        yield Problem("container_mounts", "does nothing without --container_image", severity="advice")
+
+
 def seconds(limit: str) -> int | None:
     """A time limit in seconds, as Slurm reads it; None for no limit, to which 0 belongs.
 
@@ -113,10 +121,10 @@ def _of_time(slurm: Slurm) -> Iterator[Problem]:
 def _of_gpus(text: str | None) -> Iterator[Problem]:
     if not text:
         return
-    names = [part.rpartition(":")[0] for part in text.split(",")]
-    if len(names) > 1:
+    first, comma, _ = text.partition(",")
+    if comma:
         what = f"{text!r} mixes GPUs: every step would wait for the slowest, and one micro-batch must fit them all"
-        yield Problem("gpus_per_node", what, f"one type: {text.split(',')[0]}")
+        yield Problem("gpus_per_node", what, f"one type: {first}")
         return
     bare = re.sub(r"^(gres[:/])?gpus?:", "", text)
     if bare != text:
@@ -133,8 +141,6 @@ def _of_memory(text: str | None) -> Iterator[Problem]:
 
 
 def _of_container(slurm: Slurm) -> Iterator[Problem]:
-    if slurm.container_mounts and not slurm.container_image:
-        yield Problem("container_mounts", "needs a container", "--container_image IMAGE, or no --container_mounts")
     for mount in slurm.container_mounts:
         if not re.fullmatch(r"/[^,:]*(:/[^,:]*(:[^,:]*)?)?", mount):
             yield Problem("container_mounts", f"{mount!r} is not a mount", "SRC, SRC:DST or SRC:DST:ro, each from /")

@@ -194,10 +194,17 @@ def test_the_environment_of_a_module_may_read_what_is_not_set(tmp_path):
     assert run_by_hand(text, tmp_path, "srun", "scontrol")[0] == 0
 
 
-def test_a_virtual_environment_beside_a_container_is_left_alone_and_said_so(capsys):
-    assert main("submit slurm --venv /v --container_image a.sif --dry_run".split()) == 0
+@pytest.mark.parametrize(
+    ("flags", "unused", "why"),
+    [
+        ("--venv /v --container_image a.sif", "activate", "venv: does nothing here"),
+        ("--container_mounts /odd/mount", "/odd/mount", "container_mounts: does nothing without"),
+    ],
+)
+def test_what_a_site_file_gives_to_jobs_that_cannot_use_it_is_advice(flags, unused, why, capsys):
+    assert main(["submit", "slurm", *flags.split(), "--dry_run"]) == 0
     printed = capsys.readouterr()
-    assert "activate" not in printed.out and "has its own python" in printed.err
+    assert unused not in printed.out and why in " ".join(printed.err.split())
 
 
 @pytest.mark.parametrize(("image", "runs"), [("a.sif", True), ("a.sqsh", False), ("registry#a:1", False)])

@@ -152,7 +152,6 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
         ("submit slurm --time 1:00:00:00", "hours:minutes:seconds"),
         ("submit slurm --signal_seconds 70000", "at most 65535"),
         ("submit slurm --mem 64GiB", "64G"),
-        ("submit slurm --container_mounts /data", "--container_image"),
         ("submit slurm --container_image a.sif --container_mounts data", "each from /"),
         ("submit slurm --dry_run --container_image a.sif -- --output_dir /tmp/a:b", "it holds , or :"),
         ("submit slurm --job_name $HOME", "letters, digits"),

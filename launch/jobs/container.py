@@ -66,9 +66,9 @@ def folders(job: Job) -> list[str]:
     found = [SCRIPT.parent, package / "recipes", Path(job.config).parent]
     if _is_outside(str(job.folder)):
         found.append(_absolute(str(job.folder)))
-    for name in job.run.given:
-        if name != "output_dir":  # which need not exist yet
-            found += filter(None, map(_folder, _texts(job.run[name])))
+    named = [job.run[name] for name in job.run.given if name != "output_dir"]  # which need not exist yet
+    for value in (*named, [str(file) for file in job.run.recipe.files]):
+        found += filter(None, map(_folder, _texts(value)))
     wrong = [str(folder) for folder in [*found, Path.cwd()] if set(",:\n") & set(str(folder))]
     if wrong:
         what = f"{wrong[0]!r} cannot be mounted: it holds , or : or a new line"

@@ -303,7 +303,7 @@ _JSON = [
         "--warmup_steps 5",
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
     ),
-    Wrong("stge", "stage", "--deepspeed ds.json", json={"zero_optimization": {"stge": 2}}),
+    Wrong("zero_optimization.stge", "stage", "--deepspeed ds.json", json={"zero_optimization": {"stge": 2}}),
     Wrong("zero_optimization.stage", "0, 1, 2 or 3", "--deepspeed ds.json", json={"zero_optimization": {"stage": 7}}),
     Wrong(
         "optim",

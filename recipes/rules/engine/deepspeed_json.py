@@ -9,6 +9,7 @@ from recipes import legal
 from recipes.errors import Problem
 from recipes.rules.facts import (
     absent_classes,
+    advice,
     deepspeed_file,
     deepspeed_section,
     in_yaml,
@@ -238,6 +239,16 @@ def deepspeed_schedulers_have_their_parameters(run):
         if key not in known:
             fix = nearest(key, known) or "leave it out"
             yield Problem(f"scheduler.params.{key}", f"is not a parameter of {name}", fix, _json_source(run))
+
+
+@rule
+def deepspeed_schedulers_of_own_rates_replace_the_learning_rate(run):
+    """OneCycle and LRRangeTest set rates of their own in every step, silently."""
+    name = _at(deepspeed_file(run) or {}, "scheduler.type")
+    known = legal.deepspeed_scheduler_defaults(str(name))
+    if uses_deepspeed(run) and run.explicit("learning_rate") and known and "warmup_num_steps" not in known:
+        what = f"is not read: {name} of the DeepSpeed JSON has its own rates"
+        yield advice(run, "learning_rate", what, "leave it out, or remove scheduler from the JSON")
 
 
 @rule

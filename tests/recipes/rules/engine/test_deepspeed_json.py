@@ -51,6 +51,10 @@ CASES = {
         Run(DS, files=ds_json(scheduler={"type": "WarmupCosineLR", "params": {}})),
         Run(DS, files=ds_json(scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}})),
     ),
+    "deepspeed_schedulers_of_own_rates_replace_the_learning_rate": (
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(scheduler={"type": "LRRangeTest", "params": {}})),
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(scheduler={"type": "WarmupLR", "params": {}})),
+    ),
     "deepspeed_json_has_one_precision": (
         Run(DS, files=ds_json(fp16={"enabled": True}, bf16={"enabled": True})),
         Run(f"{DS} --bf16", files=ds_json(fp16={"enabled": False}, bf16={"enabled": True})),

@@ -160,8 +160,8 @@ class RecipeTrainer(Trainer):
             # Trainer looks for the best checkpoint's folder as soon as this returns. Under FSDP
             # some ranks find it, and others load an older one at the end: a model of two halves.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if self.is_deepspeed_enabled and not _internal_call:
-            self.model_wrapped._config.zero_config.gather_16bit_weights_on_model_save = True
+        if self.deepspeed is not None and not _internal_call:
+            self.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
         if _internal_call or not self.accelerator.is_fsdp2:
             return super().save_model(output_dir, _internal_call)
         # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.

@@ -133,6 +133,5 @@ BEYOND_TWO_STEPS: dict[str, str] = {
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
     "sequences_fit_the_model": "rotary positions go on where the model knows none",
     "deepspeed_json_names_what_trains": "DeepSpeed trains its own default for what the JSON leaves out",
-    "zero_stages_exist": "accelerate compares a stage in quotes with numbers, and finds neither ZeRO-2 nor ZeRO-3",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
 }

@@ -257,7 +257,7 @@ _YAML = [
     Wrong("mixed_precision", "--bf16", yaml=_yaml("MULTI_GPU", "mixed_precision: bf16")),
     Wrong("mixed_precision", "--fp16", yaml=_yaml("MULTI_GPU", "mixed_precision: fp16"), gpu=(8, 0)),
     Wrong("compute_environment", "LOCAL_MACHINE", yaml="compute_environment: LAPTOP\ndistributed_type: 'NO'\n"),
-    Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'")),
+    Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'"), world=None),
     Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0"), world=None),
     Wrong("num_processes", "--num_processes N", yaml=f"{_HEAD}distributed_type: MULTI_GPU\n", world=None),
     Wrong("num_machines", "num_machines: 1", yaml=_yaml("MULTI_GPU", "num_machines: two")),

@@ -224,8 +224,9 @@ def _about_itself(recipe: Recipe, file: str) -> Iterator[Problem]:
         what = f"is {recipe.micro_batch_cap!r}"
         yield Problem("micro_batch_cap", what, "a whole number of examples per process", file)
     if _engine(recipe.engine, file) is None:
-        names = ", ".join(item.name for item in sorted(shipped("").glob("*.yaml")))
-        fix = f"one of {names}, or a path that starts at this file"
+        names = [item.stem for item in sorted(shipped("").glob("*.yaml"))]
+        near = nearest(Path(str(recipe.engine)).stem, names)  # without .yaml, which all share
+        fix = f"{near}.yaml" if near else f"one of {'.yaml, '.join(names)}.yaml, or a path that starts at this file"
         yield Problem("engine", f"there is no {recipe.engine}", fix, file)
 
 

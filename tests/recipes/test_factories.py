@@ -10,7 +10,7 @@ import recipes
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.factories import as_keywords
-from tests.support.runs import H100, machine
+from tests.support.runs import H100
 
 
 @dataclass
@@ -186,7 +186,7 @@ def test_sharded_shards_on_gpus_alone(tmp_path, monkeypatch):
     started_with(monkeypatch, {"ACCELERATE_USE_FSDP": "true"})
     with pytest.warns(UserWarning, match="trains on plain DDP instead: on a CPU it shards nothing"):
         recipes.sharded(str(tmp_path))
-    monkeypatch.setattr("recipes.run.resolve.read_hardware", lambda: machine(H100))
+    monkeypatch.setattr("recipes.run.hardware._cuda_gpus", lambda: (H100,))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         recipes.sharded(str(tmp_path))

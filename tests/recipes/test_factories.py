@@ -9,6 +9,8 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 import recipes
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
+from recipes.factories import as_keywords
+from tests.support.runs import H100
 
 
 @dataclass
@@ -130,6 +132,7 @@ def test_what_trainer_itself_refuses_is_refused(tmp_path):
 
 ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1"}
+OWN_JSON = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
 
 
 def started_with(monkeypatch, variables: dict[str, str]) -> None:
@@ -159,9 +162,8 @@ def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, eng
 @pytest.mark.parametrize(
     ("recipe", "variables", "settings"),
     [
-        ("sharded", {"ACCELERATE_USE_FSDP": "true"}, {}),
         ("memory", ZERO_2, {}),
-        ("memory", {}, {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}}),
+        ("memory", TORCHRUN, {"deepspeed": OWN_JSON}),
         ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it
         ("standard", {}, {}),
         ("fast", TORCHRUN, {}),
@@ -172,3 +174,54 @@ def test_no_warning_where_the_engine_is_there(recipe, variables, settings, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         getattr(recipes, recipe)(str(tmp_path), **settings)
+
+
+def test_a_json_of_ones_own_needs_a_launcher_too(tmp_path, monkeypatch):
+    started_with(monkeypatch, {})
+    with pytest.warns(UserWarning, match="deepspeed needs a launcher.*accelerate launch .*standard.yaml"):
+        recipes.standard(str(tmp_path), deepspeed=OWN_JSON)
+
+
+def test_fsdp_is_refused_in_a_script_that_no_launcher_started(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="needs a distributed launch"):
+        recipes.standard(str(tmp_path), fsdp="full_shard")
+    started_with(monkeypatch, TORCHRUN)
+    recipes.standard(str(tmp_path), fsdp="full_shard")
+
+
+def test_the_command_keeps_the_scripts_own_arguments(tmp_path, monkeypatch):
+    started_with(monkeypatch, {})
+    monkeypatch.setattr("sys.argv", ["my.py", "--data", "two words"])
+    with pytest.warns(UserWarning, match=r"my.py --data 'two words'"):
+        recipes.memory(str(tmp_path))
+
+
+def test_sharded_shards_on_gpus_alone(tmp_path, monkeypatch):
+    started_with(monkeypatch, {"ACCELERATE_USE_FSDP": "true"})
+    with pytest.warns(UserWarning, match="trains on plain DDP instead: on a CPU it shards nothing"):
+        recipes.sharded(str(tmp_path))
+    monkeypatch.setattr("recipes.run.hardware._cuda_gpus", lambda: (H100,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        recipes.sharded(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fix", "keywords"),
+    [
+        ("--fp16 false", "fp16=False"),
+        ("--fp16 with --bf16 false", "fp16=True with bf16=False"),
+        ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
+        ("--save_strategy steps, or best", "save_strategy='steps', or best"),
+        ("--optim_args rank=64,scale=0.5", "optim_args='rank=64,scale=0.5'"),
+        ("leave --deepspeed out", "leave deepspeed out"),
+        ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
+    ],
+)
+def test_a_fix_is_written_as_a_script_writes_it(fix, keywords):
+    assert as_keywords(fix) == keywords
+
+
+def test_a_refusal_names_keywords(tmp_path):
+    with pytest.raises(UserError, match="Fix: eval_strategy='steps'"):
+        recipes.standard(str(tmp_path), load_best_model_at_end=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from launch.host.parent import threads_per_process
 from launch.host.processes import free_port
 from recipes.errors import Failure, UserError, mistake
 from recipes.run import RunSpec, Settings, resolve, with_fit
@@ -130,8 +131,8 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
             "leave use_cpu to the recipe",
             run.setting("use_cpu").source,
         )
-    if args.use_cpu:  # launchers set OMP_NUM_THREADS to 1, which leaves all other cores idle
-        torch.set_num_threads(max(1, run.hardware.cores // world.local_size))
+    if args.use_cpu:
+        torch.set_num_threads(threads_per_process(run.hardware.cores, world.local_size))
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     if not gc.get_freeze_count():  # once in a process
         # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 # Run as a script: import the packages beside launch/, not the files inside it.
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from launch.host.own_packages import import_own_packages
+
+    del sys.path[0]
+    import_own_packages()
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest

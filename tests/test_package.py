@@ -32,6 +32,7 @@ def installed(wheel, tmp_path_factory):
 
 def test_it_brings_two_packages_and_no_azureml(installed):
     assert sorted(path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")) == [
+        "accelerate_recipes.py",
         "launch",
         "recipes",
     ]

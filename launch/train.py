@@ -20,7 +20,7 @@ if __package__ in (None, ""):
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest
-from launch.host.world import launched, prepare_environment, process_group, resolve_launched
+from launch.host.world import alone_by_mistake, launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems
 from launch.training import banner, failure
@@ -54,7 +54,7 @@ def fit_and_train(progress: TrainingProgress) -> None:
     stop.listen()
     world = progress.world = launched()
     run = progress.run = resolve_launched(progress.argv, world)
-    print_problems(require_legal(run), console(world.is_main))
+    print_problems([*require_legal(run), *alone_by_mistake(world)], console(world.is_main))
     quiet_libraries(run["verbose"])
     if run["fit"] or run["fit_only"]:
         run = progress.run = fit(run, progress.argv, world, again=run["fit_only"])

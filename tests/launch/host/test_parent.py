@@ -1,4 +1,4 @@
-"""A person's OMP_NUM_THREADS is told from a launcher's, which sets it for its processes."""
+"""What a person told the launcher: threads of its processes, and how many of them."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from launch.host.parent import Parent, own_threads
+from launch.host.world import World, alone_by_mistake
 from tests.support.running import ROOT
 
 SHOW = "import os; from launch.host.parent import own_threads; os.write(1, f'own {own_threads()}\\n'.encode())"
@@ -42,6 +43,25 @@ def test_a_real_launchers_number_is_not_a_persons(launcher, tmp_path):
 def test_the_flag_of_accelerate_launch_is_a_persons_choice(tmp_path):
     flag = ["--num_processes", "2", "--main_process_port", "0", "--num-cpu-threads-per-process=2"]
     assert told(*ACCELERATE, *flag, tmp_path=tmp_path) == ["own 2"] * 2
+
+
+def test_one_process_where_several_were_asked_for_is_advised_about():
+    two = Parent(("accelerate", "launch", "--num_processes", "2", "train.py"))
+    advice = alone_by_mistake(World(), LAUNCHED, two)
+    assert [problem.severity for problem in advice] == ["advice"] and "--multi_gpu --num_processes 2" in advice[0].fix
+    assert not alone_by_mistake(World(2, 0, 2), LAUNCHED, two)
+    assert not alone_by_mistake(World(), {}, two)
+    assert not alone_by_mistake(World(), LAUNCHED, Parent(("accelerate", "launch", "--num-processes=1", "train.py")))
+    assert not alone_by_mistake(World(), LAUNCHED, Parent(("bash",)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("yaml", [None, "single.yaml"])
+def test_the_advice_starts_the_processes(yaml, tmp_path):
+    config = ["--config_file", str(ROOT / "accelerate_configs" / yaml)] if yaml else []
+    launcher = [*ACCELERATE[:3], *config, "--num_processes", "2"]
+    assert len(told(*launcher, tmp_path=tmp_path)) == 1
+    assert len(told(*launcher, "--multi_gpu", "--main_process_port", "0", tmp_path=tmp_path)) == 2
 
 
 def test_without_a_launcher_it_is_a_persons():

@@ -26,6 +26,7 @@ from launch.terminal import console, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
+from recipes.errors import UserError
 from recipes.quiet import quiet_libraries, quiet_progress_bars
 from recipes.rules.check import new_problems, require_legal
 from recipes.run import RunSpec
@@ -54,8 +55,8 @@ def fit_and_train(progress: TrainingProgress) -> None:
     stop.listen()
     world = progress.world = launched()
     run = progress.run = resolve_launched(progress.argv, world)
-    print_problems([*require_legal(run), *alone_by_mistake(world)], console(world.is_main))
     quiet_libraries(run["verbose"])
+    print_problems([*require_legal(run), *alone_by_mistake(world)], console(world.is_main))
     if run["fit"] or run["fit_only"]:
         run = progress.run = fit(run, progress.argv, world, again=run["fit_only"])
     if not run["fit_only"]:
@@ -110,6 +111,8 @@ def train_in_group(
         return False
 
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
+    if earlier.refusal:
+        raise UserError(*earlier.refusal)
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)

@@ -126,6 +126,15 @@ def stopped_early(tiny_model, texts, tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("flags", "subject"), [("--dataset_text_field nowhere", "dataset_text_field"), ("", "output_dir")]
+)
+def test_a_mistake_in_the_data_is_told_before_the_run_that_a_folder_holds(flags, subject, stopped, tiny_model, texts):
+    outcome = train_here(tiny_model, texts, stopped, *FOUR_STEPS, "--packing", *flags.split())
+    assert outcome.code == 2
+    assert [line.split()[1] for line in outcome.output.splitlines() if line.startswith("error")] == [f"{subject}:"]
+
+
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_early_stopping_stops_at_the_same_step_after_a_resume(step, stopped_early, tiny_model, texts, tmp_path):
     assert read_record(stopped_early)["global_step"] == 6

@@ -27,7 +27,7 @@ from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
 from recipes.errors import UserError
-from recipes.quiet import quiet_libraries, quiet_progress_bars
+from recipes.quiet import quiet_deepspeed, quiet_libraries, quiet_progress_bars
 from recipes.rules.check import new_problems, require_legal
 from recipes.run import RunSpec
 
@@ -72,6 +72,8 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
     from launch.training.model import load_tokenizer, with_model
 
     quiet_progress_bars(run["verbose"])
+    if run.engine.kind == "deepspeed":
+        quiet_deepspeed(run["verbose"])
     tokenizer = load_tokenizer(run)
     before, run = run, with_model(run, tokenizer)
     progress.run = run

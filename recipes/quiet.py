@@ -30,7 +30,13 @@ def quiet_libraries(verbose: bool) -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's reducer warns in C++
     warnings.filterwarnings("ignore")
+    quiet_loggers()
+
+
+def quiet_loggers() -> None:
+    """Errors only from libraries that remark on what they did not find, such as a kernel."""
     for name in ("DeepSpeed", "deepspeed", "accelerate", "torch.distributed", "datasets", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -44,3 +50,12 @@ def quiet_progress_bars(verbose: bool) -> None:
 
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
+
+
+def quiet_deepspeed(verbose: bool) -> None:
+    """No line on stdout for every operator that DeepSpeed has built. Imports DeepSpeed."""
+    if verbose:
+        return
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.print = lambda *words, **options: None  # a name of that module's own

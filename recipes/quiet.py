@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 
 
 @contextlib.contextmanager
@@ -56,6 +57,5 @@ def quiet_deepspeed(verbose: bool) -> None:
     """No line on stdout for every operator that DeepSpeed has built. Imports DeepSpeed."""
     if verbose:
         return
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.print = lambda *words, **options: None  # a name of that module's own
+    module = import_module("deepspeed.comm.torch")  # the package has another `torch`
+    vars(module)["print"] = lambda *words, **options: None

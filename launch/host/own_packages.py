@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 OURS = "accelerate-recipes"  # the __init__ of both packages says so
+NAMES = ("recipes", "launch")
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds them
 
 
@@ -36,19 +37,20 @@ def import_own_packages() -> None:
 
 def _overwritten(root: Path) -> Iterator[str]:
     """A line for each package whose __init__ is another's, or has gone with another's."""
-    for name in ("recipes", "launch"):
+    for name in NAMES:
         file = root / name / "__init__.py"
         if file.is_file() and OURS in file.read_text(encoding="utf-8"):
             continue
         what = f"{file} was removed with another distribution's package of this name"
         if file.is_file():
-            what = f"{file} is {_other_owner(name)}, which has a package of this name too"
+            whose = " or ".join(f"{other}'s" for other in other_owners(name)) or "another distribution's"
+            what = f"{file} is {whose}, which has a package of this name too"
         fix = f"pip install --force-reinstall --no-deps {OURS} (or its wheel), or an environment of its own"
         yield f"error  {name}: {what}. Fix: {fix}."
 
 
-def _other_owner(name: str) -> str:
-    from importlib.metadata import packages_distributions  # slow, and rarely needed
+def other_owners(name: str) -> list[str]:
+    """The other distributions that have installed a package of this name. Takes 0.2 s."""
+    from importlib.metadata import packages_distributions
 
-    others = set(packages_distributions().get(name, ())) - {OURS}
-    return " or ".join(sorted(f"{other}'s" for other in others)) or "another distribution's"
+    return sorted(set(packages_distributions().get(name, ())) - {OURS})

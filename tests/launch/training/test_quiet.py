@@ -20,7 +20,8 @@ def foreign_lines(*argv):
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     argv = [sys.executable, *map(str, argv)]
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    return [line for line in done.stdout.splitlines() if not OURS.fullmatch(line)]
+    lines = [line for line in done.stdout.splitlines() if not OURS.fullmatch(line)]
+    return [re.sub(r"^\[[\d ,:-]*\]", "", line) for line in lines]  # without the time of day
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ class Recipe:
     """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process.
 
     `files` are those that a user's own recipe was read from, its own first; a shipped one has none.
+    `base` is the shipped recipe that it was made of.
     """
 
     name: str
@@ -32,17 +33,24 @@ class Recipe:
     micro_batch_cap: int
     settings: Mapping[str, Value] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    base: str = ""
 
     @property
     def source(self) -> str:
         """Where a setting comes from that this recipe states."""
         return f"recipe {self.files[0] if self.files else self.name}"
 
+    def origin(self, setting: str) -> str:
+        """Where a setting comes from: a user's own recipe inherits most from a shipped one."""
+        base = RECIPES[self.base]() if self.files and self.base in RECIPES else self
+        return (base if base.settings.get(setting) == self.settings.get(setting) else self).source
+
     def but(self, name: str, purpose: str, **changes: Any) -> Recipe:
         """This recipe with a few named values changed. None leaves a setting to the library."""
         own = {key: changes.pop(key) for key in ("engine", "micro_batch_cap") if key in changes}
         settings = {key: value for key, value in {**self.settings, **changes}.items() if value is not None}
-        return replace(self, name=name, purpose=purpose, settings=settings, **own)
+        base = self.name if self.name in RECIPES else self.base
+        return replace(self, name=name, purpose=purpose, settings=settings, base=base, **own)
 
 
 # --- The recipes ----------------------------------------------------------------------------------

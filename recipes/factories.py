@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recipes import legal
-from recipes.errors import mistake
+from recipes.errors import UserError, mistake
 from recipes.quiet import silence
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, Settings, find_recipe, resolve
@@ -48,7 +51,10 @@ def recipe(name: str):
             demonstrate=False,
             own_script=True,
         )
-        require_legal(run)
+        try:
+            require_legal(run)
+        except UserError as error:
+            raise UserError(*(replace(found, fix=as_keywords(found.fix)) for found in error.problems)) from None
         _warn_without_engine(run)
         return arguments_for(run, wanted, own)
 
@@ -74,26 +80,51 @@ def _is_its_own(args_class: type, name: str, value: object) -> bool:
     return _has(args_class, name) and (name not in legal.settings() or (value is None and name in legal.run_flags()))
 
 
+def as_keywords(fix: str) -> str:
+    """A fix that names flags of train.py, with the keywords of a factory instead."""
+    return re.sub(r"--(\w+)(?: (?!(?:with|and|or|in|out)\b)('[^']*'|[\w.+=,-]*\w))?", _keyword, fix)
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    name, value = flag[1], flag[2]
+    field = legal.settings().get(name)
+    if field is None:
+        return flag[0]  # of a launcher
+    if "bool" in field.types and value not in ("true", "false"):
+        return f"{name}=True" + flag[0].removeprefix(f"--{name}")
+    if value is None:
+        return name
+    if "bool" in field.types:
+        return f"{name}={value.capitalize()}"
+    is_literal = value.startswith("'") or re.fullmatch(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?", value)
+    return f"{name}={value if is_literal else repr(value)}"
+
+
 def _warn_without_engine(run: RunSpec) -> None:
     """Without its launcher, Trainer silently trains a memory recipe unsharded and not offloaded.
 
     And `deepspeed` looks for MPI: `ModuleNotFoundError: No module named 'mpi4py'`.
     """
     own, launched = run.engine, from_environment(run.environment)
-    if run["fsdp"] or run.environment.get("RANK", "0") != "0":
+    own_json = bool(run["deepspeed"])
+    if own.kind in ("single", "ddp") or run["fsdp"] or run.environment.get("RANK", "0") != "0":
         return
-    if run["deepspeed"]:
+    if own_json:
         is_there = launched is not None and launched.kind != "single"
-        what, file = "deepspeed needs a launcher, and this script has none", "standard.yaml"
     else:
         is_there = launched is not None and (launched.kind, launched.zero_stage) == (own.kind, own.zero_stage)
-        what = f"the recipe {run.recipe.name} is made for {own.title}, and this script trains on "
-        what, file = what + f"{launched.title if launched else 'one process'} instead", run.recipe.engine
-    if own.kind in ("single", "ddp") or is_there:
+    shards_nothing = own.kind == "fsdp" and not run.hardware.shards
+    if is_there and not shards_nothing:
         return
-    script = sys.argv[0] if sys.argv[0].endswith(".py") else "SCRIPT.py"
+    instead = "plain DDP" if is_there else launched.title if launched else "one process"
+    what = f"the recipe {run.recipe.name} is made for {own.title}, and this script trains on {instead} instead"
+    if own_json:
+        what = "deepspeed needs a launcher, and this script has none"
+    what += ": on a CPU it shards nothing" * shards_nothing
+    file = "standard.yaml" if own_json else run.recipe.engine
+    script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
     command = f"accelerate launch --config_file {shipped(file)} --num_processes {run.world_size} {script}"
-    warnings.warn(f"{what}. Fix: {command}", stacklevel=3)
+    warnings.warn(f"{what}. Fix: {command}{', with GPUs' * shards_nothing}", stacklevel=3)
 
 
 def _require_a_place(args_class: type, given: Iterable[str]) -> None:

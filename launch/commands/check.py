@@ -62,8 +62,8 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
         rest,
         world_size=options.num_processes,
         accelerate_config=options.accelerate_config,
-        hardware=_cards(options) if options.gpu else None,
-        elsewhere=frozenset() if options.gpu else None,
+        hardware=None if options.gpu is None else _cards(options),
+        elsewhere=None if options.gpu is None else frozenset(),
     )
     run = with_fit(run)
     return run, check(run, accelerate_config_given=options.accelerate_config is not None)

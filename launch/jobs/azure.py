@@ -237,7 +237,7 @@ def _refuse_local_files(job: Job) -> None:
     for file in run.recipe.files:
         uploaded = (_CHECKOUT / file).resolve()
         if Path(file).is_absolute() or uploaded != Path(file).resolve() or not uploaded.is_relative_to(_CHECKOUT):
-            fix = f"put it into {_CHECKOUT}, and submit there: --recipe mine.yaml"
+            fix = f"put it into {_CHECKOUT}, and submit there: --recipe {Path(run['recipe']).name}"
             raise mistake("recipe", f"{file} is not in the checkout that is uploaded", fix)
     if run.recipe.files and not shipped(run.recipe.engine).is_relative_to(_CHECKOUT):
         raise mistake("engine", f"{run.recipe.engine} is on this machine only", f"put it into {_CHECKOUT}")

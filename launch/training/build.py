@@ -6,7 +6,15 @@ from functools import partial
 
 from transformers import TrainingArguments
 
-from launch.training.callbacks import EarlyStopping, LogLastStep, Meter, Progress, StopOnNotANumber, only_our_progress
+from launch.training.callbacks import (
+    EarlyStopping,
+    LogLastStep,
+    Meter,
+    Progress,
+    StopOnNotANumber,
+    WarmUpAdvice,
+    only_our_progress,
+)
 from launch.training.data import Data, compute_accuracy
 from launch.training.step_timing import TimedTrainer
 from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings, mean_over_examples
@@ -44,7 +52,7 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
         compute_loss_func=partial(mean_over_examples, label_smoothing=args.label_smoothing_factor)
         if classifies
         else None,
-        callbacks=[StopOnNotANumber(), LogLastStep()],
+        callbacks=[StopOnNotANumber(), LogLastStep(), WarmUpAdvice(run, console)],
     )
     if classifies:
         # These models accept **kwargs and ignore the count in them.

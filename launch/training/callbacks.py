@@ -12,7 +12,10 @@ from transformers.trainer_callback import PrinterCallback
 
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
+from launch.terminal import print_problems
 from launch.training.failure import NotANumber
+from recipes.rules.optimizer import warmup_within
+from recipes.run import RunSpec
 from recipes.scaling.timings import WARM_UP_STEPS
 
 if TYPE_CHECKING:
@@ -27,6 +30,17 @@ class EarlyStopping(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
+
+
+class WarmUpAdvice(TrainerCallback):
+    """Says that the warm-up is longer than the run: with the data, the steps are known."""
+
+    def __init__(self, run: RunSpec, console) -> None:
+        self.run, self.console = run, console
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.run["max_steps"] <= 0:  # else `check` has said it
+            print_problems(warmup_within(self.run, state.max_steps), self.console)
 
 
 class StopOnNotANumber(TrainerCallback):

@@ -30,7 +30,8 @@ from recipes.errors import Problem, UserError, mistake
 from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
-from recipes.run.local_model import existing_path, max_positions
+from recipes.run.local_model import max_positions
+from recipes.run.unloadable import one_line, other_sizes, unloadable, without_attention, wrong_config
 
 # What transformers raises for a model it cannot load.
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError, StrictDataclassError)
@@ -44,12 +45,13 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
+    read_config(run)  # the tokenizer's class reads it too, and names itself where the configuration is wrong
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
         )
     except UNLOADABLE as error:
-        raise _unloadable(run, "tokenizer", error) from None
+        raise unloadable(run, "tokenizer", error) from None
     if tokenizer.pad_token is None:
         # A new token would resize the embeddings.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -130,11 +132,7 @@ def _expanded(name: str) -> str:
 
 def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None) -> PreTrainedConfig:
     """The configuration of the run's model, with `labels` as its classes."""
-    name = run["model_name_or_path"]
-    try:
-        config = demo_config(tokenizer) if name is None else AutoConfig.from_pretrained(_expanded(name), **_origin(run))
-    except UNLOADABLE as error:
-        raise _unloadable(run, "model", error) from None
+    config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     text = _text_config(config)
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
@@ -145,13 +143,42 @@ def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[
     return config
 
 
+def read_config(run: Settings) -> PreTrainedConfig:
+    """The configuration as the folder or the Hub has it.
+
+    Raises `UserError` if there is none, or if its class refuses a value.
+    """
+    try:
+        return AutoConfig.from_pretrained(_expanded(run["model_name_or_path"]), **_origin(run))
+    except (OSError, ImportError) as error:
+        raise unloadable(run, "model", error) from None
+    except Exception as error:  # a class may raise anything for a value that it does not expect
+        if "trust_remote_code" in str(error):
+            raise unloadable(run, "model", error) from None
+        raise wrong_config(run, error) from None
+
+
+def _construction_error(run: Settings, config: PreTrainedConfig) -> Exception | None:
+    """What the model's class raises for its configuration alone, without weights."""
+    if type(config) not in _auto_class(run)._model_mapping or is_deepspeed_zero3_enabled():
+        return None  # other reasons, or sharded while it is made
+    try:
+        with torch.device("meta"), no_init_weights():
+            _auto_class(run).from_config(config)
+    except ImportError:
+        return None
+    except Exception as error:
+        return error
+    return None
+
+
 def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
     except UNLOADABLE as error:
         if run["attn_implementation"] is None:
             raise
-        raise _without_attention(" ".join(str(error).split())) from None
+        raise without_attention(" ".join(str(error).split())) from None
 
 
 def _waits_for_weights(run: Settings) -> bool:
@@ -179,10 +206,17 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         options |= _in_4_bits(run)
     try:
         return _auto_class(run).from_pretrained(_expanded(run["model_name_or_path"]), config=config, **options)
-    except (*UNLOADABLE, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise
-        raise _unloadable(run, "model", error) from None
+        if "ignore_mismatched_sizes" in str(error):
+            raise other_sizes(run, read_config(run).num_labels != config.num_labels) from None
+        refused = _construction_error(run, config)
+        if refused is not None:
+            raise wrong_config(run, refused) from None
+        if not isinstance(error, (*UNLOADABLE, RuntimeError, SafetensorError)):
+            raise
+        raise unloadable(run, "model", error) from None
 
 
 def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
@@ -265,35 +299,6 @@ def _attention(run: Settings) -> dict[str, object]:
     return {"attn_implementation": run["attn_implementation"]} if run["attn_implementation"] else {}
 
 
-def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
-    """The library's message as one line, under the flag that it is about."""
-    name, text = run["model_name_or_path"], " ".join(str(error).split())
-    if "trust_remote_code" in text:
-        return mistake("trust_remote_code", f"{name} comes with Python code", "read it, then --trust_remote_code")
-    if run["attn_implementation"] and ("ttention" in text or "attn" in text or "`kernels`" in text):
-        return _without_attention(text)
-    if "ignore_mismatched_sizes" in text:
-        return mistake(
-            "model_name_or_path",
-            f"{name} has a head for another number of classes than the data's",
-            "a model without a classification head, or data with the same classes",
-        )
-    if existing_path(name) is None:
-        what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
-        fix = "check the spelling, the network and `hf auth login`, and that the model fits --task"
-    else:
-        fix = "a folder that save_pretrained of model and tokenizer wrote, whole, for this --task"
-    return mistake("model_name_or_path", f"{name} cannot be loaded as a {what} ({_short(text)})", fix)
-
-
-def _without_attention(text: str) -> UserError:
-    return mistake("attn_implementation", _short(text), "leave it out, for the best one that the model supports")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
 # --- 4 bits and adapters -------------------------------------------------------------------------
 
 
@@ -356,7 +361,7 @@ def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
         return get_peft_model(model, lora)
     except ValueError as error:  # for example, LoRA on experts does not support dropout
         text = " ".join(str(error).split())
-        raise mistake("use_peft", f"peft refuses this model: {_short(text)}", what_peft_accepts(text)) from None
+        raise mistake("use_peft", f"peft refuses this model: {one_line(text)}", what_peft_accepts(text)) from None
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict, ReadInstruction
 
 from launch.training.demo import demo_corpus, held_out
 from recipes.errors import UserError, mistake
-from recipes.rules.data import FILE_KINDS
+from recipes.rules.data import FILE_KINDS, nothing_to_evaluate_on
 from recipes.run import Settings
 
 
@@ -27,11 +27,7 @@ def read_splits(run: Settings) -> tuple[Dataset, Dataset | None]:
         return train, None
     wanted = run["dataset_test_split"] or next((name for name in ("test", "validation") if name in splits), None)
     if wanted is None:
-        raise mistake(
-            "dataset_test_split",
-            f"there is nothing to evaluate on: the data has {_listed(splits)}, no test and no validation",
-            "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]', or --eval_strategy no",
-        )
+        raise UserError(nothing_to_evaluate_on(f"the data has {_listed(splits)}"))
     return train, _take(splits, "dataset_test_split", wanted)
 
 

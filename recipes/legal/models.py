@@ -6,6 +6,7 @@ A type is a config.json's `model_type`, such as `llama`. Nothing is imported.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -96,13 +97,26 @@ def config_default(model_type: str, field: str) -> Any:
     return literal(_first_assigned(_config_classes(model_type), field))
 
 
-def config_numbers(model_type: str) -> frozenset[str]:
-    """Fields of the type's configuration that only take numbers, true and false, or nothing."""
+def config_numbers(model_type: str) -> dict[str, bool]:
+    """Fields of the type's configuration that only take numbers, true and false: field -> whether
+    it takes null too.
+    """
     fields = [item for cls in _config_classes(model_type) for item in cls.body if isinstance(item, ast.AnnAssign)]
-    numbers = {"int", "float", "bool", "None"}
-    return frozenset(
-        ast.unparse(item.target) for item in fields if set(ast.unparse(item.annotation).split(" | ")) <= numbers
-    )
+    types = {ast.unparse(item.target): set(ast.unparse(item.annotation).split(" | ")) for item in reversed(fields)}
+    return {name: "None" in kinds for name, kinds in types.items() if kinds <= {"int", "float", "bool", "None"}}
+
+
+def config_multiples(model_type: str) -> list[tuple[str, str]]:
+    """Pairs of fields of the type's configuration, which refuses a first that is not a multiple of
+    the second: `validate_architecture`. What it asks in other words is left to the class itself.
+    """
+    file, own = _file(model_type, "configuration"), {cls.name for cls in _config_classes(model_type)}
+    if file is None:
+        return []
+    source = read_source("transformers", file)
+    blocks = [block for block in re.split(r"^(?=class )", source, flags=re.M) if re.match(r"class (\w+)", block)]
+    written = "".join(block for block in blocks if block[6:].split("(")[0] in own)
+    return re.findall(r"^        if self\.(\w+) % self\.(\w+)(?: != 0)?:\n\s+raise", written, flags=re.M)
 
 
 @cache

@@ -61,7 +61,11 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
     With `accelerate_config_given` false, `accelerate launch` will be called without --config_file,
     and reads the user's own default configuration if there is one.
     """
-    found = [*run.problems, *(problem for _, problem in problems_by_rule(run))]
+    found = list(run.problems)
+    try:
+        found += [problem for _, problem in problems_by_rule(run)]
+    except UserError as error:  # a function in a user's own recipe raises
+        found += error.problems
     if not accelerate_config_given:
         found += stray_accelerate_config(run.environment)
     return sorted(dict.fromkeys(found), key=lambda problem: problem.severity != "error")

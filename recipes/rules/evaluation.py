@@ -21,11 +21,16 @@ def best_model_needs_matching_strategies(run):
         yield problem(run, "load_best_model_at_end", what, f"--save_strategy {evaluation}, or best")
     elif evaluation == saving == "steps":
         every, save = run["eval_steps"] or run["logging_steps"], run["save_steps"]
-        if every <= 0 or save <= 0:
-            return  # values_are_in_range and a_run_has_steps report these
-        if (every < 1) != (save < 1) or round(save * 1_000_000) % round(every * 1_000_000):
+        if _is_between_evaluations(save, every):
             what = f"needs save_steps {save:g} to be a multiple of eval_steps {every:g}"
             yield problem(run, "load_best_model_at_end", what, f"--save_steps {every:g}")
+
+
+def _is_between_evaluations(save: float, every: float) -> bool:
+    """Whether Trainer refuses to save so: not with an evaluation. Other rules report 0 and less."""
+    if every <= 0 or save <= 0:
+        return False
+    return (every < 1) != (save < 1) or bool(round(save * 1_000_000) % round(every * 1_000_000))
 
 
 @rule
@@ -34,6 +39,8 @@ def every_evaluation_is_saved(run):
     if not run["load_best_model_at_end"] or not run["eval_strategy"] == run["save_strategy"] == "steps":
         return
     every, save, steps = run["eval_steps"] or run["logging_steps"], run["save_steps"], run["max_steps"]
+    if _is_between_evaluations(save, every):
+        return  # an error already, with the same fix
     fix = f"--save_steps {every:g}" if every < 1 or steps < 1 or every <= steps else "a smaller --eval_steps"
     if save >= 1 and 0 < steps < save:
         what = f"{save:g} lies beyond max_steps {steps}: only the last step is saved, whether it is the best or not"

@@ -6,6 +6,7 @@ config.json is downloaded: train.py then applies the same rules again.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from recipes.errors import Problem
@@ -110,10 +111,54 @@ def the_configuration_has_numbers(run):
     folder, config = model_folder(run["model_name_or_path"]), known_config(run)
     if folder is None or run.model is not None or _code(run, "AutoConfig"):
         return
-    for key in sorted(config.keys() & models.config_numbers(_type(run))):
-        if isinstance(config[key], (str, list, dict)):
-            what = f"{folder / 'config.json'} has {key} {config[key]!r}, which is not a number"
+    numbers = models.config_numbers(_type(run))
+    for key in sorted(config.keys() & numbers):
+        is_null = config[key] is None and not numbers[key]
+        if isinstance(config[key], (str, list, dict)) or is_null:
+            value = "null" if is_null else repr(config[key])
+            what = f"{folder / 'config.json'} has {key} {value}, which is not a number"
             yield _about_model(run, what, f"a number for {key}, as save_pretrained wrote it")
+
+
+@rule
+@of_train_py
+def the_configuration_divides_evenly(run):
+    """`The hidden size (32) is not a multiple of the number of attention heads (5)`"""
+    config = known_config(run)
+    if run["model_name_or_path"] is None or run.model is not None or _code(run, "AutoConfig"):
+        return
+    for whole, parts in models.config_multiples(_type(run)):
+        size, count = config.get(whole), config.get(parts)
+        if type(size) is int and type(count) is int and count and size % count:
+            what = f"{_config_file(run)} has {whole} {size}, not a multiple of its {parts}, {count}"
+            yield _about_model(run, what, f"a {parts} that divides {size}, as save_pretrained wrote it")
+
+
+# Fields for dropout that both tasks read; other heads have theirs, such as `classifier_dropout`.
+_DROPOUT = re.compile(
+    r"((attention|attention_probs|hidden|activation|embedding|resid|embd|attn)_)?(dropout|pdrop)(_prob|_rate)?"
+)
+
+
+@rule
+@of_train_py
+def dropout_is_a_probability(run):
+    """`dropout probability has to be between 0 and 1, but got 1.5`, some only in the first step."""
+    config, kind = known_config(run), _type(run)
+    if run["model_name_or_path"] is None or _code(run, "AutoConfig"):
+        return
+    for key in sorted(config.keys() & models.config_numbers(kind)):
+        value = config[key]
+        if type(value) not in (int, float) or 0 <= value <= 1 or not _DROPOUT.fullmatch(key):
+            continue
+        if models.source_names(kind, f"config.{key}"):
+            what = f"{_config_file(run)} has {key} {value}, which is not a probability"
+            yield _about_model(run, what, f"a number from 0 to 1 for {key}")
+
+
+def _config_file(run: RunSpec) -> str:
+    folder = model_folder(run["model_name_or_path"])
+    return str(folder / "config.json") if folder else f"the config.json of {run['model_name_or_path']}"
 
 
 _BESIDE_A_TOKENIZER = (

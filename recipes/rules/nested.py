@@ -52,7 +52,9 @@ def nested_settings_can_be_read(run):
         if not isinstance(value, str) or value.lstrip().startswith("{") or _is_unread(run, name):
             continue
         if name in _NO_FILE:
-            yield problem(run, name, f"{value!r} is not JSON, and a file cannot be given here", 'JSON: {"name": value}')
+            yield problem(
+                run, name, f"{value!r} is not a JSON object, and a file cannot be given here", '{"name": value}'
+            )
         elif not (name == "deepspeed" and _base64_json(value)):
             what = read_json(value)[1]
             if what:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from recipes import legal
+from recipes.errors import Problem
 from recipes.rules.facts import advice, deepspeed_file, mapping, optimizer_is_offloaded, problem, rule, uses_deepspeed
 from recipes.run import RunSpec, nearest
 
@@ -233,9 +234,18 @@ def warmup_is_used(run):
 
 @rule
 def warmup_ends_before_the_run(run):
-    """The learning rate never reaches its value, or the decay begins in its middle: silently."""
-    steps, schedule = run["max_steps"], run["lr_scheduler_type"]
-    if steps <= 0 or not (run.explicit("warmup_steps") or schedule == "warmup_stable_decay"):
+    """The learning rate never reaches its value, or the decay begins in its middle: silently.
+
+    Where epochs say how long the run is, train.py asks once it has the data.
+    """
+    if run["max_steps"] > 0:
+        yield from warmup_within(run, run["max_steps"])
+
+
+def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
+    """Advice about a warm-up that does not end within `steps` optimizer steps."""
+    schedule = run["lr_scheduler_type"]
+    if not (run.explicit("warmup_steps") or schedule == "warmup_stable_decay"):
         return
     if schedule in legal.schedules_without_warmup():
         return

@@ -231,7 +231,13 @@ def _from_text(text: str, types: frozenset[str]) -> object:
 
 
 def _names(types: frozenset[str]) -> str:
-    names = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "dict": "JSON"}
+    names = {
+        "bool": "true or false",
+        "int": "a whole number",
+        "float": "a number",
+        "str": "text",
+        "dict": "a JSON object",
+    }
     return " or ".join([names.get(t, t) for t in ("bool", "int", "float", "str", "list", "dict") if t in types])
 
 
@@ -240,4 +246,6 @@ def _expected(known: legal.Field) -> str:
         return 'a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2}; for FSDP, dp_ sizes in an Accelerate YAML'
     if known.choices:
         return "one of " + ", ".join(known.choices)
+    if "dict" in known.types:  # some may be the path of a file, others not: an object is right for all
+        return f'--{known.name} with a JSON object: {{"name": value}}'
     return f"--{known.name} with {_names(known.types)}"

@@ -224,8 +224,9 @@ def _about_itself(recipe: Recipe, file: str) -> Iterator[Problem]:
         what = f"is {recipe.micro_batch_cap!r}"
         yield Problem("micro_batch_cap", what, "a whole number of examples per process", file)
     if _engine(recipe.engine, file) is None:
-        names = [item.name for item in sorted(shipped("").glob("*.yaml"))]
-        fix = nearest(str(recipe.engine), names) or f"{', '.join(names)}, or a path that starts at this file"
+        names = [item.stem for item in sorted(shipped("").glob("*.yaml"))]
+        near = nearest(Path(str(recipe.engine)).stem, names)  # without .yaml, which all share
+        fix = f"{near}.yaml" if near else f"one of {'.yaml, '.join(names)}.yaml, or a path that starts at this file"
         yield Problem("engine", f"there is no {recipe.engine}", fix, file)
 
 
@@ -249,7 +250,7 @@ def _setting(name: str, value: object, file: str) -> dict[str, Value]:
         raise mistake(name, "cannot be changed by a recipe", "leave it out", file)
     if callable(value):
         if name in _EARLY:
-            raise mistake(name, "cannot depend on the run", f"a value: {_A_PAIR}", file)
+            raise mistake(name, "cannot depend on the run", f"a value: {_pair(name, None, file)}", file)
         return {legal.ALIASES.get(name, name): _guarded(_typed(name, value, file), file)}
     return _decision(name, value, file)
 
@@ -264,22 +265,31 @@ def _is_left_to_the_library(name: str, value: object) -> bool:
 
 def _decision(name: str, value: object, file: str) -> dict[str, Value]:
     if not isinstance(value, (list, tuple)) or len(value) != 2 or not _is_text(value[1]):
-        shown = json.dumps(value) if isinstance(value, (str, int, float)) else "value"
-        raise mistake(name, "has no reason", f'{name}: [{shown}, "the reason"]', file)
+        shown = value if isinstance(value, (str, int, float)) else None
+        raise mistake(name, "has no reason", _pair(name, shown, file), file)
     takes_list = "list" in legal.settings()[name].types
     if takes_list and isinstance(value[0], str) and " " not in value[1].strip():  # [q_proj, v_proj] is a list of two
-        raise mistake(name, f"has no reason, or {value[1]!r} is one", f'{name}: [[...], "the reason"]', file)
+        raise mistake(
+            name, f"has no reason, or {value[1]!r} is one", _pair(name, [], file).replace("[]", "[...]"), file
+        )
     problems: list[Problem] = []
     accepted = accept({name: value[0]}, file, problems)
     if problems:
-        raise UserError(*(replace(problem, fix=_in_a_pair(problem)) for problem in problems))
+        raise UserError(*(replace(problem, fix=_in_a_pair(problem, file)) for problem in problems))
     return {used: (setting.value, value[1]) for used, setting in accepted.items()}
 
 
-def _in_a_pair(problem: Problem) -> str:
+def _in_a_pair(problem: Problem, file: str) -> str:
     """The fix as a line of the file, for a value of which a flag's fix says the type."""
     kind = problem.fix.removeprefix(f"--{problem.subject} with ")
-    return problem.fix if kind == problem.fix else f'{problem.subject}: [{kind}, "the reason"]'
+    return problem.fix if kind == problem.fix else _pair(problem.subject, kind, file, quoted=False)
+
+
+def _pair(name: str, value: object, file: str, quoted: bool = True) -> str:
+    """A value with its reason as the file is written, YAML or Python. None stands for any value."""
+    in_python = file.endswith(".py")
+    shown = value if not quoted else "value" if value is None else repr(value) if in_python else json.dumps(value)
+    return f'{name}=({shown}, "the reason")' if in_python else f'{name}: [{shown}, "the reason"]'
 
 
 def _typed(name: str, function: Callable[[Any], Any], file: str) -> Callable[[Any], Decision]:

@@ -150,7 +150,7 @@ class RunSpec(Mapping):
             yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
-        yield self.recipe.source, self.recipe.settings.get(name)
+        yield self.recipe.origin(name), self.recipe.settings.get(name)
         epochs_win = name == "max_steps" and "num_train_epochs" in self.given
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
             yield "demonstration", catalog.DEMONSTRATION[name]

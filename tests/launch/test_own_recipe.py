@@ -26,6 +26,25 @@ def test_show_prints_its_values_with_their_reasons(capsys):
     assert shown["settings"]["logging_steps"] == expected
 
 
+def test_what_it_inherits_comes_from_the_shipped_recipe(tmp_path, capsys):
+    tmp_path.joinpath("child.yaml").write_text("base: mine.yaml\npurpose: Of ours.\n")
+    for file in ("mine.yaml", "child.yaml"):
+        assert main(["show", file, "--json"]) == 0
+        settings = json.loads(capsys.readouterr().out)["settings"]
+        assert settings["save_total_limit"]["source"] == "recipe standard"
+        assert settings["logging_steps"]["source"] == f"recipe {file}"
+
+
+def test_a_function_that_raises_ends_the_check_as_every_error_does(tmp_path, capsys):
+    tmp_path.joinpath("m.py").write_text(
+        "from recipes.catalog import fast\n\n\ndef mine():\n"
+        "    return fast().but('m', 'x', learning_rate=lambda run: run['nope'])\n"
+    )
+    assert main(["check", "--recipe", "m.py"]) == 2
+    printed = capsys.readouterr().err
+    assert "m.py raises KeyError: 'nope'" in printed and printed.endswith("1 error: this run would not start.\n")
+
+
 @pytest.mark.parametrize("words", [["mine.yaml", "--diff", "standard"], ["standard", "--diff", "mine.yaml"]])
 def test_its_difference_to_another_recipe_is_what_it_changes(words, capsys):
     assert main(["show", *words, "--json"]) == 0
@@ -72,6 +91,9 @@ def test_a_job_on_azure_needs_the_file_in_the_checkout(tmp_path, monkeypatch, ca
     words = ["submit", "azureml", "--recipe", "mine.yaml", "--compute", "c", "--dry_run"]
     assert main(words) == 2
     assert "mine.yaml is not in the checkout" in capsys.readouterr().err
+    tmp_path.joinpath("a.yaml").write_text(MINE)
+    assert main(["submit", "azureml", "--recipe", str(tmp_path / "a.yaml"), "--compute", "c", "--dry_run"]) == 2
+    assert "submit there: --recipe a.yaml" in capsys.readouterr().err
 
     checkout = tmp_path / "checkout"
     shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")

@@ -9,6 +9,8 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 import recipes
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
+from recipes.factories import as_keywords
+from tests.support.runs import H100
 
 
 @dataclass
@@ -160,7 +162,6 @@ def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, eng
 @pytest.mark.parametrize(
     ("recipe", "variables", "settings"),
     [
-        ("sharded", {"ACCELERATE_USE_FSDP": "true"}, {}),
         ("memory", ZERO_2, {}),
         ("memory", TORCHRUN, {"deepspeed": OWN_JSON}),
         ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it
@@ -186,3 +187,41 @@ def test_fsdp_is_refused_in_a_script_that_no_launcher_started(tmp_path, monkeypa
         recipes.standard(str(tmp_path), fsdp="full_shard")
     started_with(monkeypatch, TORCHRUN)
     recipes.standard(str(tmp_path), fsdp="full_shard")
+
+
+def test_the_command_keeps_the_scripts_own_arguments(tmp_path, monkeypatch):
+    started_with(monkeypatch, {})
+    monkeypatch.setattr("sys.argv", ["my.py", "--data", "two words"])
+    with pytest.warns(UserWarning, match=r"my.py --data 'two words'"):
+        recipes.memory(str(tmp_path))
+
+
+def test_sharded_shards_on_gpus_alone(tmp_path, monkeypatch):
+    started_with(monkeypatch, {"ACCELERATE_USE_FSDP": "true"})
+    with pytest.warns(UserWarning, match="trains on plain DDP instead: on a CPU it shards nothing"):
+        recipes.sharded(str(tmp_path))
+    monkeypatch.setattr("recipes.run.hardware._cuda_gpus", lambda: (H100,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        recipes.sharded(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fix", "keywords"),
+    [
+        ("--fp16 false", "fp16=False"),
+        ("--fp16 with --bf16 false", "fp16=True with bf16=False"),
+        ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
+        ("--save_strategy steps, or best", "save_strategy='steps', or best"),
+        ("--optim_args rank=64,scale=0.5", "optim_args='rank=64,scale=0.5'"),
+        ("leave --deepspeed out", "leave deepspeed out"),
+        ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
+    ],
+)
+def test_a_fix_is_written_as_a_script_writes_it(fix, keywords):
+    assert as_keywords(fix) == keywords
+
+
+def test_a_refusal_names_keywords(tmp_path):
+    with pytest.raises(UserError, match="Fix: eval_strategy='steps'"):
+        recipes.standard(str(tmp_path), load_best_model_at_end=True)

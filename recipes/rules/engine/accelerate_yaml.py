@@ -29,6 +29,7 @@ from recipes.rules.facts import (
 from recipes.run import RunSpec, nearest
 from recipes.run.command_line import belongs
 from recipes.run.engine import DEEPSPEED_VARIABLES
+from recipes.run.parallelism import SIZES
 
 
 @rule
@@ -294,6 +295,8 @@ def nested_yaml_values_are_legal(run):
     for name, section in sections(run):
         known = legal.accelerate_nested_keys(name)
         for key, value in section.items():
+            if str(key).removeprefix(f"{name}_") in SIZES.values():
+                continue  # sizes_of_groups_are_counts
             expected = _expected(known[key], value) if key in known and value is not None else ""
             if expected:
                 severity = "advice" if _is_unread(run, str(key)) else "error"

@@ -50,8 +50,16 @@ def sizes_of_groups_are_counts(run):
     """`dp_replicate_size must be at least 1, but got 0`, or int's own ValueError for text."""
     for field in SIZES:
         size = getattr(run.engine.parallelism, field)
-        if type(size) is not int or size < 1:
+        if not _is_count(size):
             yield _of_sizes(run, field, f"takes a whole number of at least 1, got {size!r}", "1, or leave it out")
+
+
+def _is_count(size: object) -> bool:
+    return type(size) is int and size >= 1
+
+
+def _are_counts(run: RunSpec) -> bool:
+    return all(_is_count(getattr(run.engine.parallelism, field)) for field in SIZES)
 
 
 @rule
@@ -241,20 +249,29 @@ def replicas_and_shards_make_the_world(run):
     Sizes that are all 1 ask for nothing. DeepSpeed ignores replicas and shards, but not how many.
     """
     parallelism = run.engine.parallelism
-    sizes = [getattr(parallelism, field) for field in SIZES]
-    if any(type(size) is not int or size < 1 for size in sizes):
-        return
-    if parallelism.is_refused(run.own_script):
-        return  # whatever the other sizes are
-    total, replicate = math.prod(sizes), parallelism.replicate
+    if not _are_counts(run) or parallelism.is_refused(run.own_script) or _refused_on_a_cpu(run):
+        return  # reported already
+    if uses_fsdp(run) and parallelism.shard == 1 < parallelism.replicate:
+        return  # replicas_and_shards_are_of_fsdp2 names the right sizes
+    total = math.prod(getattr(parallelism, field) for field in SIZES)
     if total in (1, run.world_size) or run.world_size % parallelism.sharing:
         return
-    groups, sharing = run.data_parallel_size, parallelism.sharing
-    replicate = replicate if groups % replicate == 0 else 1
+    tensor = parallelism.tensor
     what = f"{parallelism.replicate} replicas x {parallelism.shard} shards"
-    what += (f" x {sharing} processes each" if sharing > 1 else "") + f" are not the {run.world_size} processes"
-    fix = f"{_name(run, 'replicate')} {replicate} and {_name(run, 'shard')} {groups // replicate}"
-    yield _of_sizes(run, "shard", what, fix)
+    what += (f" x {tensor} processes each" if tensor > 1 else "") + f" are not the {run.world_size} processes"
+    yield _of_sizes(run, "shard", what, _sizes_that_fit(run))
+
+
+def _sizes_that_fit(run: RunSpec) -> str:
+    """Replicas and shards that make the world. FSDP wants at least two shards: the user's number of
+    replicas is kept only where it leaves as many.
+    """
+    groups = run.world_size // run.engine.parallelism.tensor
+    replicate, shard, wanted = _name(run, "replicate"), _name(run, "shard"), run.engine.parallelism.replicate
+    if groups == 1:
+        return f"leave {replicate} and {shard} out"
+    replicas = wanted if groups % wanted == 0 and groups > wanted else 1
+    return f"{replicate} {replicas} and {shard} {groups // replicas}"
 
 
 @rule
@@ -267,12 +284,14 @@ def replicas_and_shards_are_of_fsdp2(run):
     parallelism = run.engine.parallelism
     if not parallelism.source or parallelism.replicate == parallelism.shard == 1:
         return
+    if not _are_counts(run) or _refused_on_a_cpu(run):
+        return  # reported already
     if uses_fsdp(run):
         if str(fsdp_section(run).get("version", 1)) == "1":
             yield _of_sizes(run, "shard", "needs FSDP2", "fsdp_version: 2")
         elif parallelism.shard == 1:  # `no dimension for FSDP to shard across`
             what = f"1 leaves FSDP nothing to shard across {parallelism.replicate} replicas"
-            yield _of_sizes(run, "shard", what, f"{_name(run, 'shard')} of at least 2, or distributed_type: MULTI_GPU")
+            yield _of_sizes(run, "shard", what, f"{_sizes_that_fit(run)}, or distributed_type: MULTI_GPU")
         return
     what, fix = f"shards nothing: the engine is {run.engine_title.partition(',')[0]}, not FSDP", "leave it out"
     if run.hardware.cuda:
@@ -286,14 +305,18 @@ def cpu_ranks_take_no_sizes(run):
 
     Sizes that are all 1 ask for nothing.
     """
-    parallelism = run.engine.parallelism
-    if parallelism.replicate == parallelism.shard == parallelism.sharing == 1:
-        return
-    if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
-        return  # no mesh, or refused on any machine
-    if parallelism.source and run.world_size > 1 and not run.hardware.shards:
+    if _refused_on_a_cpu(run):
         what = "is refused by accelerate on a CPU"
-        yield Problem("parallelism_config", what, "leave it out", parallelism.source)
+        yield Problem("parallelism_config", what, "leave it out", run.engine.parallelism.source)
+
+
+def _refused_on_a_cpu(run: RunSpec) -> bool:
+    parallelism = run.engine.parallelism
+    if not _are_counts(run) or parallelism.replicate == parallelism.shard == parallelism.sharing == 1:
+        return False
+    if uses_deepspeed(run) or (parallelism.sharing > 1 and not run.own_script):
+        return False  # no mesh, or refused on any machine
+    return bool(parallelism.source) and run.world_size > 1 and not run.hardware.shards
 
 
 # --- DDP ------------------------------------------------------------------------------------------

@@ -67,6 +67,11 @@ def test_a_mistake_about_a_named_gpu_is_one_line(words, advice, capsys):
     assert advice in capsys.readouterr().err
 
 
+def test_a_gpu_without_a_name_is_not_this_machine(capsys):
+    assert main(["check", "--gpu", ""]) == 2
+    assert "'' is not in the catalogue" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_not_here_may_be_there(capsys):
     words = ["check", "--model_name_or_path", "./not_here"]
     assert main(words) == 2

@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     GPT2Config,
     LlamaConfig,
@@ -32,7 +34,7 @@ from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from recipes.run import resolve
 from recipes.run.local_model import max_positions
-from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
+from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -213,6 +215,36 @@ def test_a_configuration_with_a_wrong_value_is_one_line(field, value, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     found = problem(run_with(name))
     assert "idden" in found.what and "hf auth login" not in found.fix
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 5), ("max_position_embeddings", None)])
+def test_a_configuration_that_its_class_refuses_is_not_the_tokenizers_fault(field, value, tmp_path):
+    save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
+    found = loaded_anyway(tmp_path, **{field: value})
+    assert "config.json does not make a model" in found.what and "tokenizer" not in found.what
+    assert found.source == str(tmp_path)
+
+
+def test_a_configuration_that_the_model_refuses_is_one_line(tmp_path):
+    """BERT's layers raise it, not the class of its configuration."""
+    save(BertLMHeadModel(BertConfig(**SMALL, intermediate_size=64, is_decoder=True)), tmp_path)
+    found = loaded_anyway(tmp_path, num_attention_heads=5)
+    assert "config.json does not make a model" in found.what and "multiple of the number" in found.what
+
+
+def test_weights_of_other_sizes(tmp_path):
+    save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
+    assert "weights of other sizes than its config.json says" in loaded_anyway(tmp_path, intermediate_size=32).what
+
+
+def loaded_anyway(folder, **changes):
+    """What train.py says of a folder whose config.json was changed, if no rule has seen it."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    run = run_with(str(folder))
+    with pytest.raises(UserError) as raised:
+        load_model(run, load_tokenizer(run), LANGUAGE)
+    return raised.value.problems[0]
 
 
 def test_hub_out_of_reach():

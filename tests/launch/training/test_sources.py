@@ -115,8 +115,10 @@ def test_hub_out_of_reach_says_that_it_is_not_a_local_file_either(tokenizer):
 
 
 def test_unknown_split_lists_those_there_are(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a", "b")), dataset_train_split="learn")
+    file = jsonl(tmp_path, texts("a", "b"))
+    run = run_with(dataset_name=str(tmp_path), dataset_train_split="learn")
     assert "the data has train (2 rows)" in problem(run, tokenizer).what
+    assert "has only train" in problem(run_with(dataset_name=file, dataset_train_split="learn"), tokenizer).what
 
 
 @pytest.mark.parametrize("wanted", ["train[", "train[:200%]", "train[5%:2%"])

@@ -5,8 +5,10 @@ import types
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
+from transformers import TrainerState
 
-from launch.training.callbacks import Meter, StopOnNotANumber
+from launch.terminal import console
+from launch.training.callbacks import Meter, StopOnNotANumber, WarmUpAdvice
 from launch.training.failure import NotANumber
 from launch.training.trainer import RecipeTrainer, apply_ddp_settings
 from recipes import standard
@@ -72,6 +74,17 @@ def test_flops_are_not_counted_in_every_micro_batch(trainer):
 def test_a_logged_loss_that_is_not_a_number_stops(loss):
     with pytest.raises(NotANumber, match="step 7"):
         StopOnNotANumber().on_log(None, types.SimpleNamespace(global_step=7), None, logs={"loss": loss})
+
+
+def test_a_warm_up_beyond_the_epochs_is_told_once_their_steps_are_known(capsys):
+    def advised(*flags, steps=7):
+        run = resolve(["--num_train_epochs", "1", *flags], environment={})
+        WarmUpAdvice(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)
+        return capsys.readouterr().out
+
+    assert "1000 steps of warm-up do not end before the run, which has 7" in advised("--warmup_steps", "1000")
+    assert advised("--warmup_steps", "3") == advised("--warmup_steps", "1000", steps=2000) == ""
+    assert advised("--warmup_steps", "1000", "--max_steps", "7") == ""  # `check` has said it
 
 
 def test_the_meter_leaves_out_warm_up_and_steps_that_save():

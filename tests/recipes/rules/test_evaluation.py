@@ -80,6 +80,7 @@ ALSO_FIRES = [
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
+    ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 2 --save_steps 3")),  # an error says it
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} --eval_strategy epoch")),

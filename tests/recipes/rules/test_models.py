@@ -43,6 +43,14 @@ CASES = {
         Run(MODEL, files=model(num_attention_heads="two")),
         Run(MODEL, files=model(num_attention_heads=2)),
     ),
+    "the_configuration_divides_evenly": (
+        Run(MODEL, files=model(hidden_size=32, num_attention_heads=5)),
+        Run(MODEL, files=model(hidden_size=32, num_attention_heads=4)),
+    ),
+    "dropout_is_a_probability": (
+        Run(MODEL, files=model(attention_dropout=1.5)),
+        Run(MODEL, files=model(attention_dropout=1.0)),
+    ),
     "lora_adapts_modules_of_the_model": (
         Run(f"{MODEL} --use_peft --lora_target_modules foo", files=model() | Q_PROJ),
         Run(f"{MODEL} --use_peft --lora_target_modules q_proj", files=model() | Q_PROJ),

@@ -24,6 +24,8 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    ("nested_settings_can_be_read", Run("--lr_scheduler_kwargs [1] --lr_scheduler_type cosine"), "lr_scheduler"),
+    ("nested_settings_can_be_read", Run("--lr_scheduler_kwargs 3 --lr_scheduler_type cosine"), "lr_scheduler"),
     ("nested_settings_are_known", Run(f"--gradient_checkpointing {MISSPELT}"), "checkpointing"),
     (
         "nested_settings_are_known",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from yaml import safe_load
 
+from recipes.rules.check import check
 from recipes.run import resolve
+from recipes.run.engine import from_yaml, shipped
 from recipes.run.hardware import Hardware
+from recipes.run.parallelism import from_section
 from tests.support.real_failures import BY_NAME, arguments, assert_fires, run_ranks, torchrun, train
-from tests.support.runs import A100, CLASSIFY, DS, TWO_GPUS, Run, ds_json, groups, machine, yaml
+from tests.support.runs import A100, CLASSIFY, DS, H100, TWO_GPUS, Run, ds_json, groups, machine, yaml
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -161,6 +169,30 @@ LEGAL_AFTER_ALL = [
         ),
     ),
 ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(replicate=st.integers(1, 8), shard=st.integers(1, 8), world=st.integers(1, 16), cuda=st.booleans())
+def test_the_sizes_that_a_message_asks_for_are_accepted(replicate, shard, world, cuda):
+    def found(**sizes):
+        content = safe_load(groups(**sizes)) | {"mixed_precision": "no"}
+        engine = replace(from_yaml(shipped("sharded.yaml")), raw=content, source="y.yaml")
+        engine = replace(engine, parallelism=from_section(content["parallelism_config"], "y.yaml"))
+        hardware = machine(H100, world) if cuda else Hardware()
+        run = resolve(["--global_batch_size", "720720"], world_size=world, hardware=hardware, engine=engine)
+        problems = [problem for problem in check(run) if "parallelism_config" in problem.subject]
+        return [problem for problem in problems if problem.severity == "error"]
+
+    def written(fix):
+        """The sizes as a user would write them after reading the fix."""
+        sizes = {name: int(size) for name, size in re.findall(r"parallelism_config_(\w+)_size (\d+)", fix)}
+        assert sizes or "leave" in fix
+        return sizes or {"dp_replicate": 1, "dp_shard": 1}
+
+    problems = found(dp_replicate=replicate, dp_shard=shard)
+    assert len(problems) <= 1
+    if problems:
+        assert found(**written(problems[0].fix)) == []
 
 
 def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):

@@ -1,1 +1,1 @@
-"""What is done with a recipe: training, the `recipes` command, jobs, measuring, reports."""
+"""What accelerate-recipes does with a recipe: training, the command, jobs, measuring, reports."""

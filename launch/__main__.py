@@ -5,6 +5,10 @@ from pathlib import Path
 
 if not __package__:  # `python launch`: import the packages beside launch/, not the files inside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from launch.host.own_packages import import_own_packages
+
+    del sys.path[0]
+    import_own_packages()
 
 from launch.cli import main
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from recipes import __version__
 from recipes.errors import Problem, UserError, mistake
+from recipes.quiet import quiet_loggers
 
 
 class Command(NamedTuple):
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         _print_problems(_no_command(name).problems)
         return 2
+    quiet_loggers()
     parser = _parser(name)
     options, rest = parser.parse_known_args(own)
     if rest and not COMMANDS[name].train_flags:

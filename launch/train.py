@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING
 # Run as a script: import the packages beside launch/, not the files inside it.
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from launch.host.own_packages import import_own_packages
+
+    del sys.path[0]
+    import_own_packages()
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest
-from launch.host.world import launched, prepare_environment, process_group, resolve_launched
+from launch.host.world import alone_by_mistake, launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
-from recipes.quiet import quiet_libraries, quiet_progress_bars
+from recipes.errors import UserError
+from recipes.quiet import quiet_deepspeed, quiet_libraries, quiet_progress_bars
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec
 
@@ -50,8 +55,8 @@ def fit_and_train(progress: TrainingProgress) -> None:
     stop.listen()
     world = progress.world = launched()
     run = progress.run = resolve_launched(progress.argv, world)
-    print_problems(require_legal(run), console(world.is_main))
     quiet_libraries(run["verbose"])
+    print_problems([*require_legal(run), *alone_by_mistake(world)], console(world.is_main))
     if run["fit"] or run["fit_only"]:
         run = progress.run = fit(run, progress.argv, world, again=run["fit_only"])
     if not run["fit_only"]:
@@ -67,6 +72,8 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
     from launch.training.model import load_tokenizer, with_model
 
     quiet_progress_bars(run["verbose"])
+    if run.engine.kind == "deepspeed":
+        quiet_deepspeed(run["verbose"])
     tokenizer = load_tokenizer(run)
     run, advice = with_model(run, tokenizer)
     progress.run = run
@@ -106,6 +113,8 @@ def train_in_group(
         return False
 
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
+    if earlier.refusal:
+        raise UserError(*earlier.refusal)
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)

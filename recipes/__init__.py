@@ -1,4 +1,4 @@
-"""TrainingArguments with reasons: `from recipes import fast; args = fast(output_dir="out")`.
+"""accelerate-recipes in a script: `from recipes import fast; args = fast(output_dir="out")`.
 
 Importing this package imports neither torch nor transformers. Calling a recipe imports both.
 """

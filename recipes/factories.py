@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes import legal
 from recipes.errors import UserError, mistake
+from recipes.quiet import silence
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, Settings, find_recipe, resolve
 from recipes.run.engine import from_environment, shipped
@@ -36,7 +37,8 @@ def recipe(name: str):
         num_processes: int | None = None,
         **overrides: Any,
     ) -> TrainingArguments:
-        from transformers import TrainingArguments
+        with silence():  # bitsandbytes remarks on a kernel that it did not find
+            from transformers import TrainingArguments
 
         wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
 
 
 @contextlib.contextmanager
@@ -30,7 +31,13 @@ def quiet_libraries(verbose: bool) -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's reducer warns in C++
     warnings.filterwarnings("ignore")
+    quiet_loggers()
+
+
+def quiet_loggers() -> None:
+    """Errors only from libraries that remark on what they did not find, such as a kernel."""
     for name in ("DeepSpeed", "deepspeed", "accelerate", "torch.distributed", "datasets", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -44,3 +51,11 @@ def quiet_progress_bars(verbose: bool) -> None:
 
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
+
+
+def quiet_deepspeed(verbose: bool) -> None:
+    """No line on stdout for every operator that DeepSpeed has built. Imports DeepSpeed."""
+    if verbose:
+        return
+    module = import_module("deepspeed.comm.torch")  # the package has another `torch`
+    vars(module)["print"] = lambda *words, **options: None

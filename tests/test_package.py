@@ -1,5 +1,6 @@
 """The wheel: complete outside the checkout."""
 
+import email
 import os
 import subprocess
 import sys
@@ -32,9 +33,19 @@ def installed(wheel, tmp_path_factory):
 
 def test_it_brings_two_packages_and_no_azureml(installed):
     assert sorted(path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")) == [
+        "accelerate_recipes.py",
         "launch",
         "recipes",
     ]
+
+
+def test_its_metadata_are_whole(installed):
+    text = next(installed.glob("*.dist-info/METADATA")).read_text()
+    head, _, description = text.partition("\n\n")
+    fields = email.message_from_string(head)
+    assert {"Author", "Summary", "Keywords", "License-Expression", "License-File", "Requires-Python"} <= set(fields)
+    assert "Typing :: Typed" in fields.get_all("Classifier") and (installed / "recipes" / "py.typed").exists()
+    assert fields["Description-Content-Type"] == "text/markdown" and description.startswith("# accelerate-recipes")
 
 
 def test_every_accelerate_yaml_travels_with_it(installed):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from launch.doctor.network import invalid_gpu
 from launch.host import memory
+from launch.host.own_packages import NAMES, other_owners
 from launch.terminal import memory_size, plural
 from recipes.legal.source import version
 from recipes.run import resolve
@@ -126,6 +127,10 @@ def versions(request: Request) -> Check:
         status = "warning" if all(how in ("", "newer") for how in wrong.values()) else "error"
         install = " ".join(f"'{one.name}{one.specifier}'" for one in outsiders)
         return Check(status, "versions", what, f"pip install {install}")
+    for name in NAMES:
+        if others := other_owners(name):  # it works here: ours came last, or is imported first
+            what = f"{' and '.join(others)} has a package {name} too, and takes that name if it is installed again"
+            return Check("warning", "versions", what, "an environment of its own for one of them")
     return Check(
         "ok", "versions", ", ".join(f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
     )

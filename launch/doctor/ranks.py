@@ -15,6 +15,7 @@ from launch.doctor.machine import ENLARGE, Request
 from launch.doctor.network import Switch
 from launch.doctor.stages import NOTES, REQUEST, STAGES
 from launch.host import processes
+from launch.host.parent import threads_per_process
 from recipes.run import Json
 
 LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
@@ -67,7 +68,7 @@ def probe_run(
         "address": request.address if request.nodes > 1 else "127.0.0.1",
         # A port of its own for each attempt: another node may still be in the attempt before.
         "port": request.port + attempt if request.nodes > 1 else processes.free_port(),
-        "cores": request.hardware.cores,
+        "threads": threads_per_process(request.hardware.cores, request.processes_per_node),
         "node": request.machine_rank,
         "failed_node": request.machine_rank if failed else None,
     }

@@ -91,7 +91,7 @@ def start(rank: Rank) -> Json:
     """Import torch and note its versions."""
     import torch
 
-    torch.set_num_threads(max(1, rank.request["cores"] // rank.local_size))
+    torch.set_num_threads(rank.request["threads"])
     nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
     return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 

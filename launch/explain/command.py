@@ -15,6 +15,7 @@ from launch.explain.reasons import notes_on, reason_for, size_of
 from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Topic, Variant
 from launch.flags import Commands
 from launch.host import processes
+from launch.host.parent import THREADS, threads_per_process
 from launch.terminal import print_table
 from recipes.errors import Failure
 from recipes.run import Json
@@ -72,7 +73,7 @@ def _where(hardware: Hardware, device: str) -> str:
 
 def _measure(topic: str, device: str, hardware: Hardware) -> Measured:
     """Run the topic on both ranks. Raises `RankFailed`. No rank is left, however it ends."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, hardware.cores // RANKS))}
+    environment = {**os.environ, THREADS: str(threads_per_process(hardware.cores, RANKS))}
     with tempfile.TemporaryDirectory(prefix="recipes-explain-") as name:
         folder = Path(name)
         logs = [folder / f"rank-{rank}.log" for rank in range(RANKS)]

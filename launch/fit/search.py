@@ -18,6 +18,7 @@ from launch import terminal
 from launch.fit.board import Board, open_board
 from launch.fit.probe import REQUEST, VERDICT
 from launch.host import memory, processes
+from launch.host.parent import THREADS, own_threads
 from launch.host.world import World
 from launch.output import record
 from launch.terminal import memory_size
@@ -211,6 +212,8 @@ def _environment(port: int) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if "RANK" in environment:
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    if own_threads() is None:  # the launcher's 1, which a probe would take for a person's
+        environment.pop(THREADS, None)
     return environment
 
 

@@ -93,8 +93,11 @@ def free_port() -> int:
 
 
 def _run_module(parent: str, module: str, *arguments: str) -> int | None:
-    if str(_ROOT) not in sys.path:  # an installed package is found without
-        sys.path.insert(0, str(_ROOT))
+    sys.path.insert(0, str(_ROOT))
+    from launch.host.own_packages import import_own_packages
+
+    del sys.path[0]
+    import_own_packages()
     from launch.host.signals import end_with_parent
 
     end_with_parent()

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from launch.host.parent import Parent, parent, threads_per_process
 from launch.host.processes import free_port
-from recipes.errors import Failure, UserError, mistake
+from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.run import RunSpec, Settings, resolve, with_fit
 from recipes.run.engine import launch_environment
 
@@ -90,6 +91,24 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
     return World()
 
 
+def alone_by_mistake(
+    world: World, environment: Mapping[str, str] = os.environ, launcher: Parent | None = None
+) -> list[Problem]:
+    """Advice if `accelerate launch --num_processes N` has started one process without a word.
+
+    It starts several with --multi_gpu (on a CPU too) or under a YAML that says so, and sets that
+    flag itself where it sees several GPUs.
+    """
+    launcher = launcher or parent()
+    asked = launcher.flag("num_processes") if launcher else None
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment
+    if world.size > 1 or not by_accelerate or asked is None or not asked.isdigit() or int(asked) < 2:
+        return []
+    what = f"accelerate launch has started 1 process, not {asked}: it starts several only if told which kind"
+    fix = f"accelerate launch --multi_gpu --num_processes {asked}, on a CPU too and without --cpu"
+    return [Problem("num_processes", what, fix, "accelerate launch", "advice")]
+
+
 def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
     """The run of a launched process, on the engine that will execute it, and with its fit.json."""
     return with_fit(
@@ -130,8 +149,8 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
             "leave use_cpu to the recipe",
             run.setting("use_cpu").source,
         )
-    if args.use_cpu:  # launchers set OMP_NUM_THREADS to 1, which leaves all other cores idle
-        torch.set_num_threads(max(1, run.hardware.cores // world.local_size))
+    if args.use_cpu:
+        torch.set_num_threads(threads_per_process(run.hardware.cores, world.local_size))
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     if not gc.get_freeze_count():  # once in a process
         # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.

@@ -71,6 +71,9 @@ def render(job: Job, flags: Local | None = None) -> str:
     if job.nodes == 1:
         lines += [start, "launchers+=($!)"]
     else:
+        if not job.run.hardware.cuda:
+            share = max(1, job.run.hardware.cores // job.processes)
+            lines.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{share}}}  # the nodes share these cores")
         lines += [
             "port=$((20000 + $$ % 20000))",
             f"for rank in {{0..{job.nodes - 1}}}; do",

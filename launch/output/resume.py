@@ -14,7 +14,7 @@ from launch.host.world import World
 from launch.output import record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
 from launch.terminal import memory_size
-from recipes.errors import UserError, mistake
+from recipes.errors import Problem, UserError, mistake
 from recipes.run import Json, RunSpec
 from recipes.scaling.timings import require_room
 
@@ -24,12 +24,14 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person.
+    are for a person. `refusal` says why the folder is not for this run: a mistake in the data
+    matters more, so whoever asked raises it after those.
     """
 
     checkpoint: Path | None = None
     step: int = 0
     finished: bool = False
+    refusal: tuple[Problem, ...] = ()
     notes: list[str] = field(default_factory=list)
 
 
@@ -63,10 +65,7 @@ def _make_and_lock(run: RunSpec) -> int:
 
 
 def _make_folder(run: RunSpec) -> None:
-    """Make the folder.
-
-    Raises `UserError` if it is not writable, or holds a model that this program did not train.
-    """
+    """Make the folder. Raises `UserError` if it is not writable."""
     folder = Path(run["output_dir"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,6 +74,11 @@ def _make_folder(run: RunSpec) -> None:
         probe.unlink()
     except OSError as error:
         raise _unwritable(run, error) from None
+
+
+def _require_no_foreign_model(run: RunSpec) -> None:
+    """Raises `UserError` if the folder holds a model that this program did not train."""
+    folder = Path(run["output_dir"])
     if _holds_a_run(folder):
         return
     model = run["model_name_or_path"]
@@ -140,7 +144,15 @@ def _require_disk_space(run: RunSpec, needed_bytes: int) -> None:
 
 
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:
-    """Where to resume. Raises `UserError` if resuming would not be the same training."""
+    """Where to resume. Refused if that would not be the same training, or overwrite a model."""
+    try:
+        return _earlier_run(run, world)
+    except UserError as error:
+        return Earlier(refusal=error.problems)
+
+
+def _earlier_run(run: RunSpec, world: World) -> Earlier:
+    _require_no_foreign_model(run)
     folder = Path(run["output_dir"])
     if run["fresh"]:
         return Earlier()

@@ -32,6 +32,7 @@ from launch.terminal import plural
 from recipes import legal
 from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
+from recipes.run.cores import usable_cores
 from recipes.run.hardware import read as read_hardware
 from recipes.scaling.advice import BEFORE, Advice, advise
 from recipes.scaling.causes import milliseconds
@@ -273,7 +274,7 @@ def _on_cores(world_size: int, most: int) -> Iterator[None]:
         yield
         return
     all_cores = os.sched_getaffinity(0)
-    own = sorted(all_cores)[: max(1, len(all_cores) // most) * world_size]
+    own = sorted(all_cores)[: max(1, usable_cores() // most) * world_size]
     os.sched_setaffinity(0, own)
     try:
         yield

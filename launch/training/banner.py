@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launch.host.parent import THREADS, own_threads
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
@@ -36,7 +37,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
         "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
         "data": data.description,
-        "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
+        "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}{_threads(run)}",
         "batch": batch(run),
         "precision": precision(run),
         "output": run["output_dir"],
@@ -65,6 +66,17 @@ def batch(run: RunSpec) -> str:
     if sharing > 1:
         words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
     return words + (f", {split.reason}" if run.batch_source == FIT else "")
+
+
+def _threads(run: RunSpec) -> str:
+    """The threads of each process on a CPU, unless one process has a thread for each core."""
+    import torch
+
+    threads, own = torch.get_num_threads(), own_threads()
+    if run.hardware.cuda or (run.world_size == 1 and threads == run.hardware.cores and not own):
+        return ""
+    each = " each" if run.world_size > 1 else ""
+    return f": {plural(threads, 'thread')}{each}" + (f" ({THREADS})" if own else "")
 
 
 def precision(run: RunSpec) -> str:

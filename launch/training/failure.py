@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.markup import escape
 from safetensors import SafetensorError
 
+from launch.host.caches import cache_problem
 from launch.host.signals import EXIT_CODE, Preempted
 from launch.host.world import World
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
-from recipes.errors import Failure, UserError
+from recipes.errors import Failure, Problem, UserError
 from recipes.run import RunSpec
 
 
@@ -27,8 +28,8 @@ class NotANumber(Failure):
 def report(error: BaseException, progress: TrainingProgress) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run, world = progress.run, progress.world
-    if isinstance(error, UserError):
-        problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
+    problems = _problems(error, run)
+    if problems:
         print_problems(problems, console(world.is_local_main, stderr=True))
         return 2
     message = _explained(error, run)
@@ -38,6 +39,19 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
+    """What the user can correct; empty if that is not why it failed.
+
+    A mistake may be what a reader makes of a cache that it could not write: its own message, that
+    the file cannot be read, would be wrong.
+    """
+    unwritable = None if run is not None and _is_full(Path(run["output_dir"])) else cache_problem(error)
+    if unwritable:
+        return [unwritable]
+    problems = error.problems if isinstance(error, UserError) else ()
+    return [run.with_source(problem) if run else problem for problem in problems]
 
 
 @contextlib.contextmanager
@@ -93,9 +107,11 @@ def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
     """Libraries that save wrap the system's error in their own, if they keep it at all."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    folder = Path(run["output_dir"])
-    saving = isinstance(error, (OSError, RuntimeError, SafetensorError))
-    return saving and folder.exists() and shutil.disk_usage(folder).free < 2**20
+    return isinstance(error, (OSError, RuntimeError, SafetensorError)) and _is_full(Path(run["output_dir"]))
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.exists() and shutil.disk_usage(folder).free < 2**20
 
 
 def _lost_a_rank(error: BaseException) -> bool:

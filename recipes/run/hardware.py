@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import UserError
+from recipes.run.cores import usable_cores
 from recipes.run.gpus import find
 
 _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75  # cuda.h, CUdevice_attribute
@@ -75,7 +75,7 @@ class Hardware:
 def read() -> Hardware:
     """What this machine has. Never raises: what cannot be read is absent."""
     liger = importlib.util.find_spec("liger_kernel") is not None
-    return Hardware(_cuda_gpus(), _usable_cores(), sys.platform, liger, _fp16_on_cpu())
+    return Hardware(_cuda_gpus(), usable_cores(), sys.platform, liger, _fp16_on_cpu())
 
 
 def _fp16_on_cpu() -> bool:
@@ -86,12 +86,6 @@ def _fp16_on_cpu() -> bool:
     except OSError:
         return False
     return "avx512_fp16" in head or "avx_ne_convert" in head
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # of a Slurm job or a container, not of the machine
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cuda_gpus() -> tuple[Gpu, ...]:

@@ -10,7 +10,6 @@ import torch
 from launch.host.world import World
 from launch.output import record
 from launch.output.resume import find_earlier_run
-from recipes.errors import UserError
 from recipes.run import resolve
 from recipes.run.engine import shipped
 from tests.support.running import losses, read_record, train_here
@@ -132,6 +131,15 @@ def stopped_early(tiny_model, texts, tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("flags", "subject"), [("--dataset_text_field nowhere", "dataset_text_field"), ("", "output_dir")]
+)
+def test_a_mistake_in_the_data_is_told_before_the_run_that_a_folder_holds(flags, subject, stopped, tiny_model, texts):
+    outcome = train_here(tiny_model, texts, stopped, *FOUR_STEPS, "--packing", *flags.split())
+    assert outcome.code == 2
+    assert [line.split()[1] for line in outcome.output.splitlines() if line.startswith("error")] == [f"{subject}:"]
+
+
 @pytest.mark.parametrize("step", [2, 4, 6])
 def test_early_stopping_stops_at_the_same_step_after_a_resume(step, stopped_early, tiny_model, texts, tmp_path):
     assert read_record(stopped_early)["global_step"] == 6
@@ -192,8 +200,7 @@ def test_an_older_record_of_fsdp_lacks_its_version(engine, accepted, tmp_path):
         environment={},
     )
     record.write(tmp_path, {**record.started(run, 2), "status": "finished", "engine": engine})
-    if accepted:
-        assert find_earlier_run(run, World(2)).finished
-        return
-    with pytest.raises(UserError, match=f"written with {engine}, and FSDP2 cannot read them"):
-        find_earlier_run(run, World(2))
+    earlier = find_earlier_run(run, World(2))
+    refused = [problem.what for problem in earlier.refusal]
+    assert earlier.finished == accepted
+    assert refused == ([] if accepted else [f"the checkpoints were written with {engine}, and FSDP2 cannot read them"])

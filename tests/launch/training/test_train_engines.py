@@ -1,5 +1,6 @@
 """Every engine really trains on a CPU: two ranks of DDP, ZeRO-2 and ZeRO-3 with offload."""
 
+import re
 import shutil
 
 import pytest
@@ -40,6 +41,11 @@ def test_an_evaluation_weighs_every_token_the_same_however_ranks_share_them(end,
     expected = launch_quickly(*flags, output=tmp_path / "summed").record["eval_loss"]
     own = launch_quickly(*flags, "--average_tokens_across_devices", "false", output=tmp_path / "own")
     assert own.record["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_threads_of_each_process_are_shown(two_ranks):
+    engine = next(line for line in two_ranks.output.splitlines() if line.startswith("engine "))
+    assert re.search(r"DDP, 2 processes on CPU, \d+ cores?: \d+ threads? each", engine), engine
 
 
 def test_only_rank_0_prints(two_ranks):

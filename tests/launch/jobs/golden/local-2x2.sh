@@ -8,6 +8,7 @@ command=(
     --recipe standard
 )
 launchers=()
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # the nodes share these cores
 port=$((20000 + $$ % 20000))
 for rank in {0..1}; do
     python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/standard.yaml --num_machines 2 --num_processes 4 --machine_rank "$rank" --main_process_ip 127.0.0.1 --main_process_port "$port" --rdzv_backend static --same_network --quiet "${command[@]}" &

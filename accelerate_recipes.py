@@ -1,0 +1,16 @@
+"""The `recipes` command, under a name that is ours alone: others have a `recipes` or a `launch`."""
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """The exit code of `recipes`."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # before a `launch` on PYTHONPATH
+    from launch.host.own_packages import import_own_packages
+
+    del sys.path[0]
+    import_own_packages()
+    from launch.cli import main
+
+    return main()

@@ -1,0 +1,65 @@
+"""The folders outside a run's own that libraries write to, and the variables that move them.
+
+They are under the home folder unless somebody says otherwise: read-only in many containers, small
+on many clusters.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.errors import Problem
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, *FULL)
+
+
+def cache_problem(error: BaseException) -> Problem | None:
+    """What to set if a library could not write to its cache; None if that is not what failed.
+
+    The system's error is often the cause of a library's own.
+    """
+    for failed in _causes(error):
+        if isinstance(failed, OSError) and failed.errno in _UNWRITABLE:
+            for variable, folder in _caches():
+                if _concerns(failed, folder):
+                    what = f"{folder} cannot be written: {failed.strerror}"
+                    return Problem(variable, what, f"{variable}=FOLDER in the environment, a writable one with room")
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Whether it happened there. Libraries that write a full disk rarely say where."""
+    if error.filename is None:
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        return error.errno in FULL and shutil.disk_usage(there).free < 2**20
+    path = Path(os.fsdecode(error.filename)).absolute()
+    return path.is_relative_to(folder) or (not path.exists() and folder.is_relative_to(path))
+
+
+def _caches() -> Iterator[tuple[str, Path]]:
+    """The variable that somebody has set, or that moves the most, and the folder."""
+    environment, home = os.environ, Path.home()
+    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
+    hugging_face = Path(environment.get("HF_HOME") or cache / "huggingface")
+    for own, folder in (("HF_DATASETS_CACHE", "datasets"), ("HF_HUB_CACHE", "hub"), ("HF_MODULES_CACHE", "modules")):
+        yield (own, Path(environment[own])) if environment.get(own) else ("HF_HOME", hugging_face / folder)
+    yield "HF_HOME", hugging_face
+    for own, default in (
+        ("TORCH_EXTENSIONS_DIR", cache / "torch_extensions"),
+        ("TRITON_CACHE_DIR", home / ".triton" / "cache"),
+        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
+    ):
+        yield own, Path(environment.get(own) or default)

@@ -1,0 +1,56 @@
+"""Whether `recipes` and `launch` are our packages: other distributions have such names too.
+
+Of two in the same folder, the one that was installed last has overwritten files of the other
+(torchtune's wheel brings a `recipes`). Of two in different folders, the one that is first on
+sys.path hides the other (ROS 2 puts its `launch` on PYTHONPATH). This file is read before anything
+of `recipes` is, and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+OURS = "accelerate-recipes"  # the __init__ of both packages says so
+NAMES = ("recipes", "launch")
+_ROOT = Path(__file__).resolve().parents[2]  # the folder that holds them
+
+
+def import_own_packages() -> None:
+    """Import ours, whatever else is on sys.path. Exit with code 2 if they are no longer whole.
+
+    The order of the path is the user's: a library on PYTHONPATH stays before an installed one.
+    """
+    problems = list(_overwritten(_ROOT))
+    if problems:
+        print("\n".join(problems), file=sys.stderr)
+        sys.exit(2)
+    sys.path.insert(0, str(_ROOT))
+    import_module("launch")
+    import_module("recipes")
+    sys.path.remove(str(_ROOT))
+    if str(_ROOT) not in sys.path:  # a clone that is not installed
+        sys.path.append(str(_ROOT))
+
+
+def _overwritten(root: Path) -> Iterator[str]:
+    """A line for each package whose __init__ is another's, or has gone with another's."""
+    for name in NAMES:
+        file = root / name / "__init__.py"
+        if file.is_file() and OURS in file.read_text(encoding="utf-8"):
+            continue
+        what = f"{file} was removed with another distribution's package of this name"
+        if file.is_file():
+            whose = " or ".join(f"{other}'s" for other in other_owners(name)) or "another distribution's"
+            what = f"{file} is {whose}, which has a package of this name too"
+        fix = f"pip install --force-reinstall --no-deps {OURS} (or its wheel), or an environment of its own"
+        yield f"error  {name}: {what}. Fix: {fix}."
+
+
+def other_owners(name: str) -> list[str]:
+    """The other distributions that have installed a package of this name. Takes 0.2 s."""
+    from importlib.metadata import packages_distributions
+
+    return sorted(set(packages_distributions().get(name, ())) - {OURS})

@@ -1,0 +1,67 @@
+"""A cache that cannot be written is told with the variable that moves it."""
+
+import errno
+
+import pytest
+
+from launch.host.caches import cache_problem
+from tests.support.running import train_here
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder in which nothing is set, and below which nothing can be made."""
+    for variable in ("HF_HOME", "HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".cache").write_text("a file where the folder would be")
+    return tmp_path
+
+
+def error_in(folder):
+    """What making this folder raises, wrapped as libraries do."""
+    try:
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise RuntimeError("the operator failed to build") from error
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("folder", "variable"),
+    [
+        (".cache/huggingface/datasets", "HF_HOME"),
+        (".cache/huggingface/hub/models--gpt2", "HF_HOME"),
+        (".cache/torch_extensions/py311", "TORCH_EXTENSIONS_DIR"),
+    ],
+)
+def test_the_variable_that_moves_the_folder_is_named(folder, variable, home):
+    problem = cache_problem(error_in(home / folder))
+    assert (problem.subject, "cannot be written" in problem.what) == (variable, True)
+
+
+def test_what_a_person_has_set_is_named(home, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(home / ".cache" / "mine"))
+    assert cache_problem(error_in(home / ".cache" / "mine" / "json")).subject == "HF_DATASETS_CACHE"
+
+
+def test_another_folder_is_no_cache(home):
+    assert cache_problem(error_in(home / ".cache" / "elsewhere")) is None
+    assert cache_problem(ValueError("anything")) is None
+
+
+def test_a_full_disk_elsewhere_is_no_full_cache(home):
+    assert cache_problem(OSError(errno.ENOSPC, "No space left on device")) is None
+
+
+def test_a_file_is_not_blamed_for_the_cache_of_its_reader(tiny_model, texts, tmp_path, monkeypatch):
+    import datasets
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "file" / "datasets"))
+    outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "1")
+    assert outcome.code == 2 and "cannot be read as json" not in outcome.output
+    assert f"HF_DATASETS_CACHE: {tmp_path}/file/datasets cannot be written: Not a directory." in outcome.output

@@ -26,8 +26,7 @@ from launch.terminal import console, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
-from recipes.errors import UserError
-from recipes.quiet import quiet_deepspeed, quiet_libraries, quiet_progress_bars
+from recipes.quiet import quiet_imported, quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec
 
@@ -71,9 +70,7 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
     from launch.training.build import build_arguments
     from launch.training.model import load_tokenizer, with_model
 
-    quiet_progress_bars(run["verbose"])
-    if run.engine.kind == "deepspeed":
-        quiet_deepspeed(run["verbose"])
+    quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
     tokenizer = load_tokenizer(run)
     run, advice = with_model(run, tokenizer)
     progress.run = run
@@ -113,8 +110,7 @@ def train_in_group(
         return False
 
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    if earlier.refusal:
-        raise UserError(*earlier.refusal)
+    earlier.require_same_training()  # only now: a mistake in the data matters more
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)

@@ -42,8 +42,11 @@ def quiet_loggers() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def quiet_progress_bars(verbose: bool) -> None:
-    """No progress bars. Imports the libraries, since only they can turn their bars off."""
+def quiet_imported(verbose: bool, deepspeed: bool) -> None:
+    """No progress bars, and with `deepspeed` no line for every operator that DeepSpeed has built.
+
+    Imports the libraries, since only they can be told.
+    """
     if verbose:
         return
     import datasets
@@ -51,11 +54,6 @@ def quiet_progress_bars(verbose: bool) -> None:
 
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-
-
-def quiet_deepspeed(verbose: bool) -> None:
-    """No line on stdout for every operator that DeepSpeed has built. Imports DeepSpeed."""
-    if verbose:
-        return
-    module = import_module("deepspeed.comm.torch")  # the package has another `torch`
-    vars(module)["print"] = lambda *words, **options: None
+    if deepspeed:
+        module = import_module("deepspeed.comm.torch")  # the package has another `torch`
+        vars(module)["print"] = lambda *words, **options: None

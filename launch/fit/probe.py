@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from launch.host.world import World, launched, prepare_environment, process_group, resolve_launched
 from launch.output import record
 from recipes.errors import UserError
-from recipes.quiet import quiet_libraries, quiet_progress_bars
+from recipes.quiet import quiet_imported, quiet_libraries
 from recipes.run import Json, RunSpec
 from recipes.run.batch import Batch
 
@@ -90,7 +90,7 @@ def _train(run: RunSpec, args: TrainingArguments, limit_bytes: int) -> None:
     from launch.training.data import load_data, repeated_longest
     from launch.training.model import known_classes, load_model, load_tokenizer, with_model
 
-    quiet_progress_bars(run["verbose"])
+    quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
     tokenizer = load_tokenizer(run)
     run, _ = with_model(run, tokenizer)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))

@@ -24,8 +24,7 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `refusal` says why the folder is not for this run: a mistake in the data
-    matters more, so whoever asked raises it after those.
+    are for a person. `refusal` says why the folder is not for this run.
     """
 
     checkpoint: Path | None = None
@@ -33,6 +32,11 @@ class Earlier:
     finished: bool = False
     refusal: tuple[Problem, ...] = ()
     notes: list[str] = field(default_factory=list)
+
+    def require_same_training(self) -> None:
+        """Raises `UserError` with the refusal, if there is one."""
+        if self.refusal:
+            raise UserError(*self.refusal)
 
 
 @contextlib.contextmanager

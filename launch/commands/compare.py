@@ -13,19 +13,14 @@ from shlex import quote
 from launch.flags import Commands
 from launch.output import record
 from launch.terminal import memory_size, print_table
-from recipes.errors import UserError, mistake
-from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, nearest
+from recipes.errors import mistake
+from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (
     COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", BEST_MODEL,
     LIBRARY,
 )  # fmt: skip
-
-# Where a run writes and what it prints: without influence on the training or its speed.
-_NO_DIFFERENCE = {
-    "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
-}  # fmt: skip
 
 # Runs that differ in one of these did not train the same: their results are not comparable.
 _TRAINING = {
@@ -131,36 +126,12 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _read(path: Path) -> Json:
     """The record of a run that has ended. Raises `UserError` if there is none."""
-    try:
-        file = path / record.NAME if path.is_dir() else path
-        if path.is_dir() and not file.exists():
-            raise _no_record_in(path)
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise mistake("RUN", f"{path} cannot be read: {error.strerror}", "the --output_dir of a run") from None
-    except ValueError as error:
-        raise mistake("RUN", f"{file} is damaged: {error}", "the run's own record, as train.py wrote it") from None
-    if not _is_record(content):
-        raise mistake("RUN", f"{file} is not the record of a run: it lacks status or settings", f"a {record.NAME}")
+    content = recorded.read(path, "RUN")
     if content["status"] == "running":
+        file = recorded.file_of(path)
         fix = f"wait for its end: recipes status {quote(str(file.parent))}"
         raise mistake("RUN", f"{file} is unfinished: the run is still running, or was killed", fix)
     return content
-
-
-def _no_record_in(folder: Path) -> UserError:
-    inner = sorted(str(found.parent) for found in folder.glob(f"*/{record.NAME}"))
-    fix = f"one of {', '.join(inner)}" if inner else "the --output_dir of a run"
-    return mistake("RUN", f"{folder} holds no {record.NAME}", fix)
-
-
-def _is_record(content: object) -> bool:
-    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
-        return False
-    if not all(isinstance(content.get(part, {}), dict) for part in ("settings", "hardware", "versions")):
-        return False
-    entries = content.get("settings", {}).values()
-    return bool(entries) and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -191,11 +162,15 @@ def other_training(runs: list[Run]) -> list[str]:
     found = []
     for what, names in _TRAINING.items():
         differing = [name for name in names if _differs([run.settings.get(name, {}).get("value") for run in runs])]
-        if what == "data" and not differing and _differs([run.record.get("data") for run in runs]):
+        if what == "data" and not differing and _other_data(runs):
             differing = ["same name, other contents"]
         if differing:
             found.append(f"{what} ({', '.join(differing)})")
     return found
+
+
+def _other_data(runs: list[Run]) -> bool:
+    return any(fingerprints.differ(runs[0].record.get("data"), run.record.get("data")) for run in runs[1:])
 
 
 def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
@@ -204,7 +179,7 @@ def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
     The source is the most deliberate one that it has in any of them.
     """
     groups: dict[str, dict[str, list[Json]]] = {source: {} for source in _SOURCES}
-    for name in sorted({name for run in runs for name in run.settings} - _NO_DIFFERENCE):
+    for name in sorted({name for run in runs for name in run.settings} - record.NO_DIFFERENCE):
         entries = [run.settings.get(name, _ABSENT) for run in runs]
         if _differs([entry["value"] for entry in entries]):
             source = min((_group(entry["source"]) for entry in entries), key=_SOURCES.index)

@@ -13,15 +13,54 @@ from typing import Any
 
 from launch.host.files import write_whole
 from launch.host.memory import ran_out
+from launch.host.secrets import hide, in_environment
 from launch.host.signals import Preempted
 from launch.host.world import World
-from recipes import legal
-from recipes.run import HIDDEN, Json, RunSpec, Setting, shown
-from recipes.run.fitted import fingerprint
+from launch.output.surroundings import surroundings
+from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
 
-NAME = "run.json"
+NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
+
+# What each field of run.json means. Trainer's own results stand beside them under its names.
+FIELDS = {
+    "status": "running, finished, preempted, interrupted, out_of_memory or failed",
+    "error": "why it failed",
+    "recipe": "the recipe's name; `settings.recipe` is what was typed",
+    "recipe_files": "the files that a recipe of the user's own was read from",
+    "engine": "the engine that trained, such as DDP or DeepSpeed ZeRO-2",
+    "world_size": "processes in all",
+    "local_world_size": "processes on each node",
+    "data_parallel_size": "processes, or groups of them, that got examples of their own",
+    "started": "when it began: local time with its offset",
+    "ended": "when it ended",
+    "command": "train.py and its arguments",
+    "launcher": "the launcher and its arguments; empty if there was none",
+    "accelerate_config": "the Accelerate YAML that the launcher read; null if there was none",
+    "files": "path -> content of the recipe's files, the Accelerate YAML, and JSONs that they or settings name",
+    "paths": "setting -> the file or folder that it named, absolute",
+    "folder": "the folder where it was started, from which relative paths count",
+    "environment": "environment variables that can change what it computes, as the user had set them",
+    "data": "a hash of the local data, or of the demonstration's; null for data of the Hub",
+    "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
+    "settings": "every setting: its value, the source it came from, and the reason",
+    "versions": "of Python and the libraries; null if not installed",
+    "code": "our version, a hash of our source, and a checkout's commit and whether it was changed",
+    "hardware": "GPUs, CPU and cores of the first process, and what follows from them",
+    "log_history": "what Trainer logged, losses among it",
+    "global_step": "optimizer steps, those of an earlier run that it resumed among them",
+    "model_step": "the step of the saved model",
+    "best_step": "the step of the best evaluated model",
+    "num_parameters": "parameters of the model",
+    "first_loss": "the first logged loss",
+    "final_loss": "the last logged loss",
+    "step_time": "seconds of a steady step (median)",
+    "samples_per_second": "examples, in steady steps",
+    "tokens_per_second": "tokens, in steady steps",
+    "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
+    "peak_memory_bytes": "peak memory",
+    "peak_memory_of": "which memory that is",
+}
 
 # With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
@@ -39,6 +78,11 @@ CHANGES_COURSE = (
     "lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs label_smoothing_factor "
     "neftune_noise_alpha lora_dropout bf16 fp16 tf32"
 ).split()
+
+# Where a run writes and what it prints: without influence on the training or its speed.
+NO_DIFFERENCE = {
+    "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
+}  # fmt: skip
 
 
 def read(folder: str | Path) -> Json:
@@ -94,25 +138,34 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
     finally:
         if world.is_main:
             content |= {"status": status, "ended": now(), **record.results}
-            write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
+            failed = {"error": hide(error_text, secrets_of(run))} if error_text else {}
+            write(run["output_dir"], content | failed)
 
 
 def started(run: RunSpec, world_size: int) -> Json:
-    """The record of a run that begins now."""
-    return {
+    """The record of a run that begins now, without secrets."""
+    content = {
         "status": "running",
         "recipe": run.recipe.name,
         **({"recipe_files": [str(Path(file).resolve()) for file in run.recipe.files]} if run.recipe.files else {}),
         "engine": run.engine.title,
         "world_size": world_size,
+        "local_world_size": run.local_world_size,
         "data_parallel_size": run.data_parallel_size,
         "started": now(),
-        "command": [shown_argument(run, argument) for argument in sys.argv],
-        "data": fingerprint(run["dataset_name"]),
+        "command": sys.argv,
+        "data": fingerprints.of_data(run["dataset_name"]),
+        "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
         "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
-        "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
-        "hardware": run.hardware.as_dict(),
+        **surroundings(run),
     }
+    return hide(content, secrets_of(run))
+
+
+def secrets_of(run: RunSpec) -> set[str]:
+    """The tokens among the settings, and those in the environment."""
+    tokens = {str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN}
+    return tokens | in_environment()
 
 
 def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
@@ -125,14 +178,6 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
 
 def _as_dict(name: str, setting: Setting) -> Json:
     return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
-
-
-def shown_argument(run: RunSpec, argument: str) -> str:
-    """An argument of the command line, with a secret hidden."""
-    secrets = [str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN]
-    for secret in secrets:
-        argument = argument.replace(secret, HIDDEN)
-    return argument
 
 
 def now() -> str:

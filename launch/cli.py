@@ -46,6 +46,7 @@ GROUPS = {
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
+        "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", ("launch.commands.submit",)),
         "status": Command("how submitted runs are doing", _STATUS),
         "logs": Command("what a submitted run has printed", _STATUS),

@@ -94,7 +94,7 @@ def cpu() -> str:
 
 @cache
 def code() -> Json:
-    """Our version and a hash of our source; of a checkout also the commit, and if it was changed."""
+    """Our version and a hash of our source; a checkout's commit, and whether it was changed."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
@@ -127,13 +127,13 @@ def _accelerate_config(launcher: list[str]) -> str | None:
     """The Accelerate YAML that the launcher read: the one it was given, or the user's default."""
     for number, word in enumerate(launcher):
         if word.startswith("--config_file="):
-            return str(Path(word.partition("=")[2]).absolute())
+            return str(Path(word.partition("=")[2]).resolve())
         if word == "--config_file":
-            return str(Path("".join(launcher[number + 1 : number + 2])).absolute())
+            return str(Path("".join(launcher[number + 1 : number + 2])).resolve())
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     defaults = [(Path(home) / "accelerate" / f"default_config.{ending}").expanduser() for ending in ("yaml", "json")]
     if any("accelerate" in word for word in launcher):
-        return next((str(file.absolute()) for file in defaults if file.is_file()), None)
+        return next((str(file.resolve()) for file in defaults if file.is_file()), None)
     return None
 
 
@@ -145,7 +145,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
     if yaml:
         paths.append(_deepspeed_file(yaml))
-    contents = {str(Path(path).expanduser().absolute()): _text(Path(path).expanduser()) for path in paths if path}
+    contents = {str(Path(path).expanduser().resolve()): _text(Path(path).expanduser()) for path in paths if path}
     return {path: text for path, text in contents.items() if text is not None}
 
 

@@ -141,7 +141,7 @@ def at_their_place(values: Json, record: Json, replaced: Collection[str], proble
         if name in replaced or not isinstance(value, str):
             continue
         path, colon, function = _parts(value)
-        here = str(Path(path).expanduser().absolute())
+        here = str(Path(path).expanduser().resolve())
         if here != then and existing_path(then):
             found[name] = then + colon + function
         elif not existing_path(path):
@@ -162,7 +162,7 @@ def path_of(name: str, value: object) -> str | None:
     if name not in INPUTS or not isinstance(value, str):
         return None
     path = existing_path(_parts(value)[0])
-    return str(path.absolute()) if path else None
+    return str(path.resolve()) if path else None
 
 
 def without_secrets(values: Json, replaced: Collection[str], has_token: bool, problems: list[Problem]) -> Json:

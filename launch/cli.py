@@ -36,7 +36,7 @@ _SHOW, _STATUS = ("launch.commands.show",), ("launch.commands.status",)
 GROUPS = {
     "choose": {
         "list": Command("the recipes, one line each", _SHOW),
-        "show": Command("every setting of a recipe, its value and the reason", _SHOW),
+        "show": Command("every setting of a recipe or a run, its value and the reason", _SHOW),
         "copy": Command("write a recipe as a YAML for --config", _SHOW),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
@@ -53,6 +53,7 @@ GROUPS = {
     },
     "understand": {
         "compare": Command("runs side by side: settings, speed, memory, results", ("launch.commands.compare",)),
+        "diff": Command("what differs between two runs or recipes", ("launch.commands.diff",)),
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),

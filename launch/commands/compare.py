@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from launch.flags import Commands
 from launch.output import record
-from launch.terminal import memory_size, print_table
+from launch.output.surroundings import PACKAGES
+from launch.terminal import memory_size, plural, print_table
 from recipes.errors import mistake
 from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
 
@@ -115,9 +117,9 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise mistake("RUN", "is only one run", "name two or more")
     paths = [Path(word) for word in options.runs]
     records = [_read(path) for path in paths]
-    runs = [Run(*entry) for entry in zip(_names(paths), paths, records, strict=True)]
+    runs = [Run(*entry) for entry in zip(names_of(paths), paths, records, strict=True)]
     targets = [_target(metric, value, runs) for metric, value in options.target]
-    print(json.dumps(_finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
+    print(json.dumps(finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
     return 0 if not targets or _meet_all(runs, targets) else 1
 
 
@@ -134,7 +136,7 @@ def _read(path: Path) -> Json:
     return content
 
 
-def _names(paths: list[Path]) -> list[str]:
+def names_of(paths: list[Path]) -> list[str]:
     """The names of the folders; the paths as written if two folders have one name."""
     names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else list(map(str, paths))
@@ -195,15 +197,30 @@ def _group(source: str) -> str:
 
 
 def surroundings(runs: list[Run]) -> dict[str, list]:
-    """What differs besides settings: engine, world, hardware, versions, the data's contents."""
-    found = {name: [run.record.get(name) for run in runs] for name in ("engine", "world_size", "data")}
-    found["GPUs"] = [_gpus(run.record.get("hardware", {})) for run in runs]
+    """What differs besides settings: engine, world, hardware, versions, code, environment, and the
+    contents of model and data. What one of the records does not have cannot differ.
+    """
+    records = [run.record for run in runs]
+    found = {name: [content.get(name) for content in records] for name in ("engine", "world_size", "peak_memory_of")}
+    found |= {name: _contents(records, name) for name in ("data", "model")}
+    found["code"] = [content.get("code", {}).get("source") for content in records]
     for part in ("hardware", "versions"):
-        inner = [run.record.get(part, {}) for run in runs]
-        for name in dict.fromkeys(name for entries in inner for name in entries if name != "gpus"):
-            found[name] = [entries.get(name) for entries in inner]
-    found["memory is"] = [run.record.get("peak_memory_of") for run in runs]
-    return {name: values for name, values in found.items() if _differs(values)}
+        inner = [content.get(part, {}) for content in records]
+        names = [name for name in inner[0] if all(name in entries for entries in inner)]
+        found |= {name: [entries[name] for entries in inner] for name in names}
+    if all("gpus" in content.get("hardware", {}) for content in records):
+        found["gpus"] = [_gpus(content["hardware"]) for content in records]
+    known = {name: values for name, values in found.items() if name in PACKAGES or None not in values}
+    if all("environment" in content for content in records):
+        variables = sorted({name for content in records for name in content["environment"]})
+        known |= {name: [content["environment"].get(name) for content in records] for name in variables}
+    return {name: values for name, values in known.items() if _differs(values)}
+
+
+def _contents(records: list[Json], name: str) -> list[Any]:
+    """The fingerprints of data or model; all the same if they cannot be compared."""
+    prints = [content.get(name) for content in records]
+    return prints if any(fingerprints.differ(prints[0], other) for other in prints[1:]) else [None] * len(prints)
 
 
 def _gpus(hardware: Json) -> str:
@@ -265,12 +282,12 @@ def as_json(runs: list[Run], targets: list[Target]) -> Json:
     }
 
 
-def _finite(content: object) -> object:
+def finite(content: object) -> object:
     """NaN and infinity become null: JSON has neither."""
     if isinstance(content, dict):
-        return {name: _finite(value) for name, value in content.items()}
+        return {name: finite(value) for name, value in content.items()}
     if isinstance(content, list):
-        return [_finite(value) for value in content]
+        return [finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
@@ -281,7 +298,7 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
     names = [run.name for run in runs]
     settings = _setting_rows(runs)
     _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
-    _table(["ran with", *names], [[name, *map(_text, values)] for name, values in surroundings(runs).items()])
+    _table(["ran with", *names], [[name, *map(text, values)] for name, values in surroundings(runs).items()])
     rows = [[name, *_cells(name, values)] for name, values in results(runs).items()]
     _table(["result", *names], [["status", *(run.record["status"] for run in runs)], *rows])
     for run in runs:
@@ -305,12 +322,12 @@ def _setting_rows(runs: list[Run]) -> list[list[str]]:
     for source, settings in differing_settings(runs).items():
         for index, (name, entries) in enumerate(settings.items()):
             one_source = not _differs([entry["source"] for entry in entries])
-            cells = [_text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
+            cells = [text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
             rows.append(["" if index else source, name, *cells])
     return rows
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -328,6 +345,18 @@ def _cells(name: str, values: list[float | None]) -> list[str]:
         else:
             cells.append(f"{shown(value)} ({value - first:+.4g})")
     return cells
+
+
+def result_rows(content: Json) -> list[list[str]]:
+    """The results of one run for a table."""
+    run = Run("", Path(), content)
+    return [[name, *_cells(name, values)] for name, values in results([run]).items()]
+
+
+def hardware(content: Json) -> str:
+    """The GPUs of a record's machine, or its CPU."""
+    machine = content.get("hardware", {})
+    return _gpus(machine) if machine.get("gpus") else f"CPU, {plural(machine.get('cores', 1), 'core')}"
 
 
 def _format(name: str) -> Callable[[float], str]:

@@ -50,11 +50,12 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     output_dir = _output_dir(record, file, typed)
     restored = restore(record, output_dir)
     files = {name: path for name, path in restored.flags.items() if name not in typed}
-    flags = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir}
+    recipe = typed.get("recipe") or files.get("recipe")  # a job has a place of its own for it
+    flags = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir, "recipe": None}
     words = with_flags(argv, flags)
     processes = options.num_processes or record.get("world_size") or 1
     yaml = options.accelerate_config or restored.accelerate_config
-    run = resolve(words, world_size=processes, accelerate_config=yaml)
+    run = resolve(["--recipe", recipe, *words] if recipe else words, world_size=processes, accelerate_config=yaml)
 
     found = differences(record, run, files)
     matters = [problem for problem in found if problem.severity == "error"]
@@ -68,6 +69,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         TARGETS["local"],
         Local(),
         words,
+        recipe=recipe,
         accelerate_config=yaml,
         processes_per_node=processes,
         dry_run=options.dry_run,

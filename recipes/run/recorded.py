@@ -183,9 +183,10 @@ def otherwise_here(record: Json, derived: RunSpec, same_world: bool) -> Json:
     everything else derived here, for the recorded number of processes.
     """
     values = {}
+    skipped = {"output_dir", "fit", *_OF_THE_DAY, *BATCH_FIELDS, *(record.get("paths") or {})}
     same_machine = is_same_machine(record, derived.hardware)
     for name, entry in record["settings"].items():
-        if name not in derived or name in ("output_dir", "fit", *_OF_THE_DAY, *BATCH_FIELDS):
+        if name not in derived or name in skipped:
             continue
         if plain(derived[name]) != entry["value"] and HIDDEN not in json.dumps(entry["value"]):
             by_machine = callable(derived.recipe.settings.get(name)) or "hardware" in (

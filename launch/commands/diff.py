@@ -14,6 +14,8 @@ from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded, resolve, shown
 
+_MATERIAL = ("model_name_or_path", "dataset_name")
+
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("diff", allow_abbrev=False, usage="recipes diff A B [--num_processes N] [--json]")
@@ -41,7 +43,9 @@ def show_difference(names: Sequence[str], options: argparse.Namespace) -> int:
     around: Json = next(iter(records.values()), {})
     processes = options.num_processes or around.get("world_size")
     batch = options.global_batch_size or around.get("settings", {}).get("global_batch_size", {}).get("value")
-    specs = {name: resolve_recipe(name, processes, batch) for name in names if name not in records}
+    trained = around.get("settings", {})
+    demonstrates = bool(trained) and not any(trained.get(name, {}).get("value") for name in _MATERIAL)
+    specs = {name: resolve_recipe(name, processes, batch, demonstrates) for name in names if name not in records}
     engines = {name: spec.engine_title if records else spec.recipe.engine for name, spec in specs.items()}
     contents = [records[name] if name in records else _as_record(specs[name], engines[name]) for name in names]
     titles = (
@@ -77,10 +81,12 @@ def _reason(name: str, runs: list[Run]) -> str:
     return mine or (f"{runs[1].name}: {theirs}" if theirs else "")
 
 
-def resolve_recipe(name: str, processes: int | None, global_batch_size: int | None) -> RunSpec:
+def resolve_recipe(
+    name: str, processes: int | None, global_batch_size: int | None, demonstrate: bool = False
+) -> RunSpec:
     """A recipe's run here. Raises `UserError` with every problem."""
     settings = {"recipe": name} | ({"global_batch_size": global_batch_size} if global_batch_size else {})
-    run = resolve(settings=settings, world_size=processes, demonstrate=False)
+    run = resolve(settings=settings, world_size=processes, demonstrate=demonstrate)
     if run.problems:
         raise UserError(*run.problems)
     return run

@@ -66,7 +66,7 @@ def _hardware(record: Json, run: RunSpec) -> Iterator[Problem]:
     if gpus_then != gpus:
         yield _is_not("GPUs", gpus_then, gpus, "a machine with those GPUs")
     for name, what in (("cpu", "such a CPU"), ("cores", "as many cores: threads add up in another order")):
-        if not gpus and name in then and then[name] != here[name]:
+        if not run.hardware.gpus and name in then and then[name] != here[name]:
             yield _is_not(name, then[name], here[name], f"a machine with {what}")
 
 

@@ -89,7 +89,8 @@ def _fault(content: object) -> str:
     for name, types in _TYPES.items():
         if content.get(name) is not None and not isinstance(content[name], types):
             return f"{name} is {content[name]!r:.40}"
-    if any((content.get(name) or 1) < 1 for name in ("world_size", "local_world_size", "data_parallel_size")):
+    sizes = [content.get(name) for name in ("world_size", "local_world_size", "data_parallel_size")]
+    if any(size is not None and size < 1 for size in sizes):
         return "a number of processes is below 1"
     for name in _OF_TEXT:
         part = content.get(name) or ()
@@ -108,7 +109,7 @@ def _fault(content: object) -> str:
 # --- Its settings, to be given again --------------------------------------------------------------
 
 
-def written(record: Json) -> Json:
+def written(record: Json, same_world: bool) -> Json:
     """What the user of the run wrote, on the command line or in a file, and its global batch."""
     settings = record["settings"]
     values = {name: entry["value"] for name, entry in settings.items() if not _is_derived(entry["source"])}
@@ -117,17 +118,13 @@ def written(record: Json) -> Json:
     for name in ("recipe", "global_batch_size"):
         if name in settings:
             values[name] = settings[name]["value"]
-    if _fitted(record):
-        values.pop("fit", None)  # its result is known
+    if same_world and settings.get("per_device_train_batch_size", {}).get("source") == FIT:
+        values.pop("fit", None)  # what it found is known
     return values
 
 
 def _is_derived(source: str) -> bool:
     return source in _DERIVED or source.startswith("recipe ")
-
-
-def _fitted(record: Json) -> bool:
-    return record["settings"].get("per_device_train_batch_size", {}).get("source") == FIT
 
 
 def at_their_place(values: Json, record: Json, replaced: Collection[str], problems: list[Problem], source: str) -> Json:

@@ -104,9 +104,10 @@ def _settings_of_file(
     if not recorded.is_record_at(path):
         return read_config(path, problems)
     record = recorded.read(path, "config")
-    values = recorded.at_their_place(recorded.written(record), record, given, problems, path)
-    values = recorded.without_secrets(values, given, bool(environment.get("HF_TOKEN")), problems)
     processes = record.get("world_size") or 1
+    same_world = world == processes
+    values = recorded.at_their_place(recorded.written(record, same_world), record, given, problems, path)
+    values = recorded.without_secrets(values, given, bool(environment.get("HF_TOKEN")), problems)
     derived = resolve(
         settings=values,
         world_size=processes,
@@ -114,7 +115,7 @@ def _settings_of_file(
         hardware=hardware,
         environment=environment,
     )
-    values |= recorded.otherwise_here(record, derived, same_world=world == processes)
+    values |= recorded.otherwise_here(record, derived, same_world)
     return accept(values, path, problems)
 
 

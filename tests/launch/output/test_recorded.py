@@ -105,7 +105,7 @@ def test_the_micro_batch_that_a_fit_found_is_kept_in_the_same_world(tmp_path):
     again = resolve(["--config", file], world_size=2, hardware=CPU)
     assert (again.batch.micro, again["fit"]) == (2, False)
     elsewhere = resolve(["--config", file], world_size=1, hardware=CPU)
-    assert (elsewhere.batch.micro, elsewhere["fit"]) == (4, False)
+    assert (elsewhere.batch.micro, elsewhere["fit"]) == (4, True)
 
 
 def test_a_limit_of_the_model_is_kept(tmp_path):

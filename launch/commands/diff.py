@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.commands.compare import Run, differing_settings, finite, names_of, surroundings, text
+from launch.commands.named import is_run, print_heading, resolve_recipe
 from launch.flags import Commands, count, spellings
-from launch.terminal import plural, print_table
-from recipes.catalog import RECIPES
-from recipes.errors import UserError
-from recipes.run import Json, RunSpec, recorded, resolve, shown
+from launch.terminal import print_table
+from recipes.run import Json, RunSpec, recorded, shown
 
 _MATERIAL = ("model_name_or_path", "dataset_name")
 
@@ -28,11 +27,6 @@ def add_parser(commands: Commands) -> None:
 
 def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return show_difference(options.names, options)
-
-
-def is_run(name: str) -> bool:
-    """Whether a name is a run's, not a recipe's."""
-    return name not in RECIPES and (Path(name).is_dir() or name.endswith(".json"))
 
 
 def show_difference(names: Sequence[str], options: argparse.Namespace) -> int:
@@ -81,17 +75,6 @@ def _reason(name: str, runs: list[Run]) -> str:
     return mine or (f"{runs[1].name}: {theirs}" if theirs else "")
 
 
-def resolve_recipe(
-    name: str, processes: int | None, global_batch_size: int | None, demonstrate: bool = False
-) -> RunSpec:
-    """A recipe's run here. Raises `UserError` with every problem."""
-    settings = {"recipe": name} | ({"global_batch_size": global_batch_size} if global_batch_size else {})
-    run = resolve(settings=settings, world_size=processes, demonstrate=demonstrate)
-    if run.problems:
-        raise UserError(*run.problems)
-    return run
-
-
 def _as_record(run: RunSpec, engine: str) -> Json:
     """As much of a record as is known of a run that has not begun."""
     entries = {name: vars(run.setting(name)) for name in run}
@@ -99,9 +82,3 @@ def _as_record(run: RunSpec, engine: str) -> Json:
         "engine": engine,
         "settings": {name: {**entry, "value": shown(name, entry["value"])} for name, entry in entries.items()},
     }
-
-
-def print_heading(run: RunSpec) -> None:
-    print(f"{run.recipe.name}: {run.recipe.purpose}")
-    world = plural(run.world_size, "process")
-    print(f"on {run.hardware}, {world}, {run.engine_title} ({run.recipe.engine}), batch {run.batch}\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.flags import Commands, count, spellings
+from launch.output.fields import FIELDS
 from launch.terminal import plural, print_table
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import mistake
@@ -40,8 +41,6 @@ def add_parser(commands: Commands) -> None:
 
 
 def _fields() -> str:
-    from launch.output.record import FIELDS
-
     lines = [f"  {name:<20}{meaning}" for name, meaning in FIELDS.items()]
     return "\n".join(["fields of a run.json:", *lines, "and Trainer's own results, under its names"])
 
@@ -58,18 +57,20 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def show(options: argparse.Namespace, rest: list[str]) -> int:
-    from launch.commands import diff  # what is legal is read from the installed libraries: `recipes list` need not wait
+    from launch.commands import named  # what is legal is read from the libraries: `recipes list` need not wait
 
     if options.diff:
-        return diff.show_difference([options.name, options.diff], options)
-    if diff.is_run(options.name):
+        from launch.commands.diff import show_difference
+
+        return show_difference([options.name, options.diff], options)
+    if named.is_run(options.name):
         return _show_run(options)
-    run = diff.resolve_recipe(options.name, options.num_processes, options.global_batch_size)
+    run = named.resolve_recipe(options.name, options.num_processes, options.global_batch_size)
     settings = {name: setting for name, setting in run.chosen().items() if name != "recipe"}
     if options.json:
         print(json.dumps(as_json(run, settings), indent=2, default=str))
         return 0
-    diff.print_heading(run)
+    named.print_heading(run)
     _print_settings([[name, setting.value, setting.source, setting.reason] for name, setting in settings.items()])
     return 0
 

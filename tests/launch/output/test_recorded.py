@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from launch.host import secrets
 from launch.output import record, surroundings
+from launch.output.fields import FIELDS
 from recipes import legal
 from recipes.catalog import RECIPES
 from recipes.run import HIDDEN, fingerprints, resolve
@@ -260,7 +261,7 @@ def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written
     recipe.write_text("base: standard\npurpose: Ours.\nchanges:\n  seed: [7, ours]\n")
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--recipe", str(recipe), "--packing")
     by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
-    assert set(outcome.record) - by_trainer == set(record.FIELDS) - {"error"}
+    assert set(outcome.record) - by_trainer == set(FIELDS) - {"error"}
 
 
 def test_the_code_of_a_checkout_has_its_commit():

@@ -124,6 +124,8 @@ def _settings(record: Json, run: RunSpec, restored: Collection[str]) -> Iterator
         if here == entry["value"] or (name in at_its_place and not typed):
             continue
         fix = f"leave --{name} out" if typed else f"--{name} {quote(_text(entry['value']))}"
+        if not recorded.is_legal(name, entry["value"]):
+            fix = "the libraries' versions of then: these do not take it"
         why = f" ({setting.reason})" if setting.reason and not typed else ""
         yield _is_not(name, _text(entry["value"]), f"{_text(here)}{why}", fix)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import Problem, mistake
+from recipes.run.command_line import accept
 from recipes.run.engine import Json
 from recipes.run.hardware import Hardware
 from recipes.run.local_model import existing_path
@@ -190,12 +191,18 @@ def otherwise_here(record: Json, derived: RunSpec, same_world: bool) -> Json:
                 entry["source"],
                 derived.setting(name).source,
             )
-            if same_machine or not by_machine:
+            if (same_machine or not by_machine) and is_legal(name, entry["value"]):
                 values[name] = entry["value"]
     micro = record["settings"].get("per_device_train_batch_size", {}).get("value")
     if same_world and micro is not None and micro != derived.batch.micro:
         values["per_device_train_batch_size"] = micro
     return values
+
+
+def is_legal(name: str, value: Any) -> bool:
+    """Whether the installed libraries take the value: another version's default may be none."""
+    problems: list[Problem] = []
+    return bool(accept({name: value}, NAME, problems)) and not problems
 
 
 def is_same_machine(record: Json, hardware: Hardware) -> bool:

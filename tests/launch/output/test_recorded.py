@@ -124,6 +124,16 @@ def test_what_another_version_decides_otherwise_is_taken_from_the_record(tmp_pat
     assert (again["logging_steps"], again["adam_beta2"]) == (77, 0.95)
 
 
+def test_a_default_of_another_version_that_is_not_legal_here_is_left_to_the_library(tmp_path):
+    file = Path(recorded(tmp_path, resolve(hardware=CPU)))
+    content = json.loads(file.read_text())
+    content["settings"]["seed"]["value"] = None
+    content["settings"]["gone"] = {"value": 1, "source": "library default", "reason": ""}
+    file.write_text(json.dumps(content))
+    again = resolve(["--config", str(file)], hardware=CPU)
+    assert (again["seed"], again.problems) == (42, ())
+
+
 def test_what_another_machine_decides_is_decided_anew(tmp_path):
     file = recorded(tmp_path, resolve(["--recipe", "fast"], hardware=machine(A100)))
     again = resolve(["--config", file], hardware=CPU)

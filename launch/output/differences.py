@@ -111,7 +111,8 @@ def _environment(record: Json) -> Iterator[Problem]:
         if then.get(name) == here.get(name) or name.startswith(_SEEN_OTHERWISE):
             continue
         fix = f"export {name}={quote(then[name])}" if name in then else f"unset {name}"
-        yield _is_not(name, then.get(name, "not set"), here.get(name, "not set"), fix)
+        now = f"{here.get(name, 'not set')} ({surroundings.why_it_matters(name)})"
+        yield Problem(name, f"was {then.get(name, 'not set')}, is {now} here", fix)
 
 
 def _settings(record: Json, run: RunSpec, restored: Collection[str]) -> Iterator[Problem]:

@@ -76,7 +76,12 @@ def environment() -> dict[str, str]:
 
 def _matters(name: str) -> bool:
     left_out = SECRET_NAME.search(name) or any(fnmatch(name, pattern) for pattern in _ONLY_A_PLACE)
-    return not left_out and any(fnmatch(name, pattern) for pattern in ENVIRONMENT)
+    return not left_out and bool(why_it_matters(name))
+
+
+def why_it_matters(name: str) -> str:
+    """What a variable changes; empty if nothing that counts."""
+    return next((why for pattern, why in ENVIRONMENT.items() if fnmatch(name, pattern)), "")
 
 
 def cpu() -> str:

@@ -157,7 +157,8 @@ def _with_flags(recorded: Json, launcher: list[str], notes: list[Problem]) -> Js
         elif name in legal.accelerate_keys():
             raw[name] = value
         else:
-            notes.append(Problem(f"--{name}", "was a flag of the launcher, and is left out", "", severity="advice"))
+            fix = f"export OMP_NUM_THREADS={value}" if name == "num_cpu_threads_per_process" else ""
+            notes.append(Problem(f"--{name}", "was a flag of the launcher, and is left out", fix, severity="advice"))
     return raw
 
 

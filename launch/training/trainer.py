@@ -31,6 +31,7 @@ class RecipeTrainer(Trainer):
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
+    _loaded: bool = False  # whether Trainer has read weights from a checkpoint
     _evaluated: _Evaluated | None = None
 
     def __init__(self, *args, **kwargs):
@@ -38,18 +39,20 @@ class RecipeTrainer(Trainer):
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
-        DeepSpeed cannot divide it.
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
+        model cannot be divided by DeepSpeed, or cannot mix the 16-bit types on a CPU.
         """
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
                 what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
                 raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
+            if "mixed dtype (CPU)" in str(error):  # LayerNorm's; RMSNorm takes both
+                what = f"{self.model.dtype} weights cannot compute in another 16-bit type on a CPU in this model"
+                raise mistake("dtype", what.replace("torch.", ""), "--dtype float32") from None
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
-            loading = loading and not isinstance(error, AssertionError)
-            if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
+            if not loading or not _may_be_a_misfit(error):
                 raise
             raise mistake(
                 "output_dir",
@@ -67,6 +70,7 @@ class RecipeTrainer(Trainer):
         if lost:
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
         super()._issue_warnings_after_load(load_result)
+        self._loaded = True
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
         """0: counting walks every parameter in each micro-batch.
@@ -131,8 +135,11 @@ class RecipeTrainer(Trainer):
         return metrics
 
     def _load_best_model(self) -> None:
+        # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
+        self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         super()._load_best_model()
-        self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+        if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
+            self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
 
     @property
     def model_step(self) -> int:
@@ -205,6 +212,12 @@ def _example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return (batch["position_ids"] == 0).cumsum(-1) - 1
     rows = torch.arange(len(labels), device=labels.device)
     return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
+
+
+def _may_be_a_misfit(error: Exception) -> bool:
+    """Whether an error while a checkpoint is loaded may come from what the checkpoint holds."""
+    kinds = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    return isinstance(error, kinds) and not isinstance(error, torch.distributed.DistError) and not ran_out(error)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 _METHOD = "sha256-"
 _OLD_METHOD = re.compile("[0-9a-f]{16}")  # earlier versions read only both ends of a file
 _BLOCK_BYTES = 1 << 16
-_BLOCKS = 1024  # of a file above 64 MiB: reading terabytes would take hours
+_BLOCKS = 4096  # of more than 256 MiB: reading terabytes would take hours
 
 # What transformers reads from a model's folder, which may hold records and checkpoints too.
 _MODEL_FILES = (
@@ -25,7 +25,7 @@ def of_data(dataset_name: str | None) -> str | None:
     """A hash of a local file, or of all files in a folder; without data, of the demonstration's:
     the standard library of this Python. None for data of the Hub.
 
-    Files up to 64 MiB are read whole, of larger ones 1,024 blocks at equal distances.
+    Up to 256 MiB are read whole, of more 4,096 blocks at equal distances and the files' ends.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -64,16 +64,15 @@ def differ(one: object, other: object) -> bool:
 
 def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str:
     digest = hashlib.sha256()
-    for file in sorted({file for file in files if file.is_file()}):
-        size = file.stat().st_size
+    sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
+    step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)
+    for file, size in sizes.items():
         name = file.relative_to(folder) if folder and folder != file else file.name
         digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
         with file.open("rb") as stream:
-            for start in range(0, size, max(_BLOCK_BYTES, size // _BLOCKS)):
+            for start in [*range(0, size, step), max(0, size - _BLOCK_BYTES)]:
                 stream.seek(start)
                 digest.update(stream.read(_BLOCK_BYTES))
-            stream.seek(max(0, size - _BLOCK_BYTES))
-            digest.update(stream.read(_BLOCK_BYTES))
     return f"{_METHOD}{digest.hexdigest()[:16]}"
 
 

@@ -100,7 +100,10 @@ def _inputs(record: Json, run: RunSpec) -> Iterator[Problem]:
                 fix = f"Python {(record.get('versions') or {}).get('python')}: the demonstration trains on its source"
             yield Problem(name, f"{subject} has other contents than then ({record[what]}, here {now[what]})", fix)
         elif run[name] and (record.get(what) is None or now[what] is None):
-            yield Problem(name, f"whether {subject} is as it was is unknown", severity="advice")
+            then = f" ({record[what]})" if record.get(what) else ""
+            yield Problem(
+                name, f"whether {subject} is as it was{then} cannot be told before it is loaded", severity="advice"
+            )
 
 
 def _environment(record: Json) -> Iterator[Problem]:

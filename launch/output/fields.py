@@ -21,7 +21,7 @@ FIELDS = {
     "paths": "setting -> the file or folder that it named, absolute",
     "folder": "the folder where it was started, from which relative paths count",
     "environment": "environment variables that can change what it computes, as the user had set them",
-    "data": "a hash of the local data, or of the demonstration's; null for data of the Hub",
+    "data": "a hash of the local data, or of the demonstration's, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "settings": "every setting: its value, the source it came from, and the reason",
     "versions": "of Python and the libraries; null if not installed",

@@ -73,14 +73,14 @@ class Record:
 
 
 @contextlib.contextmanager
-def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
+def kept_record(run: RunSpec, world: World, data_commit: str | None = None) -> Iterator[Record]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
     `failed`.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
-    record, content = Record(), started(run, world.size)
+    record, content = Record(), started(run, world.size, data_commit)
     status, error_text = "failed", None
     if world.is_main:
         write(run["output_dir"], content)
@@ -102,8 +102,11 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
             write(run["output_dir"], content | failed)
 
 
-def started(run: RunSpec, world_size: int) -> Json:
-    """The record of a run that begins now, without secrets."""
+def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Json:
+    """The record of a run that begins now, without secrets.
+
+    `data_commit` is that of data from the Hub.
+    """
     content = {
         "status": "running",
         "recipe": run.recipe.name,
@@ -114,7 +117,7 @@ def started(run: RunSpec, world_size: int) -> Json:
         "data_parallel_size": run.data_parallel_size,
         "started": now(),
         "command": sys.argv,
-        "data": fingerprints.of_data(run["dataset_name"]),
+        "data": fingerprints.of_data(run["dataset_name"]) or (f"commit {data_commit}" if data_commit else None),
         "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
         "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
         **surroundings(run),

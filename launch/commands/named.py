@@ -11,8 +11,9 @@ from recipes.run import RunSpec, resolve
 
 
 def is_run(name: str) -> bool:
-    """Whether a name is a run's, not a recipe's."""
-    return name not in RECIPES and (Path(name).is_dir() or name.endswith(".json"))
+    """Whether a name is a run's: a folder or a .json, there or not. Else it is a recipe's."""
+    is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or ".py" in name
+    return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
 
 
 def resolve_recipe(

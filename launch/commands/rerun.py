@@ -48,12 +48,12 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if "config" in typed:
         raise mistake("config", f"is {file} here", "only the flags that change something")
     output_dir = _output_dir(record, file, typed)
-    restored = restore(record, output_dir)
+    processes = options.num_processes or record.get("world_size") or 1
+    restored = restore(record, output_dir, processes)
     files = {name: path for name, path in restored.flags.items() if name not in typed}
     recipe = typed.get("recipe") or files.get("recipe")  # a job has a place of its own for it
     flags = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir, "recipe": None}
     words = with_flags(argv, flags)
-    processes = options.num_processes or record.get("world_size") or 1
     yaml = options.accelerate_config or restored.accelerate_config
     run = resolve(["--recipe", recipe, *words] if recipe else words, world_size=processes, accelerate_config=yaml)
 

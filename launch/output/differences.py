@@ -119,9 +119,11 @@ def _environment(record: Json) -> Iterator[Problem]:
 
 
 def _settings(record: Json, run: RunSpec, restored: Collection[str]) -> Iterator[Problem]:
-    at_its_place = set(record.get("paths") or {})
+    at_its_place, skipped = set(record.get("paths") or {}), {*NO_DIFFERENCE, *restored}
+    if record.get("world_size") not in (None, run.world_size):
+        skipped |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # they follow from it
     for name, entry in record["settings"].items():
-        if name in NO_DIFFERENCE or name not in run or name in restored or entry["value"] == HIDDEN:
+        if name in skipped or name not in run or entry["value"] == HIDDEN:
             continue
         setting, here = run.setting(name), recorded.plain(run[name])
         typed = setting.source == COMMAND_LINE

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.host.files import write_whole
+from launch.host.secrets import hide, in_environment
 from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.run import HIDDEN, Json
@@ -37,17 +38,19 @@ class Restored:
     notes: list[Problem] = field(default_factory=list)
 
 
-def restore(record: Json, output_dir: str) -> Restored:
+def restore(record: Json, output_dir: str, processes: int) -> Restored:
     """Find the run's files, and write those that are missing or have changed.
 
+    `processes` will run, which decides only where there was no Accelerate YAML.
     Raises `UserError` if one held a secret, or cannot be written.
     """
     files = _Files(record, Path(output_dir).absolute() / FOLDER)
-    restored = Restored(_accelerate_config(record, files), notes=files.notes)
+    restored = Restored(_accelerate_config(record, files, processes), notes=files.notes)
     paths = record.get("paths") or {}
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
-        if name in paths and files.place(paths[name]) != paths[name]:
-            restored.flags[name] = files.place(paths[name])
+        place = files.place(paths[name]) if name in paths else None
+        if place and place != paths[name]:
+            restored.flags[name] = place
     if "recipe" in paths:
         place = files.place_of_recipe(paths["recipe"], record.get("recipe_files") or [])
         if place != paths["recipe"]:
@@ -72,7 +75,7 @@ class _Files:
         """As `place`, for a recipe. If one of its files has changed all are written, as they lay
         to each other: they name each other by that.
         """
-        if all(self._is_as_it_was(file) for file in (path, *others)):
+        if path not in self.contents or all(self._is_as_it_was(file) for file in (path, *others)):
             return path
         group = [file for file in self.contents if file in (path, *others) or file.endswith((".yaml", ".yml"))]
         above = os.path.commonpath([str(Path(file).parent) for file in group])
@@ -102,22 +105,24 @@ class _Files:
 
 
 def _reads(path: str, content: str) -> bool:
+    """Whether a file has this content, in which a secret may be hidden."""
     try:
-        return Path(path).read_text(encoding="utf-8") == content
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
+    return content in (text, hide(text), hide(text, in_environment()))
 
 
 # --- The Accelerate YAML --------------------------------------------------------------------------
 
 
-def _accelerate_config(record: Json, files: _Files) -> str:
+def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
     """The YAML to launch with: the recorded one, as the flags that the launcher was given changed
     it. Without one, plain DDP's, or one process's.
     """
     path = record.get("accelerate_config")
     if path not in files.contents:
-        path = str(shipped("standard.yaml" if (record.get("world_size") or 1) > 1 else "single.yaml"))
+        path = str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
     recorded = _content(files.contents[path], path) if path in files.contents else read_yaml(path, "accelerate_config")
     raw = _with_flags(recorded, record.get("launcher") or [], files.notes)
     _place_deepspeed_file(raw, record, files)

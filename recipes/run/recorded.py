@@ -97,7 +97,9 @@ def _fault(content: object) -> str:
         part = content.get(name) or ()
         if not all(isinstance(text, str) for text in (part.values() if isinstance(part, dict) else part)):
             return f"{name} holds something else than text"
-    gpus = content.get("hardware", {}).get("gpus", [])
+    if not all(Path(path).is_absolute() for path in content.get("files") or ()):
+        return "files have no absolute paths"
+    gpus = (content.get("hardware") or {}).get("gpus", [])
     if not isinstance(gpus, (list, tuple)) or not all(isinstance(gpu, dict) and "name" in gpu for gpu in gpus):
         return "hardware has GPUs without names"
     entries = list(content["settings"].values())

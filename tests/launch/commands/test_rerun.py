@@ -164,6 +164,12 @@ def test_a_flag_that_changes_something_is_listed(place, capsys):
     assert dry(capsys, str(folder), "--seed", "8", "--exact")[0] == 2
 
 
+def test_more_processes_share_the_same_global_batch(place, capsys):
+    code, script, said = dry(capsys, str(recorded(place / "out")), "--num_processes", "2")
+    assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
+    assert "num_processes: was 1, is 2 here" in said and "gradient_accumulation_steps" not in said
+
+
 def test_the_demonstration_names_its_python(place, capsys):
     run = resolve(["--max_steps", "2"], hardware=read_hardware())
     record.write(place / "demo", {**record.started(run, 1), "status": "finished", "data": "sha256-0"})
@@ -217,10 +223,11 @@ def test_a_missing_function_of_python_is_restored_with_its_name(place, capsys):
     assert code == 0 and "again/mine.py:ours" in script and "mine.py: is missing" in said
 
 
-def test_a_recipe_that_held_a_secret_is_not_restored(place, capsys):
+def test_a_recipe_that_holds_a_secret_is_used_where_it_is_and_never_restored(place, capsys):
     secret = "hf_" + "a" * 30
     (place / "mine.yaml").write_text(f"base: fast\npurpose: Ours.\nchanges:\n  seed: [1, {secret}]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
+    assert dry(capsys, str(folder))[0] == 0
     (place / "mine.yaml").unlink()
     code, _, said = dry(capsys, str(folder))
     assert code == 2 and "held a secret" in said and secret not in said

@@ -107,6 +107,12 @@ def test_the_help_explains_every_field_of_a_run(capsys):
     assert all(f"  {name} " in printed for name in FIELDS)
 
 
+@pytest.mark.parametrize(("name", "words"), [("outputs/none", "cannot be read"), ("nothing", "there is no recipe")])
+def test_a_name_that_is_neither_is_a_mistake(name, words, capsys):
+    assert main(["show", name]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_processes_are_no_flag_of_a_run(runs, capsys):
     assert main(["show", str(runs / "one"), "--num_processes", "2"]) == 2
     assert "had its own processes" in capsys.readouterr().err

@@ -299,6 +299,7 @@ BROKEN = {
     "a world of none": json.dumps({**WHOLE, "world_size": 0}),
     "a path of a number": json.dumps({**WHOLE, "paths": {"dataset_name": 1}}),
     "files as a list": json.dumps({**WHOLE, "files": []}),
+    "files anywhere": json.dumps({**WHOLE, "files": {"../../x.yaml": ""}}),
     "hardware of text": json.dumps({**WHOLE, "hardware": "CPU"}),
     "GPUs without names": json.dumps({**WHOLE, "hardware": {"gpus": [1]}}),
     "no name": json.dumps({**WHOLE, "settings": {"no name": {"value": 1, "source": "command line"}}}),

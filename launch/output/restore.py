@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.host.files import write_whole
 from launch.host.secrets import hide, in_environment
+from launch.output.surroundings import by_accelerate
 from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.run import HIDDEN, Json
@@ -172,7 +173,7 @@ _SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_co
 
 def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
     """The flags of `accelerate launch` with their values. None of torchrun, which has no engine."""
-    if not any("accelerate" in word or Path(word).name == "launcher.py" for word in launcher):
+    if not by_accelerate(launcher):
         return
     import yaml
 

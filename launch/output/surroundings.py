@@ -128,6 +128,12 @@ def launcher_words() -> list[str]:
     return words[: words.index(sys.argv[0])] if sys.argv[0] in words else words
 
 
+def by_accelerate(launcher: list[str]) -> bool:
+    """Whether the launcher is `accelerate launch` in one of its spellings, and not torchrun."""
+    names = {Path(word).name for word in launcher}
+    return bool(names & {"accelerate", "accelerate-launch", "accelerate.commands.launch", "launcher.py"})
+
+
 def _accelerate_config(launcher: list[str]) -> str | None:
     """The Accelerate YAML that the launcher read: the one it was given, or the user's default."""
     for number, word in enumerate(launcher):
@@ -137,7 +143,7 @@ def _accelerate_config(launcher: list[str]) -> str | None:
             return str(Path("".join(launcher[number + 1 : number + 2])).resolve())
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     defaults = [(Path(home) / "accelerate" / f"default_config.{ending}").expanduser() for ending in ("yaml", "json")]
-    if any("accelerate" in word for word in launcher):
+    if by_accelerate(launcher):
         return next((str(file.resolve()) for file in defaults if file.is_file()), None)
     return None
 

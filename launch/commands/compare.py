@@ -163,12 +163,21 @@ def other_training(runs: list[Run]) -> list[str]:
     """What differs in the training itself; empty if all runs trained the same."""
     found = []
     for what, names in _TRAINING.items():
-        differing = [name for name in names if _differs([run.settings.get(name, {}).get("value") for run in runs])]
+        values = {name: [run.settings.get(name, {}).get("value") for run in runs] for name in names}
+        differing = [name for name in names if _differs(values[name]) and not _same_contents(runs, name)]
         if what == "data" and not differing and _other_data(runs):
             differing = ["same name, other contents"]
         if differing:
             found.append(f"{what} ({', '.join(differing)})")
     return found
+
+
+def _same_contents(runs: list[Run], name: str) -> bool:
+    """Whether a setting names the same model or data in all runs, if in other folders."""
+    field = {"model_name_or_path": "model", "dataset_name": "data"}.get(name, "")
+    prints = {run.record.get(field) for run in runs}
+    names = {Path(str(run.settings.get(name, _ABSENT)["value"])).name for run in runs}
+    return len(prints) == len(names) == 1 and None not in prints
 
 
 def _other_data(runs: list[Run]) -> bool:
@@ -183,7 +192,7 @@ def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
     groups: dict[str, dict[str, list[Json]]] = {source: {} for source in _SOURCES}
     for name in sorted({name for run in runs for name in run.settings} - record.NO_DIFFERENCE):
         entries = [run.settings.get(name, _ABSENT) for run in runs]
-        if _differs([entry["value"] for entry in entries]):
+        if _differs([entry["value"] for entry in entries]) and not _same_contents(runs, name):
             source = min((_group(entry["source"]) for entry in entries), key=_SOURCES.index)
             groups[source][name] = [{"value": entry["value"], "source": entry["source"]} for entry in entries]
     return {source: settings for source, settings in groups.items() if settings}

@@ -37,7 +37,7 @@ _SHOW, _STATUS = ("launch.commands.show",), ("launch.commands.status",)
 GROUPS = {
     "choose": {
         "list": Command("the recipes, one line each", _SHOW),
-        "show": Command("every setting of a recipe, its value and the reason", _SHOW),
+        "show": Command("every setting of a recipe or a run, its value and the reason", _SHOW),
         "copy": Command("write a recipe as a YAML for --config", _SHOW),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
@@ -47,12 +47,14 @@ GROUPS = {
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
+        "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", ("launch.commands.submit",)),
         "status": Command("how submitted runs are doing", _STATUS),
         "logs": Command("what a submitted run has printed", _STATUS),
     },
     "understand": {
         "compare": Command("runs side by side: settings, speed, memory, results", ("launch.commands.compare",)),
+        "diff": Command("what differs between two runs or recipes", ("launch.commands.diff",)),
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),

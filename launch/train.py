@@ -120,7 +120,7 @@ def train_in_group(
     banner.banner(run, model, data, out)
 
     stop.defer()  # from here on a signal waits for the end of a step
-    with kept_record(run, world) as record:
+    with kept_record(run, world, data.commit) as record:
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself

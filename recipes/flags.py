@@ -16,7 +16,7 @@ class RunFlags:
     """Every flag with its type, its default and its help text."""
 
     recipe: str = flag("standard", "one of `recipes list`, or a file of your own: mine.yaml, mine.py:function")
-    config: str | None = flag(None, "YAML file with any of these settings; the command line wins over it")
+    config: str | None = flag(None, "YAML with any of these settings, or a run.json: the command line wins over it")
     global_batch_size: int = flag(16, "examples per optimizer step over all processes; the same on any hardware")
     task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "what the model is trained to do")
     fresh: bool = flag(False, "start over: the content of OUTPUT_DIR is moved aside, never deleted")

@@ -9,23 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from launch.flags import Commands
 from launch.output import record
-from launch.terminal import memory_size, print_table
-from recipes.errors import UserError, mistake
-from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, nearest
+from launch.output.surroundings import PACKAGES
+from launch.terminal import memory_size, plural, print_table
+from recipes.errors import mistake
+from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (
     COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", BEST_MODEL,
     LIBRARY,
 )  # fmt: skip
-
-# Where a run writes and what it prints: without influence on the training or its speed.
-_NO_DIFFERENCE = {
-    "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
-}  # fmt: skip
 
 # Runs that differ in one of these did not train the same: their results are not comparable.
 _TRAINING = {
@@ -120,9 +117,9 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise mistake("RUN", "is only one run", "name two or more")
     paths = [Path(word) for word in options.runs]
     records = [_read(path) for path in paths]
-    runs = [Run(*entry) for entry in zip(_names(paths), paths, records, strict=True)]
+    runs = [Run(*entry) for entry in zip(names_of(paths), paths, records, strict=True)]
     targets = [_target(metric, value, runs) for metric, value in options.target]
-    print(json.dumps(_finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
+    print(json.dumps(finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
     return 0 if not targets or _meet_all(runs, targets) else 1
 
 
@@ -131,39 +128,15 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _read(path: Path) -> Json:
     """The record of a run that has ended. Raises `UserError` if there is none."""
-    try:
-        file = path / record.NAME if path.is_dir() else path
-        if path.is_dir() and not file.exists():
-            raise _no_record_in(path)
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise mistake("RUN", f"{path} cannot be read: {error.strerror}", "the --output_dir of a run") from None
-    except ValueError as error:
-        raise mistake("RUN", f"{file} is damaged: {error}", "the run's own record, as train.py wrote it") from None
-    if not _is_record(content):
-        raise mistake("RUN", f"{file} is not the record of a run: it lacks status or settings", f"a {record.NAME}")
+    content = recorded.read(path, "RUN")
     if content["status"] == "running":
+        file = recorded.file_of(path)
         fix = f"wait for its end: recipes status {quote(str(file.parent))}"
         raise mistake("RUN", f"{file} is unfinished: the run is still running, or was killed", fix)
     return content
 
 
-def _no_record_in(folder: Path) -> UserError:
-    inner = sorted(str(found.parent) for found in folder.glob(f"*/{record.NAME}"))
-    fix = f"one of {', '.join(inner)}" if inner else "the --output_dir of a run"
-    return mistake("RUN", f"{folder} holds no {record.NAME}", fix)
-
-
-def _is_record(content: object) -> bool:
-    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
-        return False
-    if not all(isinstance(content.get(part, {}), dict) for part in ("settings", "hardware", "versions")):
-        return False
-    entries = content.get("settings", {}).values()
-    return bool(entries) and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
-
-
-def _names(paths: list[Path]) -> list[str]:
+def names_of(paths: list[Path]) -> list[str]:
     """The names of the folders; the paths as written if two folders have one name."""
     names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else list(map(str, paths))
@@ -190,12 +163,25 @@ def other_training(runs: list[Run]) -> list[str]:
     """What differs in the training itself; empty if all runs trained the same."""
     found = []
     for what, names in _TRAINING.items():
-        differing = [name for name in names if _differs([run.settings.get(name, {}).get("value") for run in runs])]
-        if what == "data" and not differing and _differs([run.record.get("data") for run in runs]):
+        values = {name: [run.settings.get(name, {}).get("value") for run in runs] for name in names}
+        differing = [name for name in names if _differs(values[name]) and not _same_contents(runs, name)]
+        if what == "data" and not differing and _other_data(runs):
             differing = ["same name, other contents"]
         if differing:
             found.append(f"{what} ({', '.join(differing)})")
     return found
+
+
+def _same_contents(runs: list[Run], name: str) -> bool:
+    """Whether a setting names the same model or data in all runs, if in other folders."""
+    field = {"model_name_or_path": "model", "dataset_name": "data"}.get(name, "")
+    prints = {run.record.get(field) for run in runs}
+    names = {Path(str(run.settings.get(name, _ABSENT)["value"])).name for run in runs}
+    return len(prints) == len(names) == 1 and None not in prints
+
+
+def _other_data(runs: list[Run]) -> bool:
+    return any(fingerprints.differ(runs[0].record.get("data"), run.record.get("data")) for run in runs[1:])
 
 
 def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
@@ -204,9 +190,9 @@ def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
     The source is the most deliberate one that it has in any of them.
     """
     groups: dict[str, dict[str, list[Json]]] = {source: {} for source in _SOURCES}
-    for name in sorted({name for run in runs for name in run.settings} - _NO_DIFFERENCE):
+    for name in sorted({name for run in runs for name in run.settings} - record.NO_DIFFERENCE):
         entries = [run.settings.get(name, _ABSENT) for run in runs]
-        if _differs([entry["value"] for entry in entries]):
+        if _differs([entry["value"] for entry in entries]) and not _same_contents(runs, name):
             source = min((_group(entry["source"]) for entry in entries), key=_SOURCES.index)
             groups[source][name] = [{"value": entry["value"], "source": entry["source"]} for entry in entries]
     return {source: settings for source, settings in groups.items() if settings}
@@ -220,15 +206,30 @@ def _group(source: str) -> str:
 
 
 def surroundings(runs: list[Run]) -> dict[str, list]:
-    """What differs besides settings: engine, world, hardware, versions, the data's contents."""
-    found = {name: [run.record.get(name) for run in runs] for name in ("engine", "world_size", "data")}
-    found["GPUs"] = [_gpus(run.record.get("hardware", {})) for run in runs]
+    """What differs besides settings: engine, world, hardware, versions, code, environment, and the
+    contents of model and data. What one of the records does not have cannot differ.
+    """
+    records = [run.record for run in runs]
+    found = {name: [content.get(name) for content in records] for name in ("engine", "world_size", "peak_memory_of")}
+    found |= {name: _contents(records, name) for name in ("data", "model")}
+    found["code"] = [content.get("code", {}).get("source") for content in records]
     for part in ("hardware", "versions"):
-        inner = [run.record.get(part, {}) for run in runs]
-        for name in dict.fromkeys(name for entries in inner for name in entries if name != "gpus"):
-            found[name] = [entries.get(name) for entries in inner]
-    found["memory is"] = [run.record.get("peak_memory_of") for run in runs]
-    return {name: values for name, values in found.items() if _differs(values)}
+        inner = [content.get(part, {}) for content in records]
+        names = [name for name in inner[0] if all(name in entries for entries in inner)]
+        found |= {name: [entries[name] for entries in inner] for name in names}
+    if all("gpus" in content.get("hardware", {}) for content in records):
+        found["gpus"] = [_gpus(content["hardware"]) for content in records]
+    known = {name: values for name, values in found.items() if name in PACKAGES or None not in values}
+    if all("environment" in content for content in records):
+        variables = sorted({name for content in records for name in content["environment"]})
+        known |= {name: [content["environment"].get(name) for content in records] for name in variables}
+    return {name: values for name, values in known.items() if _differs(values)}
+
+
+def _contents(records: list[Json], name: str) -> list[Any]:
+    """The fingerprints of data or model; all the same if they cannot be compared."""
+    prints = [content.get(name) for content in records]
+    return prints if any(fingerprints.differ(prints[0], other) for other in prints[1:]) else [None] * len(prints)
 
 
 def _gpus(hardware: Json) -> str:
@@ -290,12 +291,12 @@ def as_json(runs: list[Run], targets: list[Target]) -> Json:
     }
 
 
-def _finite(content: object) -> object:
+def finite(content: object) -> object:
     """NaN and infinity become null: JSON has neither."""
     if isinstance(content, dict):
-        return {name: _finite(value) for name, value in content.items()}
+        return {name: finite(value) for name, value in content.items()}
     if isinstance(content, list):
-        return [_finite(value) for value in content]
+        return [finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
@@ -306,7 +307,7 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
     names = [run.name for run in runs]
     settings = _setting_rows(runs)
     _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
-    _table(["ran with", *names], [[name, *map(_text, values)] for name, values in surroundings(runs).items()])
+    _table(["ran with", *names], [[name, *map(text, values)] for name, values in surroundings(runs).items()])
     rows = [[name, *_cells(name, values)] for name, values in results(runs).items()]
     _table(["result", *names], [["status", *(run.record["status"] for run in runs)], *rows])
     for run in runs:
@@ -330,12 +331,12 @@ def _setting_rows(runs: list[Run]) -> list[list[str]]:
     for source, settings in differing_settings(runs).items():
         for index, (name, entries) in enumerate(settings.items()):
             one_source = not _differs([entry["source"] for entry in entries])
-            cells = [_text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
+            cells = [text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
             rows.append(["" if index else source, name, *cells])
     return rows
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -353,6 +354,18 @@ def _cells(name: str, values: list[float | None]) -> list[str]:
         else:
             cells.append(f"{shown(value)} ({value - first:+.4g})")
     return cells
+
+
+def result_rows(content: Json) -> list[list[str]]:
+    """The results of one run for a table."""
+    run = Run("", Path(), content)
+    return [[name, *_cells(name, values)] for name, values in results([run]).items()]
+
+
+def hardware(content: Json) -> str:
+    """The GPUs of a record's machine, or its CPU."""
+    machine = content.get("hardware", {})
+    return _gpus(machine) if machine.get("gpus") else f"CPU, {plural(machine.get('cores', 1), 'core')}"
 
 
 def _format(name: str) -> Callable[[float], str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.flags import Commands, count, spellings
+from launch.output.fields import FIELDS
 from launch.terminal import plural, print_table
 from recipes.catalog import RECIPES, Recipe
-from recipes.errors import UserError, mistake
+from recipes.errors import mistake
 
 if TYPE_CHECKING:
     from recipes.run import Json, RunSpec, Setting
@@ -23,18 +24,25 @@ def add_parser(commands: Commands) -> None:
     listing.add_argument("--json", action="store_true")
     listing.set_defaults(run=list_recipes)
 
-    show = commands.add_parser("show", allow_abbrev=False)
-    show.add_argument("name", metavar="NAME", help=_NAME)
-    show.add_argument("--diff", metavar="OTHER", help="only what differs from another recipe")
-    show.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
-    show.add_argument(*spellings("global_batch_size"), type=count, help="examples per optimizer step [16]")
-    show.add_argument("--json", action="store_true")
-    show.set_defaults(run=show_recipe)
+    shown = commands.add_parser(
+        "show", allow_abbrev=False, epilog=_fields(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shown.add_argument("name", metavar="NAME", help=f"{_NAME}; or a run: its output folder, or run.json")
+    shown.add_argument("--diff", metavar="OTHER", help="only what differs from another recipe or run")
+    shown.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
+    shown.add_argument(*spellings("global_batch_size"), type=count, help="examples per optimizer step [16]")
+    shown.add_argument("--json", action="store_true", help="for scripts; of a run, its record as it is")
+    shown.set_defaults(run=show)
 
     copy = commands.add_parser("copy", allow_abbrev=False)
     copy.add_argument("name", metavar="NAME", help=_NAME)
     copy.add_argument("file", metavar="FILE")
     copy.set_defaults(run=copy_recipe)
+
+
+def _fields() -> str:
+    lines = [f"  {name:<20}{meaning}" for name, meaning in FIELDS.items()]
+    return "\n".join(["fields of a run.json:", *lines, "and Trainer's own results, under its names"])
 
 
 def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
@@ -48,38 +56,55 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def show_recipe(options: argparse.Namespace, rest: list[str]) -> int:
-    run = _resolve_recipe(options.name, options)
+def show(options: argparse.Namespace, rest: list[str]) -> int:
+    from launch.commands import named  # what is legal is read from the libraries: `recipes list` need not wait
+
     if options.diff:
-        return _show_difference(run, _resolve_recipe(options.diff, options), as_json=options.json)
+        from launch.commands.diff import show_difference
+
+        return show_difference([options.name, options.diff], options)
+    if named.is_run(options.name):
+        return _show_run(options)
+    run = named.resolve_recipe(options.name, options.num_processes, options.global_batch_size)
     settings = {name: setting for name, setting in run.chosen().items() if name != "recipe"}
     if options.json:
         print(json.dumps(as_json(run, settings), indent=2, default=str))
         return 0
-    _print_heading(run)
-    rows = [[name, _text(setting.value), setting.source, setting.reason] for name, setting in settings.items()]
-    print_table(["setting", "value", "from", "reason"], rows)
+    named.print_heading(run)
+    _print_settings([[name, setting.value, setting.source, setting.reason] for name, setting in settings.items()])
     return 0
 
 
-def _show_difference(run: RunSpec, other: RunSpec, as_json: bool) -> int:
-    names = [name for name in run if run[name] != other[name] and name not in ("recipe", "output_dir")]
-    if as_json:
-        differences = {name: {run["recipe"]: run[name], other["recipe"]: other[name]} for name in names}
-        print(json.dumps(differences, indent=2, default=str))
+def _show_run(options: argparse.Namespace) -> int:
+    from launch.commands import compare
+    from recipes.run import LIBRARY, recorded
+
+    record = recorded.read(options.name, "NAME")
+    if options.num_processes or options.global_batch_size:
+        raise mistake(
+            "NAME",
+            f"{options.name} is a run, which had its own processes and batch",
+            "leave --num_processes and --global_batch_size out",
+        )
+    if options.json:
+        print(json.dumps(record, indent=2))
         return 0
-    _print_heading(run)
-    rows = [[name, _text(run[name]), _text(other[name]), _reason(name, run, other)] for name in names]
-    if run.recipe.engine != other.recipe.engine:
-        rows.insert(0, ["engine", run.recipe.engine, other.recipe.engine, run.engine_title])
-    print_table(["setting", run["recipe"], other["recipe"], "reason"], rows)
+    world, hardware = plural(record.get("world_size") or 1, "process"), compare.hardware(record)
+    error = f": {record['error']}" if "error" in record else ""
+    print(f"{record.get('recipe')}, {record['status']}{error}")
+    print(f"on {hardware}, {world}, {record.get('engine')}, started {record.get('started')}\n")
+    if results := compare.result_rows(record):
+        print_table(["result", "value"], results)
+        print()
+    chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}
+    _print_settings(
+        [[name, entry["value"], entry["source"], entry.get("reason", "")] for name, entry in chosen.items()]
+    )
     return 0
 
 
-def _reason(name: str, run: RunSpec, other: RunSpec) -> str:
-    """Why this recipe chose the value; if it kept the default, why the other one did not."""
-    theirs = other.setting(name).reason
-    return run.setting(name).reason or (f"{other['recipe']}: {theirs}" if theirs else "")
+def _print_settings(rows: list[list]) -> None:
+    print_table(["setting", "value", "from", "reason"], [[name, _text(value), *rest] for name, value, *rest in rows])
 
 
 def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
@@ -115,18 +140,6 @@ def as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
     }
 
 
-def _resolve_recipe(name: str, options: argparse.Namespace) -> RunSpec:
-    from recipes.run import resolve  # what is legal is read from the installed libraries: `recipes list` need not wait
-
-    settings = {"recipe": name}
-    if options.global_batch_size:
-        settings["global_batch_size"] = options.global_batch_size
-    run = resolve(settings=settings, world_size=options.num_processes, demonstrate=False)
-    if run.problems:
-        raise UserError(*run.problems)
-    return run
-
-
 def _as_yaml(recipe: Recipe, given: str) -> str:
     """A file for --config: fixed settings as values, those that depend on the run as comments.
 
@@ -142,12 +155,6 @@ def _as_yaml(recipe: Recipe, given: str) -> str:
             value, reason = setting
             lines += [f"# {reason}", f"{name}: {json.dumps(value)}", ""]  # JSON is YAML
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _print_heading(run: RunSpec) -> None:
-    print(f"{run.recipe.name}: {run.recipe.purpose}")
-    world = plural(run.world_size, "process")
-    print(f"on {run.hardware}, {world}, {run.engine_title} ({run.recipe.engine}), batch {run.batch}\n")
 
 
 def _text(value: object) -> str:

@@ -68,6 +68,18 @@ def launcher_argv() -> list[str]:
     return parent if _LAUNCHERS & {Path(word).name for word in parent} else []
 
 
+def first_environment() -> dict[str, str]:
+    """The variables that the user has set: those that the launcher was started with, or this
+    process if there is none. Since then launchers, libraries and we have set more.
+    """
+    try:
+        content = Path(f"/proc/{os.getppid() if launcher_argv() else 'self'}/environ").read_bytes()
+    except OSError:
+        return dict(os.environ)
+    pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
     if sys.platform == "linux":

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from launch.host.secrets import SECRET
 from recipes.errors import UserError, mistake
 from recipes.run import RunSpec
-
-# Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and
-# passwords in addresses, by how each starts and how long it is.
-SECRET = re.compile(
-    r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
-    r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
-)
 
 
 def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:

@@ -13,15 +13,14 @@ from typing import Any
 
 from launch.host.files import write_whole
 from launch.host.memory import ran_out
+from launch.host.secrets import hide, in_environment
 from launch.host.signals import Preempted
 from launch.host.world import World
-from recipes import legal
-from recipes.run import HIDDEN, Json, RunSpec, Setting, shown
-from recipes.run.fitted import fingerprint
+from launch.output.surroundings import surroundings
+from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
 
-NAME = "run.json"
+NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
-_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed")
 
 # With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
@@ -39,6 +38,11 @@ CHANGES_COURSE = (
     "lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs label_smoothing_factor "
     "neftune_noise_alpha lora_dropout bf16 fp16 tf32"
 ).split()
+
+# Where a run writes and what it prints: without influence on the training or its speed.
+NO_DIFFERENCE = {
+    "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
+}  # fmt: skip
 
 
 def read(folder: str | Path) -> Json:
@@ -69,14 +73,14 @@ class Record:
 
 
 @contextlib.contextmanager
-def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
+def kept_record(run: RunSpec, world: World, data_commit: str | None = None) -> Iterator[Record]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
     `failed`.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
-    record, content = Record(), started(run, world.size)
+    record, content = Record(), started(run, world.size, data_commit)
     status, error_text = "failed", None
     if world.is_main:
         write(run["output_dir"], content)
@@ -94,25 +98,37 @@ def kept_record(run: RunSpec, world: World) -> Iterator[Record]:
     finally:
         if world.is_main:
             content |= {"status": status, "ended": now(), **record.results}
-            write(run["output_dir"], content | ({"error": error_text} if error_text else {}))
+            failed = {"error": hide(error_text, secrets_of(run))} if error_text else {}
+            write(run["output_dir"], content | failed)
 
 
-def started(run: RunSpec, world_size: int) -> Json:
-    """The record of a run that begins now."""
-    return {
+def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Json:
+    """The record of a run that begins now, without secrets.
+
+    `data_commit` is that of data from the Hub.
+    """
+    content = {
         "status": "running",
         "recipe": run.recipe.name,
         **({"recipe_files": [str(Path(file).resolve()) for file in run.recipe.files]} if run.recipe.files else {}),
         "engine": run.engine.title,
         "world_size": world_size,
+        "local_world_size": run.local_world_size,
         "data_parallel_size": run.data_parallel_size,
         "started": now(),
-        "command": [shown_argument(run, argument) for argument in sys.argv],
-        "data": fingerprint(run["dataset_name"]),
+        "command": sys.argv,
+        "data": fingerprints.of_data(run["dataset_name"]) or (f"commit {data_commit}" if data_commit else None),
+        "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
         "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
-        "versions": {"python": sys.version.split()[0], **{name: legal.version(name) for name in _PACKAGES}},
-        "hardware": run.hardware.as_dict(),
+        **surroundings(run),
     }
+    return hide(content, secrets_of(run))
+
+
+def secrets_of(run: RunSpec) -> set[str]:
+    """The tokens among the settings, and those in the environment."""
+    tokens = {str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN}
+    return tokens | in_environment()
 
 
 def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
@@ -125,14 +141,6 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
 
 def _as_dict(name: str, setting: Setting) -> Json:
     return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
-
-
-def shown_argument(run: RunSpec, argument: str) -> str:
-    """An argument of the command line, with a secret hidden."""
-    secrets = [str(setting.value) for name, setting in run.given.items() if shown(name, setting.value) == HIDDEN]
-    for secret in secrets:
-        argument = argument.replace(secret, HIDDEN)
-    return argument
 
 
 def now() -> str:

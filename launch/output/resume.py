@@ -15,7 +15,7 @@ from launch.output import record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
 from launch.terminal import memory_size
 from recipes.errors import Problem, UserError, mistake
-from recipes.run import Json, RunSpec
+from recipes.run import Json, RunSpec, fingerprints
 from recipes.scaling.timings import require_room
 
 
@@ -202,9 +202,9 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
-    data = record.fingerprint(run["dataset_name"])
-    if not changed and data and old.get("data") not in (None, data):
-        changed = {"dataset_name": (f"{run['dataset_name']} as it was", "what it holds now")}
+    if not changed and fingerprints.differ(old.get("data"), fingerprints.of_data(run["dataset_name"])):
+        data = run["dataset_name"] or "Python's standard library"
+        changed = {"dataset_name": (f"{data} as it was", "what it holds now")}
     if changed:
         name, (then, now) = next(iter(changed.items()))
         raise mistake(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,7 +37,8 @@ CLASSIFIED = Features({"input_ids": List(Value("int32")), "labels": Value("int64
 class Data:
     """What Trainer needs, and a description for a person.
 
-    `labels` are class names, None for language models.
+    `labels` are class names, None for language models. `commit` is the Hub's, of data from there;
+    None if unknown.
     """
 
     train: Dataset
@@ -43,6 +46,7 @@ class Data:
     collator: Callable[[list[Example]], dict[str, torch.Tensor]]
     description: str
     labels: list[str] | None
+    commit: str | None = None
 
 
 def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:
@@ -54,8 +58,18 @@ def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:
     with _local_main_first() if run["dataset_name"] else nullcontext():
         train, evaluation = read_splits(run)
         if run["task"] == "sequence_classification":
-            return _classification(run, tokenizer, train, evaluation, classes)
-        return _causal_lm(run, tokenizer, train, evaluation)
+            data = _classification(run, tokenizer, train, evaluation, classes)
+        else:
+            data = _causal_lm(run, tokenizer, train, evaluation)
+    return replace(data, commit=hub_commit(train))
+
+
+def hub_commit(rows: Dataset) -> str | None:
+    """The commit of data from the Hub. `datasets` names a folder of its cache after it
+    (load.py, `HubDatasetModuleFactory`: the builder's hash). None for any other data.
+    """
+    names = (part for file in rows.cache_files for part in Path(file["filename"]).parts)
+    return next((name for name in names if re.fullmatch(r"[0-9a-f]{40}", name)), None)
 
 
 def repeated_longest(rows: Dataset, count: int) -> Dataset:

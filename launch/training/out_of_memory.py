@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from launch.host import memory
 from launch.host.memory import Shortage
+from launch.host.secrets import hide
 from launch.host.signals import launcher_argv
 from launch.host.world import World
 from launch.output import record
@@ -277,4 +278,4 @@ def _command(run: RunSpec, argv: list[str]) -> str:
         start = launcher[: scripts[0] + 1] if scripts else [sys.executable, sys.argv[0]]
         if scripts and run.engine.kind != "single":
             argv = [word.replace("$", "$$") for word in argv]  # torch elastic reads $$ as $
-    return shlex.join([*start, *(record.shown_argument(run, argument) for argument in argv)])
+    return shlex.join([*start, *hide(argv, record.secrets_of(run))])

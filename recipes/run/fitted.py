@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
+from recipes.run import fingerprints
 from recipes.run.batch import Batch
 from recipes.run.engine import Json
 from recipes.run.spec import FIT, RunSpec
-
-_END_BYTES = 1 << 16
 
 # Settings that decide how much memory a micro-batch takes, or how the global batch is split.
 _SETTINGS = (
@@ -28,7 +26,7 @@ def identity(run: RunSpec) -> Json:
     devices = [f"{gpu.name}, {gpu.memory_bytes} bytes" for gpu in run.hardware.gpus] or ["CPU"]
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
     conditions = {**settings, **world, "engine": run.engine_title, "devices": devices}
-    conditions["data"] = fingerprint(run["dataset_name"])
+    conditions["data"] = fingerprints.of_data(run["dataset_name"])
     return json.loads(json.dumps(conditions, default=str))
 
 
@@ -63,19 +61,3 @@ def as_batch(run: RunSpec, fit: Json) -> Batch:
     """The batch of a fit for this run. Its reason is the measured peak of memory."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
     return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason)
-
-
-def fingerprint(dataset_name: str | None) -> str | None:
-    """A hash of a local file's or folder's names, sizes and both ends; None if it is not local."""
-    path = Path(dataset_name).expanduser() if dataset_name else None
-    if path is None or not path.exists():
-        return None
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path)} {size}\n".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_END_BYTES))
-            stream.seek(max(0, size - _END_BYTES))
-            digest.update(stream.read(_END_BYTES))
-    return digest.hexdigest()[:16]

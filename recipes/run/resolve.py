@@ -12,6 +12,7 @@ from dataclasses import replace
 from recipes import catalog, legal
 from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
+from recipes.run import recorded
 from recipes.run.batch import Batch, data_parallel_size, split
 from recipes.run.command_line import accept, parse, read_config
 from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped, with_fsdp
@@ -49,15 +50,17 @@ def resolve(
     problems: list[Problem] = []
     given = parse(argv, problems)
     given |= accept(settings or {}, "argument", problems)
+    environment = os.environ if environment is None else environment
+    hardware = hardware if hardware is not None else read_hardware()
+    yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
+    in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
+    world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
     if "config" in given and given["config"].value is not None:
-        given = {**read_config(given["config"].value, problems), **given}
+        given = {**_settings_of_file(given, world, hardware, environment, problems), **given}
     recipe = _find_recipe(given, problems)
     given = {**own_settings(recipe), **given}
-    environment = os.environ if environment is None else environment
-    yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
     if yaml_engine and yaml_engine.kind != "deepspeed":  # its launcher exports its own
         environment = {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_DYNAMO_")}
-    hardware = hardware if hardware is not None else read_hardware()
     if "use_cpu" in given and given["use_cpu"].value:
         hardware = replace(hardware, gpus=())  # unused GPUs must not decide anything
     if engine is None:
@@ -73,8 +76,6 @@ def resolve(
         engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)
     if world_size:
         engine = replace(engine, num_processes=world_size)
-    in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
-    world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
     # Divided sequences are refused in any world; a DeepSpeed JSON could still divide tensors.
     refused = engine.parallelism.is_refused(own_script=True)
     batch = _split(recipe, world, engine.parallelism, given, [] if refused else problems)
@@ -93,6 +94,29 @@ def resolve(
         elsewhere=elsewhere,
         own_script=own_script,
     )
+
+
+def _settings_of_file(
+    given: dict[str, Setting], world: int, hardware: Hardware, environment: Mapping[str, str], problems: list[Problem]
+) -> dict[str, Setting]:
+    """The settings of --config: a YAML's, or those that repeat the run of a run.json."""
+    path = given["config"].value
+    if not recorded.is_record_at(path):
+        return read_config(path, problems)
+    record = recorded.read(path, "config")
+    processes = record.get("world_size") or 1
+    same_world = world == processes
+    values = recorded.at_their_place(recorded.written(record, same_world), record, given, problems, path)
+    values = recorded.without_secrets(values, given, bool(environment.get("HF_TOKEN")), problems)
+    derived = resolve(
+        settings=values,
+        world_size=processes,
+        local_world_size=record.get("local_world_size"),
+        hardware=hardware,
+        environment=environment,
+    )
+    values |= recorded.otherwise_here(record, derived, same_world)
+    return accept(values, path, problems)
 
 
 def _chosen_engine(recipe: Recipe, given: Settings) -> Engine:

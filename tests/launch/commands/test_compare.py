@@ -125,6 +125,16 @@ def test_a_file_with_other_contents_is_other_data(runs):
     assert other_training([plain, with_record(plain, data="other")]) == ["data (same name, other contents)"]
 
 
+def test_a_file_that_lies_elsewhere_with_the_same_contents_is_the_same_data(runs):
+    plain = of(runs, "plain")
+    settings = {
+        **plain.record["settings"],
+        "dataset_name": {"value": "/elsewhere/texts.jsonl", "source": "command line"},
+    }
+    moved = with_record(plain, settings=settings)
+    assert (other_training([plain, moved]), differing_settings([plain, moved])) == ([], {})
+
+
 def test_it_says_first_that_the_training_is_not_the_same(runs, capsys):
     main(["compare", str(runs / "plain"), str(runs / "diverged")])
     assert capsys.readouterr().out.startswith("not the same training, which changes the results too: other data")

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from launch.cli import main
+from launch.output.fields import FIELDS
 from recipes.catalog import RECIPES
 from recipes.run import resolve
+from tests.support.running import train_here
 
 
 def test_list_names_every_recipe(capsys):
@@ -64,3 +66,79 @@ def test_copy_never_overwrites(tmp_path, capsys):
 def test_a_misspelt_recipe_gets_the_nearest_name(capsys):
     assert main(["show", "fsat"]) == 2
     assert "Fix: fast" in capsys.readouterr().err
+
+
+# --- A run, and what differs ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, texts, tmp_path_factory):
+    """The folders of two runs: `fast` with its seed, and `standard` with another one."""
+    folder = tmp_path_factory.mktemp("runs")
+    train_here(tiny_model, texts, folder / "one", "--recipe", "fast", "--max_steps", "2")
+    train_here(tiny_model, texts, folder / "other", "--max_steps", "2", "--seed", "7")
+    return folder
+
+
+def test_a_run_is_shown_with_its_status_results_and_settings(runs, capsys):
+    for name in ("one", "one/run.json"):
+        assert main(["show", str(runs / name)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("fast, finished\n") and "final_loss" in printed
+        assert "command line" in next(line for line in printed.splitlines() if line.startswith("max_steps"))
+
+
+def test_a_run_as_json_is_its_record(runs, capsys):
+    main(["show", str(runs / "one"), "--json"])
+    assert json.loads(capsys.readouterr().out) == json.loads((runs / "one" / "run.json").read_text())
+
+
+def test_a_failed_run_says_why(runs, tmp_path, capsys):
+    content = json.loads((runs / "one" / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**content, "status": "failed", "error": "ValueError: no"}))
+    main(["show", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("fast, failed: ValueError: no\n")
+
+
+def test_the_help_explains_every_field_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in FIELDS)
+
+
+@pytest.mark.parametrize(("name", "words"), [("outputs/none", "cannot be read"), ("nothing", "there is no recipe")])
+def test_a_name_that_is_neither_is_a_mistake(name, words, capsys):
+    assert main(["show", name]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_processes_are_no_flag_of_a_run(runs, capsys):
+    assert main(["show", str(runs / "one"), "--num_processes", "2"]) == 2
+    assert "had its own processes" in capsys.readouterr().err
+
+
+def test_two_runs_differ_in_settings_and_surroundings(runs, tmp_path, capsys):
+    content = json.loads((runs / "other" / "run.json").read_text())
+    versions = {**content["versions"], "torch": "1.0"}
+    (tmp_path / "run.json").write_text(json.dumps({**content, "versions": versions, "world_size": 2}))
+    assert main(["diff", str(runs / "one"), str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    here = json.loads((runs / "one" / "run.json").read_text())["versions"]["torch"]
+    assert found["seed"] == {"one": 42, tmp_path.name: 7}
+    assert found["torch"] == {"one": here, tmp_path.name: "1.0"}
+    assert found["world_size"] == {"one": 1, tmp_path.name: 2}
+    assert "max_steps" not in found and "output_dir" not in found
+
+
+def test_a_run_differs_from_its_recipe_in_what_its_user_wrote(runs, capsys):
+    main(["diff", str(runs / "other"), "standard", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"seed", "max_steps", "max_length", "model_name_or_path", "dataset_name"}
+
+
+def test_diff_of_two_recipes_is_the_diff_of_show(capsys):
+    main(["diff", "fast", "standard"])
+    of_diff = capsys.readouterr().out
+    main(["show", "fast", "--diff", "standard"])
+    assert of_diff == capsys.readouterr().out

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.training.batches import IGNORED, Pad, pack
-from launch.training.data import TOKENIZED, compute_accuracy, load_data
+from launch.training.data import TOKENIZED, compute_accuracy, hub_commit, load_data
 from launch.training.demo import demo_corpus, demo_tokenizer
 from recipes.errors import UserError
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
@@ -239,3 +239,11 @@ def test_padding_free_batches_have_the_loss_of_padded_ones(attention, tmp_path, 
         data = load_data(run_with(dataset_name=name, padding_free=padding_free), tokenizer)
         losses.append(model(**data.collator([data.train[n] for n in range(3)])).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_data_of_the_hub_is_known_by_the_commit_in_its_cache(tmp_path):
+    rows = Dataset.from_dict({"text": ["one"]})
+    for name, commit in (("a" * 40, "a" * 40), ("no-commit", None)):
+        (tmp_path / name).mkdir()
+        rows.map(dict, cache_file_name=str(tmp_path / name / "x.arrow"))
+        assert hub_commit(Dataset.from_file(str(tmp_path / name / "x.arrow"))) == commit

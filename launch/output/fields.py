@@ -1,0 +1,43 @@
+"""What each field of run.json means. Trainer's own results stand beside them, under its names.
+
+It imports nothing: `recipes show --help` prints it.
+"""
+
+FIELDS = {
+    "status": "running, finished, preempted, interrupted, out_of_memory or failed",
+    "error": "why it failed",
+    "recipe": "the recipe's name; `settings.recipe` is what was typed",
+    "recipe_files": "the files that a recipe of the user's own was read from",
+    "engine": "the engine that trained, such as DDP or DeepSpeed ZeRO-2",
+    "world_size": "processes in all",
+    "local_world_size": "processes on each node",
+    "data_parallel_size": "processes, or groups of them, that got examples of their own",
+    "started": "when it began: local time with its offset",
+    "ended": "when it ended",
+    "command": "train.py and its arguments",
+    "launcher": "the launcher and its arguments; empty if there was none",
+    "accelerate_config": "the Accelerate YAML that the launcher read; null if there was none",
+    "files": "path -> content of the recipe's files, the Accelerate YAML and the JSONs for an engine",
+    "paths": "setting -> the file or folder that it named, absolute",
+    "folder": "the folder where it was started, from which relative paths count",
+    "environment": "environment variables that can change what it computes, as the user had set them",
+    "data": "a hash of the local data, or of the demonstration's, or the Hub's commit; null if unknown",
+    "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
+    "settings": "every setting: its value, the source it came from, and the reason",
+    "versions": "of Python and the libraries; null if not installed",
+    "code": "our version, a hash of our source, and a checkout's commit and whether it was changed",
+    "hardware": "GPUs, CPU and cores of the first process, and what follows from them",
+    "log_history": "what Trainer logged, losses among it",
+    "global_step": "optimizer steps, those of an earlier run that it resumed among them",
+    "model_step": "the step of the saved model",
+    "best_step": "the step of the best evaluated model",
+    "num_parameters": "parameters of the model",
+    "first_loss": "the first logged loss",
+    "final_loss": "the last logged loss",
+    "step_time": "seconds of a steady step",
+    "samples_per_second": "examples, in steady steps",
+    "tokens_per_second": "tokens, in steady steps",
+    "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
+    "peak_memory_bytes": "peak memory",
+    "peak_memory_of": "which memory that is",
+}

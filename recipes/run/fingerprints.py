@@ -1,0 +1,84 @@
+"""Fingerprints of data and models: whether another run reads the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+_METHOD = "sha256-"
+_OLD_METHOD = re.compile("[0-9a-f]{16}")  # earlier versions read only both ends of a file
+_BLOCK_BYTES = 1 << 16
+_BLOCKS = 4096  # of more than 256 MiB: reading terabytes would take hours
+
+# What transformers reads from a model's folder, which may hold records and checkpoints too.
+_MODEL_FILES = (
+    "config.json", "generation_config.json", "adapter_config.json", "*.index.json", "*.safetensors", "*_model*.bin",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.jinja", "*.py",
+)  # fmt: skip
+
+
+def of_data(dataset_name: str | None) -> str | None:
+    """A hash of a local file, or of all files in a folder; without data, of the demonstration's:
+    the standard library of this Python. None for data of the Hub.
+
+    Up to 256 MiB are read whole, of more 4,096 blocks at equal distances and the files' ends.
+    """
+    if not dataset_name:
+        return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    path = Path(dataset_name).expanduser()
+    if not path.exists():
+        return None
+    return _hash_of([path] if path.is_file() else path.rglob("*"), path)
+
+
+def of_model(name: str | None, revision: str = "main") -> str | None:
+    """A hash of a local folder's weights, configuration and tokenizer; of a model on the Hub
+    `commit` and the commit that its cache has for this revision. None if unknown, or no model.
+    """
+    if not name:
+        return None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _hash_of((file for pattern in _MODEL_FILES for file in folder.glob(pattern)), folder)
+    if re.fullmatch(r"[0-9a-f]{40}", revision):
+        return f"commit {revision}"
+    try:
+        reference = _hub_cache() / f"models--{name.replace('/', '--')}" / "refs" / revision
+        return f"commit {reference.read_text(encoding='utf-8').strip()}"
+    except (OSError, ValueError):
+        return None
+
+
+def differ(one: object, other: object) -> bool:
+    """Whether two fingerprints are of different contents. Unknown ones, and those of an older
+    method beside a newer one, cannot tell.
+    """
+    if not isinstance(one, str) or not isinstance(other, str):
+        return False
+    return one != other and bool(_OLD_METHOD.fullmatch(one)) == bool(_OLD_METHOD.fullmatch(other))
+
+
+def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str:
+    digest = hashlib.sha256()
+    sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
+    step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)
+    for file, size in sizes.items():
+        name = file.relative_to(folder) if folder and folder != file else file.name
+        digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
+        with file.open("rb") as stream:
+            for start in [*range(0, size, step), max(0, size - _BLOCK_BYTES)]:
+                stream.seek(start)
+                digest.update(stream.read(_BLOCK_BYTES))
+    return f"{_METHOD}{digest.hexdigest()[:16]}"
+
+
+def _hub_cache() -> Path:
+    """Where huggingface_hub keeps what it has downloaded."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache)
+    around = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HF_HOME") or Path(around) / "huggingface") / "hub"

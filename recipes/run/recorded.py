@@ -1,0 +1,218 @@
+"""run.json, read: the settings of a run that trained, to train them again.
+
+What the user wrote is written again; the rest follows from it as it did then. Where it follows
+otherwise here (another version, a limit of the model, a micro-batch that `--fit` found), the
+recorded value is written too, unless the machine decided it and this is another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import Problem, mistake
+from recipes.run.command_line import accept
+from recipes.run.engine import Json
+from recipes.run.hardware import Hardware
+from recipes.run.local_model import existing_path
+from recipes.run.spec import BATCH, BATCH_FIELDS, BEST_MODEL, FIT, HIDDEN, LIBRARY, RunSpec
+
+NAME = "run.json"
+# Settings that can name a file or folder that a run reads.
+INPUTS = (
+    "recipe", "model_name_or_path", "dataset_name", "deepspeed", "fsdp_config", "accelerator_config",
+    "resume_from_checkpoint",
+)  # fmt: skip
+# They said what to do on the day, with a folder or before the training.
+_OF_THE_DAY = ("config", "fresh", "fit_only")
+_DERIVED = (BATCH, FIT, BEST_MODEL, LIBRARY, "hardware", "limit", "default", "demonstration")
+_TYPES: dict[str, tuple[type, ...]] = {
+    "status": (str,), "recipe": (str,), "recipe_files": (list,), "engine": (str,), "world_size": (int,),
+    "local_world_size": (int,), "data_parallel_size": (int,), "started": (str,), "command": (list,), "folder": (str,),
+    "launcher": (list,), "accelerate_config": (str,), "files": (dict,), "paths": (dict,), "environment": (dict,),
+    "settings": (dict,), "versions": (dict,), "hardware": (dict,), "code": (dict,), "data": (str,), "model": (str,),
+}  # fmt: skip
+_OF_TEXT = ("recipe_files", "command", "launcher", "files", "paths", "environment")
+
+
+# --- Reading it -----------------------------------------------------------------------------------
+
+
+def file_of(path: str | Path) -> Path:
+    """The run.json in an output folder; any other path as it is."""
+    return Path(path) / NAME if Path(path).is_dir() else Path(path)
+
+
+def read(path: str | Path, subject: str) -> Json:
+    """The record of a run, from its output folder or its run.json.
+
+    Raises `UserError` about `subject` for anything else.
+    """
+    file = file_of(path)
+    try:
+        if Path(path).is_dir() and not file.exists():
+            inner = sorted(str(found.parent) for found in Path(path).glob(f"*/{NAME}"))
+            fix = f"one of {', '.join(inner)}" if inner else "the --output_dir of a run"
+            raise mistake(subject, f"{path} holds no {NAME}", fix)
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise mistake(subject, f"{path} cannot be read: {error.strerror}", "the --output_dir of a run") from None
+    except (ValueError, RecursionError) as error:
+        raise mistake(subject, f"{file} is damaged: {error}", "the run's own record, as train.py wrote it") from None
+    if fault := _fault(content):
+        raise mistake(subject, f"{file} is not the record of a run: {fault}", f"a {NAME}, as train.py wrote it")
+    return content
+
+
+def is_record_at(path: str) -> bool:
+    """Whether --config names a run.json, by its name or its content, or a folder."""
+    file = file_of(path)
+    if file.name == NAME or file.suffix != ".json":
+        return file.name == NAME
+    try:
+        return is_record(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def is_record(content: object) -> bool:
+    """Whether a file's content is a run.json, be it damaged, and not plain settings."""
+    return isinstance(content, dict) and {"status", "settings"} <= set(content)
+
+
+def _fault(content: object) -> str:
+    """What is wrong with a record; empty if nothing is."""
+    if not is_record(content) or not isinstance(content, dict):
+        return "it lacks status or settings"
+    for name, types in _TYPES.items():
+        if content.get(name) is not None and not isinstance(content[name], types):
+            return f"{name} is {content[name]!r:.40}"
+    sizes = [content.get(name) for name in ("world_size", "local_world_size", "data_parallel_size")]
+    if any(size is not None and size < 1 for size in sizes):
+        return "a number of processes is below 1"
+    for name in _OF_TEXT:
+        part = content.get(name) or ()
+        if not all(isinstance(text, str) for text in (part.values() if isinstance(part, dict) else part)):
+            return f"{name} holds something else than text"
+    if not all(Path(path).is_absolute() for path in content.get("files") or ()):
+        return "files have no absolute paths"
+    gpus = (content.get("hardware") or {}).get("gpus", [])
+    if not isinstance(gpus, (list, tuple)) or not all(isinstance(gpu, dict) and "name" in gpu for gpu in gpus):
+        return "hardware has GPUs without names"
+    entries = list(content["settings"].values())
+    whole = entries and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
+    if not whole or not all(isinstance(entry["source"], str) for entry in entries):
+        return "its settings have no values with their sources"
+    return ""
+
+
+# --- Its settings, to be given again --------------------------------------------------------------
+
+
+def written(record: Json, same_world: bool) -> Json:
+    """What the user of the run wrote, on the command line or in a file, and its global batch."""
+    settings = record["settings"]
+    values = {name: entry["value"] for name, entry in settings.items() if not _is_derived(entry["source"])}
+    for name in _OF_THE_DAY:
+        values.pop(name, None)
+    for name in ("recipe", "global_batch_size"):
+        if name in settings:
+            values[name] = settings[name]["value"]
+    if same_world and settings.get("per_device_train_batch_size", {}).get("source") == FIT:
+        values.pop("fit", None)  # what it found is known
+    return values
+
+
+def _is_derived(source: str) -> bool:
+    return source in _DERIVED or source.startswith("recipe ")
+
+
+def at_their_place(values: Json, record: Json, replaced: Collection[str], problems: list[Problem], source: str) -> Json:
+    """`values` with the paths of files where the run found them, or where they are found from here.
+
+    A file that is at neither place is a problem, unless its setting is among the `replaced`.
+    """
+    found = dict(values)
+    for name, then in (record.get("paths") or {}).items():
+        value = record["settings"].get(name, {}).get("value")
+        if name in replaced or not isinstance(value, str):
+            continue
+        path, colon, function = _parts(value)
+        here = str(Path(path).expanduser().resolve())
+        if here != then and existing_path(then):
+            found[name] = then + colon + function
+        elif not existing_path(path):
+            places = then if here == then else f"{then}, where the run found it, nor at {here}"
+            problems.append(Problem(name, f"{value} is not at {places}", f"--{name} with its path", source))
+            found.pop(name, None)
+    return found
+
+
+def _parts(value: str) -> tuple[str, str, str]:
+    """`mine.py:function` in three parts; any other path as the first of them."""
+    match = re.fullmatch(r"(.+\.py)(:)(\w*)", value)
+    return (match[1], match[2], match[3]) if match else (value, "", "")
+
+
+def path_of(name: str, value: object) -> str | None:
+    """The file or folder that a setting names, absolute; None if it names none that exists."""
+    if name not in INPUTS or not isinstance(value, str):
+        return None
+    path = existing_path(_parts(value)[0])
+    return str(path.resolve()) if path else None
+
+
+def without_secrets(values: Json, replaced: Collection[str], has_token: bool, problems: list[Problem]) -> Json:
+    """`values` without what is hidden in a record. Each is a problem, unless it is given now, or is
+    a token and the environment `has_token`.
+    """
+    hidden = [name for name, value in values.items() if HIDDEN in json.dumps(value)]
+    for name in hidden:
+        is_token = name.endswith("_token")
+        if name not in replaced and not (is_token and has_token):
+            fix = "HF_TOKEN in the environment" if is_token else f"--{name} with its value"
+            problems.append(Problem(name, f"holds a secret, which {NAME} does not keep", fix))
+    return {name: value for name, value in values.items() if name not in hidden}
+
+
+def otherwise_here(record: Json, derived: RunSpec, same_world: bool) -> Json:
+    """The recorded values of settings that `derived` has otherwise: the same settings written, and
+    everything else derived here, for the recorded number of processes.
+    """
+    values = {}
+    skipped = {"output_dir", "fit", *_OF_THE_DAY, *BATCH_FIELDS, *(record.get("paths") or {})}
+    same_machine = is_same_machine(record, derived.hardware)
+    for name, entry in record["settings"].items():
+        if name not in derived or name in skipped:
+            continue
+        if plain(derived[name]) != entry["value"] and HIDDEN not in json.dumps(entry["value"]):
+            by_machine = callable(derived.recipe.settings.get(name)) or "hardware" in (
+                entry["source"],
+                derived.setting(name).source,
+            )
+            if (same_machine or not by_machine) and is_legal(name, entry["value"]):
+                values[name] = entry["value"]
+    micro = record["settings"].get("per_device_train_batch_size", {}).get("value")
+    if same_world and micro is not None and micro != derived.batch.micro:
+        values["per_device_train_batch_size"] = micro
+    return values
+
+
+def is_legal(name: str, value: Any) -> bool:
+    """Whether the installed libraries take the value: another version's default may be none."""
+    problems: list[Problem] = []
+    return bool(accept({name: value}, NAME, problems)) and not problems
+
+
+def is_same_machine(record: Json, hardware: Hardware) -> bool:
+    """Whether everything that decides a setting is as it was; false if it was not recorded."""
+    here, then = plain(hardware.as_dict()), record.get("hardware") or {}
+    return bool(then) and all(here[name] == value for name, value in then.items() if name in here)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: a tuple is a list, a path text."""
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,277 @@
+"""A run again: from its record, in another folder and environment, bit by bit; or what differs."""
+
+import json
+import shutil
+import site
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.cli import main
+from launch.output import record, surroundings
+from recipes.run import resolve
+from recipes.run.engine import shipped
+from recipes.run.hardware import read as read_hardware
+from tests.support.running import ROOT, SCRIPT, losses, read_record, run
+
+
+@pytest.fixture
+def place(tiny_model, texts, tmp_path, monkeypatch):
+    """The folder `then`, with a model and data to name by relative paths; it is the current one."""
+    then = tmp_path / "then"
+    shutil.copytree(tiny_model, then / "tiny")
+    shutil.copy(texts, then / "texts.jsonl")
+    monkeypatch.chdir(then)
+    return then
+
+
+MATERIAL = (
+    "--model_name_or_path tiny --dataset_name texts.jsonl --max_length 64 --max_steps 3 --logging_steps 1".split()
+)
+
+
+def recorded(folder: Path, *flags: str, launcher: str = "", yaml: Path | None = None, processes: int = 1) -> Path:
+    """The folder of a run with these flags, as its record has it. Nothing was trained."""
+    engine = yaml or shipped("single.yaml" if processes == 1 else "standard.yaml")
+    run = resolve(
+        [*MATERIAL, "--output_dir", folder.name, *flags],
+        world_size=processes,
+        hardware=read_hardware(),
+        accelerate_config=str(engine),
+    )
+    content = record.started(run, processes) | {"status": "finished", "launcher": launcher.split()}
+    if yaml:
+        content["accelerate_config"] = str(yaml)
+        content["files"][str(yaml)] = yaml.read_text()
+    record.write(folder, content)
+    return folder
+
+
+def dry(capsys, *words: str) -> tuple[int, str, str]:
+    """The exit code of a dry run, its script, and what was said about it in one line."""
+    code = main(["rerun", *words, "--dry_run"])
+    printed = capsys.readouterr()
+    return code, printed.out, " ".join(printed.err.split())
+
+
+def change(folder: Path, **changes) -> None:
+    content = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**content, **changes}))
+
+
+# --- Bit by bit -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_environment(tmp_path_factory):
+    """Another virtual environment that has the libraries of this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "of_the_other.pth").write_text("\n".join([str(ROOT), *site.getsitepackages()]))
+    return folder
+
+
+def rerun(environment: Path, *words: str, cwd: Path, output: Path):
+    python = str(environment / "bin" / "python")
+    return run([python, "-m", "launch", "rerun", *words], output, {"PYTHONPATH": ""}, cwd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, other_environment, place, tmp_path):
+    output, now = place / "out", tmp_path / "now"
+    now.mkdir()
+    launcher = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0".split()
+    command = [sys.executable, *(launcher if processes == 2 else ()), str(SCRIPT), *MATERIAL, "--output_dir", "out"]
+    assert run(command, output, cwd=place).code == 0
+    again = rerun(other_environment, str(output), "--exact", cwd=now, output=now / "outputs" / "out-rerun")
+    assert again.code == 0, again.output
+    assert "nothing differs here" in again.output
+    then = read_record(output)
+    assert (again.record["world_size"], again.record["engine"]) == (processes, then["engine"])
+    assert losses(again) == [entry["loss"] for entry in then["log_history"] if "loss" in entry]
+    weights = [folder / "model.safetensors" for folder in (output, now / "outputs" / "out-rerun")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_another_version_is_listed_and_refused_by_exact(other_environment, place, tmp_path):
+    (packages,) = other_environment.glob("lib/python*/site-packages")
+    faked = packages / "safetensors-0.99.0.dist-info"
+    faked.mkdir()
+    (faked / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.99.0\n")
+    folder = recorded(place / "out")
+    listed = rerun(other_environment, str(folder), "--dry_run", cwd=tmp_path, output=tmp_path)
+    assert listed.code == 0 and "safetensors: was" in listed.output and "is 0.99.0 here" in listed.output
+    refused = rerun(other_environment, str(folder), "--exact", cwd=tmp_path, output=tmp_path)
+    shutil.rmtree(faked)
+    assert refused.code == 2 and "error  safetensors" in refused.output
+    assert not (tmp_path / "outputs").exists()
+
+
+# --- What differs ---------------------------------------------------------------------------------
+
+
+def test_the_same_run_here_has_no_difference(place, capsys):
+    code, script, said = dry(capsys, str(recorded(place / "out")), "--exact")
+    assert code == 0 and ": nothing differs here" in said
+    assert f"--config {place}/out/run.json" in script and "--output_dir outputs/out-rerun" in script
+
+
+DIFFERENCES = {
+    "a version": ({"versions": {"torch": "1.0+cu999"}}, "torch: was 1.0+cu999", "pip install torch==1.0."),
+    "a library that is missing": ({"versions": {"flash-attn": "2"}}, "is not installed here", "pip install flash-attn"),
+    "Python": ({"versions": {"python": "3.8.1"}}, "python: was 3.8.1", "Python 3.8.1"),
+    "the code": ({"code": {"version": "0", "source": "x", "commit": "abc"}}, "was 0 (source x", "git checkout abc"),
+    "the CPU": ({"hardware": {"gpus": [], "cpu": "Z80"}}, "cpu: was Z80", "a machine with such a CPU"),
+    "the cores": ({"hardware": {"gpus": [], "cores": 999}}, "cores: was 999", "as many cores"),
+    "the GPUs": ({"hardware": {"gpus": [{"name": "H9"}, {"name": "H9"}]}}, "GPUs: was 2 x H9, is none", "machine"),
+    "a variable": ({"environment": {"NCCL_ALGO": "Ring it"}}, "NCCL_ALGO: was Ring it", "export NCCL_ALGO='Ring it'"),
+    "the data": ({"data": "sha256-0"}, "dataset_name: texts.jsonl has other contents", "--dataset_name with its path"),
+    "the model": ({"model": "sha256-0"}, "model_name_or_path: tiny has other contents", "the model as it was"),
+    "the nodes": ({"world_size": 2, "local_world_size": 1}, "nodes: was 2, is 1", "submit slurm --nodes 2"),
+    "the engine": ({"engine": "FSDP2"}, "engine: was FSDP2, is one process here", "leave --accelerate_config"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_is_listed_with_its_fix_and_refused_by_exact(what, place, capsys):
+    changes, difference, fix = DIFFERENCES[what]
+    folder = recorded(place / "out")
+    change(folder, **changes)
+    for words, code in (((), 0), (("--exact",), 2)):
+        outcome = dry(capsys, str(folder), *words)
+        assert outcome[0] == code, outcome
+        assert difference in outcome[2] and fix in outcome[2]
+
+
+def test_an_unset_variable_is_a_difference(place, capsys, monkeypatch):
+    folder = recorded(place / "out")
+    monkeypatch.setattr(surroundings, "first_environment", lambda: {"OMP_NUM_THREADS": "3", "NCCL_ALGO": "x"})
+    change(folder, environment={"OMP_NUM_THREADS": "3"})
+    _, _, said = dry(capsys, str(folder))
+    assert "Fix: unset NCCL_ALGO" in said and "OMP_NUM_THREADS" not in said
+
+
+def test_a_flag_that_changes_something_is_listed(place, capsys):
+    folder = recorded(place / "out", "--seed", "7")
+    code, script, said = dry(capsys, str(folder), "--seed", "8")
+    assert code == 0 and "seed: was 7, is 8 here. Fix: leave --seed out" in said and "--seed 8" in script
+    assert dry(capsys, str(folder), "--seed", "8", "--exact")[0] == 2
+
+
+def test_more_processes_share_the_same_global_batch(place, capsys):
+    code, script, said = dry(capsys, str(recorded(place / "out")), "--num_processes", "2")
+    assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
+    assert "num_processes: was 1, is 2 here" in said and "gradient_accumulation_steps" not in said
+
+
+def test_the_demonstration_names_its_python(place, capsys):
+    run = resolve(["--max_steps", "2"], hardware=read_hardware())
+    record.write(place / "demo", {**record.started(run, 1), "status": "finished", "data": "sha256-0"})
+    assert "Python's standard library has other contents" in dry(capsys, str(place / "demo"))[2]
+
+
+def test_a_record_of_an_older_version_can_be_repeated(place, capsys):
+    folder = recorded(place / "out")
+    content = json.loads((folder / "run.json").read_text())
+    newer = "local_world_size launcher accelerate_config files paths folder environment model code".split()
+    (folder / "run.json").write_text(json.dumps({name: item for name, item in content.items() if name not in newer}))
+    assert dry(capsys, str(folder))[0] == 0
+
+
+# --- Where it writes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("--output_dir", "out"), ("--output-dir=../then/out",)])
+def test_it_never_writes_to_the_folder_of_the_run(words, place, capsys):
+    code, _, said = dry(capsys, str(recorded(place / "out")), *words)
+    assert code == 2 and "is the folder of the recorded run" in said
+
+
+def test_a_config_beside_it_is_a_mistake(place, capsys):
+    assert dry(capsys, str(recorded(place / "out")), "--config", "x.yaml")[0] == 2
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def test_a_changed_recipe_is_used_as_it_was_recorded(place, capsys):
+    (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
+    (place / "mine.yaml").write_text("base: base.yaml\npurpose: Ours.\nchanges:\n  weight_decay: [0.1, ours]\n")
+    folder = recorded(place / "out", "--recipe", "mine.yaml")
+    assert "--recipe mine.yaml" in dry(capsys, str(folder), "--exact")[1]
+    (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
+    code, script, said = dry(capsys, str(folder), "--exact")
+    restored = place / "outputs" / "out-rerun" / "again"
+    assert code == 0 and f"--recipe {restored}/mine.yaml" in script
+    assert "base.yaml: has changed since: the recorded content is used" in said
+    assert resolve(["--recipe", str(restored / "mine.yaml")])["seed"] == 1
+
+
+def test_a_missing_function_of_python_is_restored_with_its_name(place, capsys):
+    (place / "mine.py").write_text(
+        "from recipes.catalog import fast\ndef ours():\n    return fast().but('ours', 'Ours.')\n"
+    )
+    folder = recorded(place / "out", "--recipe", "mine.py:ours")
+    (place / "mine.py").unlink()
+    code, script, said = dry(capsys, str(folder))
+    assert code == 0 and "again/mine.py:ours" in script and "mine.py: is missing" in said
+
+
+def test_a_recipe_that_holds_a_secret_is_used_where_it_is_and_never_restored(place, capsys):
+    secret = "hf_" + "a" * 30
+    (place / "mine.yaml").write_text(f"base: fast\npurpose: Ours.\nchanges:\n  seed: [1, {secret}]\n")
+    folder = recorded(place / "out", "--recipe", "mine.yaml")
+    assert dry(capsys, str(folder))[0] == 0
+    (place / "mine.yaml").unlink()
+    code, _, said = dry(capsys, str(folder))
+    assert code == 2 and "held a secret" in said and secret not in said
+
+
+AUTO = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"], "auto")
+
+
+def launched_yaml(script: str) -> dict:
+    (line,) = [line for line in script.splitlines() if "--config_file" in line]
+    return yaml.safe_load(Path(line.split("--config_file ")[1].split()[0]).read_text())
+
+
+def test_the_recorded_accelerate_yaml_is_used_where_it_is(place, capsys):
+    file = place / "engine.yaml"
+    shutil.copy(ROOT / "accelerate_configs" / "standard.yaml", file)
+    folder = recorded(place / "out", yaml=file, launcher=f"accelerate launch --config_file {file}")
+    assert f"--config_file {file} " in dry(capsys, str(folder), "--exact")[1]
+    file.write_text("")
+    code, script, said = dry(capsys, str(folder), "--exact")
+    assert code == 0 and launched_yaml(script)["distributed_type"] == "MULTI_GPU" and "has changed since" in said
+
+
+def test_flags_of_the_launcher_are_kept(place, capsys):
+    launcher = "python -m accelerate.commands.launch --multi_gpu --num_processes 2 --mixed-precision=bf16 --zebra 1"
+    folder = recorded(place / "out", "--bf16", launcher=launcher, processes=2)
+    _, script, said = dry(capsys, str(folder))
+    engine = launched_yaml(script)
+    assert (engine["distributed_type"], engine["mixed_precision"]) == ("MULTI_GPU", "bf16")
+    assert "--num_processes 2" in script and "--zebra: was a flag of the launcher, and is left out" in said
+
+
+def test_a_deepspeed_json_is_found_from_another_folder(place, tmp_path, capsys, monkeypatch):
+    (place / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **AUTO}))
+    file = place / "engine.yaml"
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 1}
+    file.write_text(yaml.safe_dump({**content, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
+    folder = recorded(place / "out", "--recipe", "memory", yaml=file)
+    monkeypatch.chdir(tmp_path)
+    _, script, _ = dry(capsys, str(folder))
+    assert launched_yaml(script)["deepspeed_config"]["deepspeed_config_file"] == str(place / "ds.json")
+
+
+def test_a_model_of_the_hub_is_taken_at_its_commit(place, capsys):
+    folder = recorded(place / "out", "--model_name_or_path", "org/name")
+    change(folder, model="commit " + "a" * 40)
+    assert "--model_revision " + "a" * 40 in dry(capsys, str(folder))[1]

@@ -1,0 +1,322 @@
+"""run.json and back: its settings are the run's, no secret is in it, each field is explained."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from launch.host import secrets
+from launch.output import record, surroundings
+from launch.output.fields import FIELDS
+from recipes import legal
+from recipes.catalog import RECIPES
+from recipes.run import HIDDEN, fingerprints, resolve
+from recipes.run.batch import Batch
+from recipes.run.hardware import Hardware
+from recipes.run.spec import FIT
+from tests.support.running import train_here
+from tests.support.runs import A100, H100, machine
+
+CPU = Hardware(cores=2)
+TEXT = st.text(max_size=20).filter(lambda text: HIDDEN not in text and "\0" not in text)
+ODD = ["a path/with blanks.jsonl", "--flag", "1e-5", "no", "None", "{}", "[x]", "äöü 日本", "a\nb", "$HOME", "*"]
+# They are about the day of the run, or name a file that must exist.
+NOT_WRITTEN = {"config", "fresh", "fit_only", "recipe", "deepspeed", "parallelism_config", "fsdp", *legal.ALIASES}
+
+
+def values(field: legal.Field):
+    """What a user could write for a setting: one of its choices, or a value of its types."""
+    if field.choices:
+        return st.sampled_from(field.choices)
+    kinds = {
+        "bool": st.booleans(),
+        "int": st.integers(1, 10_000),
+        "float": st.floats(0, 1e6),
+        "str": TEXT | st.sampled_from(ODD),
+        "list": st.lists(TEXT, max_size=3),
+        "dict": st.dictionaries(TEXT, st.integers() | st.floats(0, 1) | TEXT | st.booleans(), max_size=3),
+        "None": st.none(),
+    }
+    return st.one_of([kinds[name] for name in sorted(field.types)])
+
+
+WRITABLE = {name: field for name, field in legal.settings().items() if name not in NOT_WRITTEN}
+WRITTEN = st.lists(st.sampled_from(sorted(WRITABLE)), max_size=6, unique=True).flatmap(
+    lambda names: st.fixed_dictionaries({name: values(WRITABLE[name]) for name in names})
+)
+
+
+def recorded(folder: Path, run) -> str:
+    """The run.json of a run, as train.py writes it."""
+    record.write(folder, record.started(run, run.world_size))
+    return str(folder / "run.json")
+
+
+def assert_same(again, run):
+    assert not again.problems
+    differing = {name for name in run if again[name] != run[name] and name not in record.NO_DIFFERENCE}
+    assert differing == set()
+    assert again.batch.total == run.batch.total
+
+
+# --- The same settings ----------------------------------------------------------------------------
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much], deadline=None)
+@given(
+    written=WRITTEN,
+    recipe=st.sampled_from(sorted(RECIPES)),
+    world=st.sampled_from([1, 2, 4]),
+    hardware=st.sampled_from([CPU, machine(A100, 4), machine(H100, 4, liger=False)]),
+)
+def test_a_record_resolves_to_the_run_that_wrote_it(written, recipe, world, hardware, tmp_path):
+    tokens = {name: value for name, value in written.items() if name.endswith("_token") and value}
+    run = resolve(settings={"recipe": recipe, **written}, world_size=world, hardware=hardware, environment={})
+    assume(not run.problems)
+    given_again = [word for name, value in tokens.items() for word in (f"--{name}", value)]
+    assume(not any(word.startswith("-") for word in tokens.values()))
+    words = ["--config", recorded(tmp_path, run), *given_again]
+    assert_same(resolve(words, world_size=world, hardware=hardware, environment={}), run)
+
+
+def test_each_setting_names_the_record_as_its_source(tmp_path):
+    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3"], hardware=CPU))
+    assert resolve(["--config", file], hardware=CPU).setting("learning_rate").source == file
+
+
+def test_the_command_line_wins_over_the_record(tmp_path):
+    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3", "--seed", "7"], hardware=CPU))
+    again = resolve(["--config", file, "--seed", "8"], hardware=CPU)
+    assert (again["seed"], again["learning_rate"]) == (8, 1e-3)
+
+
+def test_the_global_batch_stays_in_another_world(tmp_path):
+    file = recorded(tmp_path, resolve(world_size=2, hardware=CPU))
+    assert resolve(["--config", file], world_size=4, hardware=CPU).batch.total == 16
+    (problem,) = resolve(["--config", file], world_size=3, hardware=CPU).problems
+    assert (problem.subject, problem.source) == ("global_batch_size", file)
+
+
+def test_the_micro_batch_that_a_fit_found_is_kept_in_the_same_world(tmp_path):
+    run = resolve(["--fit"], world_size=2, hardware=CPU)
+    file = recorded(tmp_path, run.at_batch(Batch(2, 4, 2, "the largest that ran here"), FIT))
+    again = resolve(["--config", file], world_size=2, hardware=CPU)
+    assert (again.batch.micro, again["fit"]) == (2, False)
+    elsewhere = resolve(["--config", file], world_size=1, hardware=CPU)
+    assert (elsewhere.batch.micro, elsewhere["fit"]) == (4, True)
+
+
+def test_a_limit_of_the_model_is_kept(tmp_path):
+    run = resolve(["--model_name_or_path", "gpt2"], hardware=CPU).limited("max_length", 512, "the longest sequence")
+    assert resolve(["--config", recorded(tmp_path, run)], hardware=CPU)["max_length"] == 512
+
+
+def test_what_another_version_decides_otherwise_is_taken_from_the_record(tmp_path):
+    file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], hardware=CPU)))
+    content = json.loads(file.read_text())
+    content["settings"]["logging_steps"]["value"] = 77  # what an older `fast` said
+    content["settings"]["adam_beta2"]["value"] = 0.95  # an older default of the library
+    file.write_text(json.dumps(content))
+    again = resolve(["--config", str(file)], hardware=CPU)
+    assert (again["logging_steps"], again["adam_beta2"]) == (77, 0.95)
+
+
+def test_a_default_of_another_version_that_is_not_legal_here_is_left_to_the_library(tmp_path):
+    file = Path(recorded(tmp_path, resolve(hardware=CPU)))
+    content = json.loads(file.read_text())
+    content["settings"]["seed"]["value"] = None
+    content["settings"]["gone"] = {"value": 1, "source": "library default", "reason": ""}
+    file.write_text(json.dumps(content))
+    again = resolve(["--config", str(file)], hardware=CPU)
+    assert (again["seed"], again.problems) == (42, ())
+
+
+def test_what_another_machine_decides_is_decided_anew(tmp_path):
+    file = recorded(tmp_path, resolve(["--recipe", "fast"], hardware=machine(A100)))
+    again = resolve(["--config", file], hardware=CPU)
+    assert (again["bf16"], again["torch_compile"], again["use_cpu"]) == (False, False, True)
+    assert not again.problems
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started_elsewhere(tmp_path, monkeypatch):
+    """A run.json whose relative data lay in the folder `then`, and the folder `now` to go on in."""
+    for name in ("then", "now"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "then" / "texts.txt").write_text("a text\n")
+    monkeypatch.chdir(tmp_path / "then")
+    file = recorded(tmp_path, resolve(["--dataset_name", "texts.txt"], hardware=CPU))
+    monkeypatch.chdir(tmp_path / "now")
+    return file
+
+
+def test_a_relative_path_counts_from_where_the_run_was_started(started_elsewhere, tmp_path):
+    again = resolve(["--config", started_elsewhere], hardware=CPU)
+    assert again["dataset_name"] == str(tmp_path / "then" / "texts.txt")
+
+
+def test_moved_data_is_found_from_here(started_elsewhere, tmp_path):
+    (tmp_path / "then" / "texts.txt").rename(tmp_path / "now" / "texts.txt")
+    again = resolve(["--config", started_elsewhere], hardware=CPU)
+    assert (again["dataset_name"], again.problems) == ("texts.txt", ())
+
+
+def test_missing_data_is_a_problem_that_says_where_it_was_looked_for(started_elsewhere, tmp_path):
+    (tmp_path / "then" / "texts.txt").unlink()
+    (problem,) = resolve(["--config", started_elsewhere], hardware=CPU).problems
+    assert str(tmp_path / "then") in problem.what and str(tmp_path / "now") in problem.what
+    assert problem.fix == "--dataset_name with its path"
+    named = resolve(["--config", started_elsewhere, "--dataset_name", "other.txt"], hardware=CPU)
+    assert not named.problems
+
+
+@given(size=st.integers(0, 300_000), place=st.integers(0, 299_999))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
+def test_a_changed_byte_anywhere_changes_the_fingerprint_of_data(size, place, tmp_path):
+    file = tmp_path / "data.txt"
+    content = bytearray(size)
+    file.write_bytes(content)
+    before = fingerprints.of_data(str(file))
+    assert not fingerprints.differ(before, fingerprints.of_data(str(file)))
+    if size:
+        content[place % size] = 1
+        file.write_bytes(content)
+        assert fingerprints.differ(before, fingerprints.of_data(str(file)))
+
+
+def test_a_fingerprint_of_the_older_method_says_nothing_about_a_newer_one(tmp_path):
+    file = tmp_path / "data.txt"
+    file.write_text("x")
+    assert not fingerprints.differ("0123456789abcdef", fingerprints.of_data(str(file)))
+
+
+def test_a_model_is_known_by_its_files_and_not_by_what_lies_beside_them(tiny_model, tmp_path):
+    copied = tmp_path / "model"
+    copied.mkdir()
+    for file in tiny_model.iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    (copied / "run.json").write_text("{}")
+    assert fingerprints.of_model(str(copied)) == fingerprints.of_model(str(tiny_model))
+    (copied / "config.json").write_text("{}")
+    assert fingerprints.differ(fingerprints.of_model(str(copied)), fingerprints.of_model(str(tiny_model)))
+
+
+def test_a_model_of_the_hub_is_known_by_the_commit_in_its_cache(tmp_path, monkeypatch):
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("a" * 40)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert fingerprints.of_model("org/name") == "commit " + "a" * 40
+    assert fingerprints.of_model("org/name", "b" * 40) == "commit " + "b" * 40
+    assert fingerprints.of_model("org/other") is None
+
+
+# --- Secrets --------------------------------------------------------------------------------------
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+SECRETS = st.text(LETTERS, min_size=20, max_size=40).map("hf_{}".format)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(token=st.text(LETTERS, min_size=8, max_size=40), similar=SECRETS, variable=SECRETS)
+def test_no_secret_is_ever_in_a_record(token, similar, variable, tmp_path, monkeypatch):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"base: fast\npurpose: Ours.\nchanges:\n  hub_token: [{similar}, ours]\n  seed: [7, {similar}]\n")
+    with monkeypatch.context() as patched:
+        patched.setenv("WANDB_API_KEY", token)
+        patched.setattr(
+            surroundings, "first_environment", lambda: {"HF_TOKEN": variable, "NCCL_NET": f"//u:{variable}@h"}
+        )
+        patched.setattr("sys.argv", ["train.py", "--hub_token", variable, f"--run_name={token}"])
+        words = ["--recipe", str(recipe), "--hub_token", variable, "--run_name", token, "--hub_model_id", similar]
+        text = Path(recorded(tmp_path, resolve(words, hardware=CPU))).read_text()
+    for secret in (token, similar, variable):
+        assert secret not in text
+    assert HIDDEN in text
+
+
+def test_a_hidden_token_is_asked_for_in_one_line(tmp_path):
+    file = recorded(tmp_path, resolve(["--hub_token", "mine", "--push_to_hub"], hardware=CPU))
+    (problem,) = resolve(["--config", file], hardware=CPU, environment={}).problems
+    assert (problem.subject, "HF_TOKEN" in problem.fix) == ("hub_token", True)
+    in_environment = resolve(["--config", file], hardware=CPU, environment={"HF_TOKEN": "mine"})
+    assert (in_environment.problems, in_environment["hub_token"]) == ((), None)
+    typed = resolve(["--config", file, "--hub_token", "mine"], hardware=CPU, environment={})
+    assert (typed.problems, typed["hub_token"]) == ((), "mine")
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "NCCL_SECRET", "TORCH_API_KEY", "HF_HOME", "TORCH_EXTENSIONS_DIR", "PATH"]
+)
+def test_a_variable_that_is_secret_or_only_a_place_is_not_recorded(name, monkeypatch):
+    monkeypatch.setattr(surroundings, "first_environment", lambda: {name: "x", "NCCL_DEBUG": "INFO"})
+    assert surroundings.environment() == {"NCCL_DEBUG": "INFO"}
+
+
+def test_a_tokenizers_switch_is_not_a_secret():
+    assert secrets.in_environment({"TOKENIZERS_PARALLELISM": "false is long"}) == set()
+
+
+# --- The fields -----------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written(tiny_model, texts, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("base: standard\npurpose: Ours.\nchanges:\n  seed: [7, ours]\n")
+    outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--recipe", str(recipe), "--packing")
+    by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
+    assert set(outcome.record) - by_trainer == set(FIELDS) - {"error"}
+
+
+def test_the_code_of_a_checkout_has_its_commit():
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    if commit.returncode:
+        pytest.skip("not a checkout")
+    assert surroundings.code()["commit"] == commit.stdout.strip()
+
+
+# --- Records that are none ------------------------------------------------------------------------
+
+WHOLE = {"status": "finished", "settings": {"seed": {"value": 1, "source": "command line"}}}
+BROKEN = {
+    "empty": "",
+    "cut off": json.dumps(WHOLE)[:-9],
+    "a list": "[]",
+    "a number": "1",
+    "deep": "[" * 100_000,
+    "not text": b"\xff\xfe\x00",
+    "without settings": json.dumps({**WHOLE, "settings": {}}),
+    "settings are a list": json.dumps({**WHOLE, "settings": [1]}),
+    "a setting is a number": json.dumps({**WHOLE, "settings": {"seed": 1}}),
+    "a source is a number": json.dumps({**WHOLE, "settings": {"seed": {"value": 1, "source": 2}}}),
+    "a world of text": json.dumps({**WHOLE, "world_size": "two"}),
+    "a world of none": json.dumps({**WHOLE, "world_size": 0}),
+    "a path of a number": json.dumps({**WHOLE, "paths": {"dataset_name": 1}}),
+    "files as a list": json.dumps({**WHOLE, "files": []}),
+    "files anywhere": json.dumps({**WHOLE, "files": {"../../x.yaml": ""}}),
+    "hardware of text": json.dumps({**WHOLE, "hardware": "CPU"}),
+    "GPUs without names": json.dumps({**WHOLE, "hardware": {"gpus": [1]}}),
+    "no name": json.dumps({**WHOLE, "settings": {"no name": {"value": 1, "source": "command line"}}}),
+    "another type": json.dumps({**WHOLE, "settings": {"seed": {"value": {}, "source": "command line"}}}),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("command", ["check --config", "rerun", "show", "diff fast", "compare"])
+def test_a_broken_record_is_one_line(how, command, tmp_path, capsys):
+    from launch.cli import main
+
+    content = BROKEN[how]
+    (tmp_path / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    if how in ("no name", "another type") and not command.startswith(("check", "rerun")):
+        return  # can be shown, cannot be run
+    words = [*command.split(), str(tmp_path)] + ([str(tmp_path)] if command == "compare" else [])
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("error  ") == 1 and "Fix: " in printed

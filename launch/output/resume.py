@@ -187,6 +187,8 @@ def _skip(checkpoint: Checkpoint) -> str:
 def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     data = record.fingerprint(run["dataset_name"])
+    if data and old.get("data") == data:  # Azure ML mounts the same data at another path at every start
+        changed.pop("dataset_name", None)
     if not changed and data and old.get("data") not in (None, data):
         changed = {"dataset_name": (f"{run['dataset_name']} as it was", "what it holds now")}
     if changed:

@@ -108,6 +108,22 @@ def workspace_of(client: MLClient) -> Workspace:
     return Workspace(client.subscription_id, client.resource_group_name, client.workspace_name or "")
 
 
+def data_type(client: MLClient, asset: str) -> str:
+    """What a data asset is, uri_file or uri_folder, as the workspace says.
+
+    Raises `UserError` for an mltable, which train.py does not read, and for an asset elsewhere.
+    """
+    named = re.fullmatch(r"azureml:([^:@/]+)(?::([^:@/]+)|@([^:@/]+))", asset)
+    if named is None:
+        raise mistake("data", f"{asset} is not an asset of this workspace", "--data_type uri_file or uri_folder")
+    name, version, label = named.groups()
+    with silence(), _asking():
+        kind = str(client.data.get(name, version=version, label=label).type)
+    if kind not in ("uri_file", "uri_folder"):
+        raise mistake("data", f"{asset} is of type {kind}, which train.py cannot read", "a uri_file or uri_folder")
+    return kind
+
+
 def submit(client: MLClient, text: str, folder: Path) -> tuple[str, str]:
     """Upload the code and create the job. Returns its name and its address in Azure ML's studio."""
     job = load(text, folder)

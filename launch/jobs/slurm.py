@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from recipes.run.hardware import read as read_hardware
 
 HELP = "a Slurm cluster, through sbatch"
 WRITES_HERE = True  # the nodes and this machine share a disk
-FOLDER: Path | None = None
+STAGE: Callable[[Job, Path], Path] | None = None
 _SBATCH = "as sbatch takes it"
 
 

@@ -22,7 +22,7 @@ from launch.training.encode import (
     require_column,
     require_text,
 )
-from launch.training.sources import read_splits
+from launch.training.sources import read_splits, unread_files
 from recipes import __version__
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
@@ -54,8 +54,11 @@ def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:
     with _local_main_first() if run["dataset_name"] else nullcontext():
         train, evaluation = read_splits(run)
         if run["task"] == "sequence_classification":
-            return _classification(run, tokenizer, train, evaluation, classes)
-        return _causal_lm(run, tokenizer, train, evaluation)
+            data = _classification(run, tokenizer, train, evaluation, classes)
+        else:
+            data = _causal_lm(run, tokenizer, train, evaluation)
+        data.description += unread_files(run, train)
+        return data
 
 
 def repeated_longest(rows: Dataset, count: int) -> Dataset:

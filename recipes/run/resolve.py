@@ -26,6 +26,7 @@ def resolve(
     argv: Sequence[str] = (),
     *,
     settings: Settings | None = None,
+    settings_source: str = "argument",
     world_size: int | None = None,
     local_world_size: int | None = None,
     hardware: Hardware | None = None,
@@ -37,7 +38,8 @@ def resolve(
     launched: bool = False,
     own_script: bool = False,
 ) -> RunSpec:
-    """The run of train.py's command line `argv`, and of `settings`, which count the same.
+    """The run of train.py's command line `argv`, and of `settings`, which count the same and come
+    from `settings_source`.
 
     The world size is the given one, or the Accelerate YAML's, or 1. `environment` is os.environ if
     not given, `hardware` this machine. With `launched`, the engine is the one that a launcher has
@@ -48,7 +50,7 @@ def resolve(
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
-    given |= accept(settings or {}, "argument", problems)
+    given |= accept(settings or {}, settings_source, problems)
     if "config" in given and given["config"].value is not None:
         given = {**read_config(given["config"].value, problems), **given}
     recipe = _find_recipe(given, problems)

@@ -6,14 +6,14 @@ import contextlib
 import importlib.util
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from launch.jobs.azure_check import as_problems, missed_by_azure
+from launch.jobs.azure_check import as_problems, missed_by_azure, misshapen
 from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
 from recipes.run import Json
@@ -56,9 +56,14 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
         return [Problem("azureml", f"is not valid YAML: {' '.join(str(error).split())}")]
     if not isinstance(content, dict):
         return [Problem("azureml", "is not a job: a mapping of names to values is expected")]
+    found = misshapen(content)
+    if found:
+        return found
     found = missed_by_azure(content)
     if sdk_is_installed():
         known = {problem.subject for problem in found}
+        if "type" in known:  # it would judge a job of another kind
+            return found
         found += [problem for problem in _refused_by_azure(text, folder) if problem.subject not in known]
     return found
 
@@ -171,14 +176,27 @@ def download_logs(client: MLClient, name: str, folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _parsing() -> Iterator[None]:
-    """Turns what the SDK's parser raises into `UserError`."""
-    from azure.core.exceptions import AzureError
-    from marshmallow.exceptions import MarshmallowError
-
+    """Turns what the SDK's parser raises into `UserError`: it stops at some mistakes with a
+    TypeError or the like.
+    """
     try:
         yield
-    except (MarshmallowError, ValueError, AzureError) as error:
-        raise UserError(*as_problems(error)) from None
+    except Exception as error:
+        raise UserError(*as_problems(error, _legal_at)) from None
+
+
+def _legal_at(path: Sequence[str]) -> list[str]:
+    """The names that the SDK's own schema knows at a place in a job's YAML; empty if unknown."""
+    from azure.ai.ml._schema.job.command_job import CommandJobSchema
+    from azure.ai.ml.constants._common import BASE_PATH_CONTEXT_KEY
+
+    schema = CommandJobSchema(context={BASE_PATH_CONTEXT_KEY: Path()})
+    for name in path:
+        nested = getattr(schema.fields.get(name), "schema", None)
+        if nested is None:
+            return []
+        schema = nested
+    return [name for name, field in schema.fields.items() if not field.dump_only and name != "schema_ignored"]
 
 
 @contextlib.contextmanager
@@ -194,7 +212,8 @@ def _asking() -> Iterator[None]:
     except ServiceRequestError as error:
         raise mistake("azureml", f"Azure cannot be reached: {_first_line(error)}", "check the network") from None
     except (AzureError, ValueError) as error:
-        fix = "--subscription_id, --resource_group and --workspace_name" if "config.json" in str(error) else ""
+        named = "config.json" in str(error)
+        fix = "--subscription_id, --resource_group and --workspace_name" if named else "correct what it names"
         raise mistake("azureml", f"Azure says: {_first_line(error)}", fix) from None
 
 

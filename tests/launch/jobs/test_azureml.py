@@ -207,16 +207,28 @@ def changed(path: str, value: object) -> str:
         ("distribution.process_count_per_instance", 4, "distribution.process_count_per_instance", "once for each"),
         ("distribution", None, "distribution.type", "only set for pytorch"),
         # Azure's SDK reports these, over many lines.
-        ("resources.instance_cnt", 2, "resources.instance_cnt", "Unknown field"),
+        ("resources.instance_cnt", 2, "resources.instance_cnt", "Fix: instance_count"),
+        ("nonsense", 2, "nonsense", "Fix: one of code, command"),
+        ("limits.timeout", "2h", "limits.timeout", "Fix: a whole number"),
+        ("tags", {"a": 1}, "tags.a", "Fix: text in quotes"),
+        ("outputs.run", 7, "outputs.run", "not a mapping"),
+        ("identity", "managed", "identity", "not a mapping"),
+        ("identity", {"type": "me"}, "identity.type", "managed, managed_identity, aml_token, user_identity"),
+        ("queue_settings", {"priority": "urgent"}, "queue_settings.priority", "low, medium, high"),
+        ("resources.instance_count", 1.5, "resources.instance_count", "a whole number"),
+        ("inputs.data", {"type": "mltable", "path": "azureml:a:1"}, "inputs.data.type", "uri_file or uri_folder"),
+        ("inputs.data", {"type": "uri_file", "path": "azureml:a"}, "inputs.data.path", "azureml:a@latest"),
+        ("code", "nowhere", "code", "starts at the folder of the YAML"),
         ("resources.instance_count", "two", "resources.instance_count", "Not a valid integer"),
         ("distribution.process_count_per_instance", "x", "distribution.process_count_per_instance", ""),
         ("command", None, "command", "Missing data"),
         ("command", "cat ${{inputs.data}}", "command", "inputs.data is not defined"),
-        ("type", "comand", "azureml", "Unsupported job type"),
+        ("type", "comand", "type", "type: command"),
+        ("type", "pipeline", "type", "type: command"),
         ("inputs.data", {"type": "uri_fodler", "path": "azureml:a:1"}, "inputs.data.type", "uri_file, uri_folder"),
         ("outputs.run.mode", "rw", "outputs.run.mode", "rw_mount"),
         ("queue_settings", {"job_tier": "cheap"}, "queue_settings.job_tier", "is not one of spot, basic"),
-        ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "Can't find"),
+        ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "there is no"),
         ("environment", {"image": "a", "build": {"path": "environment"}}, "environment", "not both"),
     ],
 )
@@ -225,6 +237,7 @@ def test_an_error_in_a_job_is_one_line_with_its_place(path, value, subject, what
     problems = azure_workspace.problems_of(changed(path, value), FOLDER)
     assert [problem.subject for problem in problems] == [subject]
     assert what in str(problems[0]) and "\n" not in str(problems[0])
+    assert problems[0].fix
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
@@ -249,7 +262,7 @@ def test_a_shipped_job_and_the_training_in_it_are_legal(recipe, capsys):
         ("processes_per_node: 4", "processes_per_node: '3'", "global_batch_size"),
         ("processes_per_node: 4", "processes_per_node: 0", "1 or more"),
         ("mode: rw_mount", "mode: upload", "rw_mount"),
-        ("type: command", "type: command\nx: &x [*x]", "Unknown field"),
+        ("type: command", "type: command\nx: &x [*x]", "is not a field"),
     ],
 )
 def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys):

@@ -169,8 +169,8 @@ def loopback(folder: Path, monkeypatch: Any) -> Iterator[Workspace]:
     with _serving(workspace, context) as workspace.port, _serving(workspace, None) as plain_port:
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
         monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"https://localhost:{workspace.port}/metadata")
-        monkeypatch.setenv("AZUREML_CURRENT_CLOUD_NAME", "")  # the SDK sets it: afterwards it is taken back
-        monkeypatch.delenv("AZUREML_CURRENT_CLOUD_NAME")
+        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "")  # the SDK sets it: afterwards it is taken back
+        monkeypatch.delenv("AZUREML_CURRENT_CLOUD")
         monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{plain_port}/token")  # a managed identity's
         monkeypatch.setenv("IDENTITY_HEADER", "any")
         monkeypatch.setattr(socket, "getaddrinfo", _only_here)

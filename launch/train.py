@@ -23,7 +23,7 @@ from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
 from recipes.quiet import quiet_libraries, quiet_progress_bars
-from recipes.rules.check import new_problems, require_legal
+from recipes.rules.check import require_legal
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    before, run = run, with_model(run, tokenizer)
+    run, advice = with_model(run, tokenizer)
     progress.run = run
-    print_problems(new_problems(run, before), console(progress.world.is_main))
+    print_problems(advice, console(progress.world.is_main))
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with (
         process_group(run, progress.world, args),

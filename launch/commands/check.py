@@ -72,10 +72,10 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
 def _cards(options: argparse.Namespace) -> Hardware:
     """A node with the named card for each process, as --num_processes or the YAML counts them."""
     yaml = from_yaml(options.accelerate_config) if options.accelerate_config else None
-    count = max(1, options.num_processes or (yaml and yaml.num_processes) or 1)
+    processes = max(1, options.num_processes or (yaml and yaml.num_processes) or 1)
     known = find(options.gpu, "name a card of its generation")
     card = Gpu(known.name, known.capability, known.torch_bytes)
-    return Hardware((card,) * count, cores=8 * count)
+    return Hardware((card,) * processes, cores=8 * processes)
 
 
 def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:

@@ -127,9 +127,13 @@ def _resolve_recipe(name: str, options: argparse.Namespace) -> RunSpec:
     return run
 
 
-def _as_yaml(recipe: Recipe, name: str) -> str:
-    """A file for --config: fixed settings as values, those that depend on the run as comments."""
-    lines = [f"# {recipe.purpose}", f"# Engine: accelerate_configs/{recipe.engine}", f"recipe: {name}", ""]
+def _as_yaml(recipe: Recipe, given: str) -> str:
+    """A file for --config: fixed settings as values, those that depend on the run as comments.
+
+    `given` is what --recipe takes: the recipe's name, or the user's own file.
+    """
+    engine = Path("accelerate_configs", recipe.engine)  # a user's own YAML is an absolute path
+    lines = [f"# {recipe.purpose}", f"# Engine: {engine}", f"recipe: {given}", ""]
     for name, setting in recipe.settings.items():
         if callable(setting):
             decided_by = setting.__name__.replace("_", " ")

@@ -92,7 +92,7 @@ def _train(run: RunSpec, args: TrainingArguments, limit_bytes: int) -> None:
 
     quiet_progress_bars(run["verbose"])
     tokenizer = load_tokenizer(run)
-    run = with_model(run, tokenizer)
+    run, _ = with_model(run, tokenizer)
     data = load_data(run, tokenizer, known_classes(run, tokenizer))
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)

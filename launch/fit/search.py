@@ -46,7 +46,7 @@ def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> Run
         content = _search(run, argv, world, board)
         board.decide("written", lambda: record.write(run["output_dir"], content, FIT))
         content["file"] = str(Path(run["output_dir"]) / FIT)
-    batch = fitted.as_batch(content)  # as rank 0 found it: another node may have other devices
+    batch = fitted.as_batch(run, content)  # as rank 0 found it: another node may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return run.at_batch(batch, FIT)
 
@@ -68,7 +68,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
     out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
-        verdict = _probe_on_all_ranks(run, argv, world, board, size, limit)
+        verdict = _probe_on_all_ranks(run, argv, board, size, limit)
         probes.append({"micro_batch": size, "accumulation": share // size, **verdict})
         outcome = "runs" if verdict["fits"] else f"does not fit: {verdict['words']}"
         peak = f", peak {memory_size(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
@@ -90,7 +90,6 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
         "micro_batch": best["micro_batch"],
         "accumulation": best["accumulation"],
         "world_size": world.size,
-        "data_parallel_size": run.data_parallel_size,
         "global_batch_size": run.batch.total,
         "peak_bytes": best["peak_bytes"],
         "limit_bytes": limit,
@@ -149,7 +148,7 @@ def _require_writable(run: RunSpec) -> None:
 # --- One candidate, on all ranks ------------------------------------------------------------------
 
 
-def _probe_on_all_ranks(run: RunSpec, argv: list[str], world: World, board: Board, size: int, limit: int) -> Json:
+def _probe_on_all_ranks(run: RunSpec, argv: list[str], board: Board, size: int, limit: int) -> Json:
     """What became of a micro-batch on all ranks together: it fits if it ran on each."""
     accumulation = run.batch.micro * run.batch.accumulation // size
     request = {

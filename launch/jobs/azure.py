@@ -21,7 +21,7 @@ import yaml
 from launch.jobs import azure_read, azure_stage, azure_workspace
 from launch.jobs.azure_stage import CODE, ENVIRONMENT
 from launch.jobs.azure_workspace import Workspace
-from launch.jobs.job import Job, Node, flag_lines, refuse_fresh
+from launch.jobs.job import Job, Node, flag_lines, launch_yaml, refuse_fresh
 from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
@@ -199,6 +199,7 @@ def output_of(job: Job, azure: Azure) -> str:
         return _remote("output_uri", azure.output_uri)
     name = azure.job_name or job.run.recipe.name
     words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *([azure.data] if azure.data else [])]
+    words += [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run)) else []
     if words and not azure.job_name:
         name += "-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
     return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{_login()}/{name}"

@@ -201,7 +201,8 @@ def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
         )
     then = (old.get("world_size"), old.get("engine"))
     before, now = (str(title).partition(",")[0] for title in (then[1], run.engine.title))
-    if old and before != now and "FSDP" in before + now:  # its shards fit any number of processes
+    same = before == now or (before == "FSDP" and now.startswith("FSDP"))  # older records lack its version
+    if old and not same and "FSDP" in before + now:  # its shards fit any number of processes
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {now} cannot read them",

@@ -68,7 +68,8 @@ def batch(run: RunSpec) -> str:
 
 def precision(run: RunSpec) -> str:
     """The compute precision with the reason for it."""
-    name = mixed_precision(run).replace("no", "fp32")
+    mixed = mixed_precision(run)
+    name = "fp32" if mixed == "no" else mixed
     reason = run.setting("fp16" if run["fp16"] else "bf16").reason
     weights = f"{name} weights, fp32 master copy" if run.engine.kind == "deepspeed" else f"{run['dtype']} weights"
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
@@ -164,5 +165,5 @@ def _which_model(results: Json, run: RunSpec) -> str:
     metric = "eval_" + (run["metric_for_best_model"] or "loss").removeprefix("eval_")
     if results["best_step"] == step:
         return f"of step {step:,}, the best by {metric}"
-    better = f": the best, of step {results['best_step']:,}, was not saved" if results["best_step"] else ""
+    better = f": no checkpoint of the best, step {results['best_step']:,}, was found" if results["best_step"] else ""
     return f"of step {step:,}, {'the last' if step == last else 'the best that was saved'}{better}"

@@ -10,8 +10,9 @@ from launch.training.callbacks import EarlyStopping, LogLastStep, Meter, Progres
 from launch.training.data import Data, compute_accuracy
 from launch.training.step_timing import TimedTrainer
 from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings, mean_over_examples
-from recipes.errors import mistake
+from recipes.errors import UserError
 from recipes.factories import arguments_for
+from recipes.rules.check import refused_by_library
 from recipes.run import RunSpec
 
 
@@ -23,7 +24,7 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
     try:
         return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except (TypeError, ValueError) as error:
-        raise mistake("TrainingArguments", str(error).splitlines()[0], "the setting it names") from None
+        raise UserError(refused_by_library(run, error)) from None
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:

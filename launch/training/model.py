@@ -26,7 +26,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer
-from recipes.errors import UserError, mistake
+from recipes.errors import Problem, UserError, mistake
 from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
@@ -64,15 +64,16 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     # A new head, new adapters and a model from scratch start the same on every rank.
     set_seed(run["seed"])
     config = load_config(run, tokenizer, data.labels)
+    waits = _waits_for_weights(run)
     if run["model_name_or_path"] is None:
         model = _from_scratch(run, config)
     else:
-        model = _unread(run, config) if _waits_for_weights(run) else _pretrained(run, config)
+        model = _unread(run, config) if waits else _pretrained(run, config)
     # With a cache, transformers overlooks where padding-free sequences begin.
     model.config.use_cache = False
-    if run["padding_free"] and not _waits_for_weights(run):
+    if run["padding_free"] and not waits:
         _require_separate_sequences(run, model)
-    if not _waits_for_weights(run):
+    if not waits:
         _require_batches_for_batch_norm(run, model, data)
     return _with_adapters(run, model) if run["use_peft"] else model
 
@@ -88,18 +89,21 @@ def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str
     return names if heads else []
 
 
-def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> RunSpec:
-    """The run with its model's configuration, and max_length lowered to what the model takes.
+def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpec, list[Problem]]:
+    """The run with its model's configuration, and max_length lowered to what the model takes; and
+    the advice about it that `check` could not give before.
 
     Raises `UserError` if train.py cannot train such a model. `check` knows that of a local folder,
     and by the same rules; of a model on the Hub only now.
     """
     config = described(load_config(run, tokenizer, labels=None))
     known = replace(run, model=config)
-    errors = [problem for problem in new_problems(known, run) if problem.severity == "error"]
+    known = known.limited("max_length", max_positions(config), "the longest sequence of this model")
+    found = new_problems(known, run)
+    errors = [problem for problem in found if problem.severity == "error"]
     if errors:
         raise UserError(*errors)
-    return known.limited("max_length", max_positions(config), "the longest sequence of this model")
+    return known, found
 
 
 def described(config: PreTrainedConfig) -> Json:

@@ -31,28 +31,32 @@ class RecipeTrainer(Trainer):
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
+    _loaded: bool = False  # whether Trainer has read weights from a checkpoint
     _evaluated: _Evaluated | None = None
-    _checkpoint: str | None = None  # of this step, if it is saved
-    _owed: bool = False  # an evaluation of this step was cut short by a signal
+    _checkpoint: str | None = None  # the last one that was saved or read
+    _saved_step: int | None = None  # its step
+    _owed: bool = False  # an evaluation of that step was cut short by a signal
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if
-        DeepSpeed cannot divide it.
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
+        model cannot be divided by DeepSpeed, or cannot mix the 16-bit types on a CPU.
         """
-        self._checkpoint = resume_from_checkpoint
+        self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
                 what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
                 raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
+            if "mixed dtype (CPU)" in str(error):  # LayerNorm's; RMSNorm takes both
+                what = f"{self.model.dtype} weights cannot compute in another 16-bit type on a CPU in this model"
+                raise mistake("dtype", what.replace("torch.", ""), "--dtype float32") from None
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
-            loading = loading and not isinstance(error, AssertionError)
-            if not loading or ran_out(error) or isinstance(error, torch.distributed.DistError):
+            if not loading or not _may_be_a_misfit(error):
                 raise
             raise mistake(
                 "output_dir",
@@ -70,6 +74,7 @@ class RecipeTrainer(Trainer):
         if lost:
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
         super()._issue_warnings_after_load(load_result)
+        self._loaded = True
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
         """0: counting walks every parameter in each micro-batch.
@@ -141,16 +146,17 @@ class RecipeTrainer(Trainer):
     def _save_this_step(self) -> None:
         """A checkpoint of this step, unless there is one, or the weights are those of another."""
         step = self.state.global_step
-        saved = self._checkpoint is not None and _step_of(self._checkpoint) == step
-        if step and not saved and self.model_step == step:
+        if step and step != self._saved_step and step == self.model_step:
             self._save_checkpoint(self.model_wrapped, None)
             self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, and leaves
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
-        self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
+        self._saved_step = self.state.global_step
+        self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self._saved_step}")
 
     def _load_callback_state(self) -> None:
+        self._saved_step = self.state.global_step
         # An evaluation takes back its request when it ends: a checkpoint that holds one was saved
         # before that.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
@@ -174,8 +180,11 @@ class RecipeTrainer(Trainer):
             self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
+        # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
+        self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         super()._load_best_model()
-        self.loaded_step = _step_of(str(self.state.best_model_checkpoint))
+        if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
+            self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
 
     @property
     def model_step(self) -> int:
@@ -255,8 +264,10 @@ def _example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
 
 
-def _step_of(checkpoint: str) -> int:
-    return int(checkpoint.rpartition("-")[2])
+def _may_be_a_misfit(error: Exception) -> bool:
+    """Whether an error while a checkpoint is loaded may come from what the checkpoint holds."""
+    kinds = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    return isinstance(error, kinds) and not isinstance(error, torch.distributed.DistError) and not ran_out(error)
 
 
 def _in_one_line(error: Exception) -> str:

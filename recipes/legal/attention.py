@@ -6,7 +6,7 @@ import ast
 import re
 from functools import cache
 
-from recipes.legal.source import assigned, find_class, literal, parse_classes, parse_file
+from recipes.legal.source import assigned, find_class, find_function, literal, parse_classes, parse_file
 
 _KERNELS = "modeling_flash_attention_utils.py"
 
@@ -49,8 +49,7 @@ def is_kernel(name: str) -> bool:
 
 @cache
 def _kernel_pattern() -> str:
-    tree = parse_file("transformers", "integrations/hub_kernels.py")
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "is_kernel")
+    function = find_function(parse_file("transformers", "integrations/hub_kernels.py"), "is_kernel")
     call = next(node for node in ast.walk(function) if isinstance(node, ast.Call))
     return str(literal(call.args[0]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from recipes.legal.source import assigned, literal, package_folder, parse_file, strings
+from recipes.legal.source import assigned, has_file, literal, package_folder, parse_file, strings
 
 _REGISTER = ("register_backend", "register_debug_backend", "register_experimental_backend")
 
@@ -16,9 +16,8 @@ def compile_modes() -> tuple[str, ...]:
 
     Other backends read none.
     """
-    folder, file = package_folder("torch"), "_inductor/__init__.py"
-    tree = parse_file("torch", file) if folder and (folder / file).exists() else ast.parse("")
-    for node in tree.body:
+    file = "_inductor/__init__.py"
+    for node in parse_file("torch", file).body if has_file("torch", file) else ():
         options = assigned(node.body, "mode_options") if isinstance(node, ast.FunctionDef) else None
         if isinstance(options, ast.Dict):
             return tuple(str(literal(key)) for key in options.keys)

@@ -6,11 +6,11 @@ A type is a config.json's `model_type`, such as `llama`. Nothing is imported.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from recipes.legal.source import assigned, literal, package_folder, parse_classes, parse_file
+from recipes.legal.source import assigned, has_file, literal, package_folder, parse_classes, parse_file, read_source
 
 # Which of transformers' tables names the class that a task trains.
 _TABLES = {
@@ -40,11 +40,8 @@ def class_attribute(model_type: str, class_name: str, attribute: str, default: A
 
     `default` if no class of the model's file sets it: PreTrainedModel's own value.
     """
-    for cls in _with_bases(_classes(model_type), class_name):
-        for item in cls.body:
-            if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == attribute:
-                return literal(item.value)
-    return default
+    value = _first_assigned(_with_bases(_classes(model_type), class_name), attribute)
+    return default if value is None else literal(value)
 
 
 def layer_classes(model_type: str) -> frozenset[str]:
@@ -87,11 +84,8 @@ def known_types() -> frozenset[str]:
 
 def own_name(model_type: str, field: str) -> str:
     """What the type calls a field: GPT-2's `max_position_embeddings` is its `n_positions`."""
-    for cls in _config_classes(model_type):
-        for item in cls.body:
-            if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "attribute_map":
-                return (literal(item.value) or {}).get(field, field)
-    return field
+    names = literal(_first_assigned(_config_classes(model_type), "attribute_map")) or {}
+    return names.get(field, field)
 
 
 def config_default(model_type: str, field: str) -> Any:
@@ -99,11 +93,7 @@ def config_default(model_type: str, field: str) -> Any:
 
     None if it has no such field, or its default is no literal.
     """
-    for cls in _config_classes(model_type):
-        for item in cls.body:
-            if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == field:
-                return literal(item.value)
-    return None
+    return literal(_first_assigned(_config_classes(model_type), field))
 
 
 def config_numbers(model_type: str) -> frozenset[str]:
@@ -122,19 +112,14 @@ def _config_classes(model_type: str) -> tuple[ast.ClassDef, ...]:
     tree = parse_classes("transformers", file).body if file else []
     classes = {node.name: node for node in tree if isinstance(node, ast.ClassDef)}
     for name, cls in classes.items():
-        if any(isinstance(item, ast.Assign) and _is_type(item, model_type) for item in cls.body):
+        if literal(assigned(cls.body, "model_type")) == model_type:
             return tuple(_with_bases(classes, name))
     return ()
 
 
-def _is_type(item: ast.Assign, model_type: str) -> bool:
-    return ast.unparse(item.targets[0]) == "model_type" and literal(item.value) == model_type
-
-
 def tensor_plan(model_type: str, class_name: str) -> dict[str, str]:
     """Part of the model -> how tensor parallelism divides it; empty without a plan."""
-    plans = [assigned(cls.body, "base_model_tp_plan") for cls in _config_classes(model_type)]
-    plan = next((literal(node) for node in plans if node is not None), None) or {}
+    plan = literal(_first_assigned(_config_classes(model_type), "base_model_tp_plan")) or {}
     return {**plan, **(class_attribute(model_type, class_name, "_tp_plan") or {})}
 
 
@@ -161,25 +146,19 @@ def trains_quantised(method: str, adapters: bool) -> bool | None:
 def _quantizer(method: str) -> str | None:
     """The source of the file that loads weights stored in this way."""
     tree = parse_file("transformers", "quantizers/auto.py")
-    table = next(
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "AUTO_QUANTIZER_MAPPING"
-    )
+    table = assigned(tree.body, "AUTO_QUANTIZER_MAPPING")
     assert isinstance(table, ast.Dict)
     classes = {literal(key): ast.unparse(value) for key, value in zip(table.keys, table.values, strict=True)}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and classes.get(method) in {alias.name for alias in node.names}:
-            folder = package_folder("transformers")
-            assert folder
-            return (folder / "quantizers" / f"{node.module}.py").read_text(encoding="utf-8")
+            return read_source("transformers", f"quantizers/{node.module}.py")
     return None
 
 
 def tokenizer_needs_files(model_type: str) -> bool:
     """False for a type whose own tokenizer reads no vocabulary, such as CANINE's characters."""
-    file, folder = _file(model_type, "tokenization"), package_folder("transformers")
-    return file is None or folder is None or "vocab_files_names" in (folder / file).read_text(encoding="utf-8")
+    file = _file(model_type, "tokenization")
+    return file is None or "vocab_files_names" in read_source("transformers", file)
 
 
 def refused_by_lora(model_type: str) -> frozenset[str]:
@@ -196,8 +175,8 @@ def refused_by_lora(model_type: str) -> frozenset[str]:
 
 def source_names(model_type: str, name: str) -> bool | None:
     """Whether the model's code contains a name. None if there is no such file."""
-    file, folder = _file(model_type, "modeling"), package_folder("transformers")
-    return None if file is None or folder is None else name in (folder / file).read_text(encoding="utf-8")
+    file = _file(model_type, "modeling")
+    return None if file is None else name in read_source("transformers", file)
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -207,8 +186,7 @@ def _file(model_type: str, kind: str) -> str | None:
     """The file of a type: `modeling`, `configuration` or `tokenization`. None if it has none."""
     module = _folders().get(model_type, model_type.replace("-", "_"))
     file = f"models/{module}/{kind}_{module}.py"
-    folder = package_folder("transformers")
-    return file if folder is not None and (folder / file).exists() else None
+    return file if has_file("transformers", file) else None
 
 
 def _with_bases(classes: dict[str, ast.ClassDef], name: str) -> Iterator[ast.ClassDef]:
@@ -219,6 +197,12 @@ def _with_bases(classes: dict[str, ast.ClassDef], name: str) -> Iterator[ast.Cla
         if cls is not None:
             yield cls
             waiting.extend(ast.unparse(base) for base in cls.bases)
+
+
+def _first_assigned(classes: Iterable[ast.ClassDef], name: str) -> ast.expr | None:
+    """What the first of the classes that has the attribute assigns to it; None if none has."""
+    values = (assigned(cls.body, name) for cls in classes)
+    return next((value for value in values if value is not None), None)
 
 
 @cache
@@ -237,7 +221,5 @@ def _folders() -> dict[str, str]:
 
 def _pairs(file: str, table: str) -> dict[str, str]:
     """The table that a file of transformers writes as `OrderedDict([(key, value), ...])`."""
-    for node in parse_file("transformers", file).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table and isinstance(node.value, ast.Call):
-            return dict(literal(node.value.args[0]) or ())
-    return {}
+    made = assigned(parse_file("transformers", file).body, table)
+    return dict(literal(made.args[0]) or ()) if isinstance(made, ast.Call) else {}

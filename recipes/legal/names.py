@@ -20,7 +20,10 @@ from recipes.legal.source import (
     dict_keys,
     enumerations,
     find_class,
+    find_function,
+    has_file,
     literal,
+    member_values,
     method_calls,
     names_with_prefix,
     option_names,
@@ -154,8 +157,7 @@ def fsdp_words() -> tuple[str, ...]:
 @cache
 def checkpoint_keys() -> frozenset[str]:
     """Legal keys of `gradient_checkpointing_kwargs`: the keywords of torch's own `checkpoint`."""
-    tree = parse_file("torch", "utils/checkpoint.py")
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "checkpoint")
+    function = find_function(parse_file("torch", "utils/checkpoint.py"), "checkpoint")
     return frozenset({argument.arg for argument in function.args.kwonlyargs} | {"use_reentrant", "preserve_rng_state"})
 
 
@@ -232,11 +234,10 @@ def bitsandbytes_optimizers() -> frozenset[str]:
 
 
 def _optimizers_listed(table: str) -> frozenset[str]:
-    members = find_class(parse_classes("transformers", "training_args.py"), "OptimizerNames").body
-    values = {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
-    tree = parse_file("transformers", "trainer_optimizer.py")
-    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    return frozenset(values[node.attr] for node in ast.walk(assigned[table]) if isinstance(node, ast.Attribute))
+    values = member_values("training_args.py", "OptimizerNames")
+    listed = assigned(parse_file("transformers", "trainer_optimizer.py").body, table)
+    assert listed
+    return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
 
 
 @cache
@@ -299,8 +300,8 @@ def deepspeed_undivided() -> frozenset[str]:
 
 
 def _deepspeed_module(name: str) -> ast.Module | None:
-    file, folder = f"module_inject/{name}.py", package_folder("deepspeed")
-    return parse_file("deepspeed", file) if folder and (folder / file).exists() else None
+    file = f"module_inject/{name}.py"
+    return parse_file("deepspeed", file) if has_file("deepspeed", file) else None
 
 
 def _assigns(node: ast.stmt, ending: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from functools import cache
 
-from recipes.legal.source import Field, find_class, literal, parse_file, values_by_member
+from recipes.legal.source import Field, find_class, find_function, literal, parse_file, values_by_member
 
 _FILE = "optimization.py"
 _GIVEN_BY_TRAINER = {"self", "optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
@@ -108,7 +108,7 @@ def _arguments() -> dict[str, ast.arguments]:
     found = {}
     for schedule, taker in _takers().items():
         if isinstance(taker, ast.ClassDef):
-            taker = next(node for node in taker.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+            taker = find_function(taker, "__init__")
         assert isinstance(taker, ast.FunctionDef)
         found[schedule] = taker.args
     return found

@@ -58,10 +58,17 @@ def package_folder(package: str) -> Path | None:
 @cache
 def parse_file(package: str, file: str) -> ast.Module:
     """The syntax tree of a file. Raises `UserError` if the package is not installed."""
-    return ast.parse(_source(package, file))
+    return ast.parse(read_source(package, file))
 
 
-def _source(package: str, file: str) -> str:
+def has_file(package: str, file: str) -> bool:
+    """Whether a package is installed, in a version that has the file."""
+    folder = package_folder(package)
+    return folder is not None and (folder / file).exists()
+
+
+def read_source(package: str, file: str) -> str:
+    """The text of a file. Raises `UserError` if the package is not installed."""
     folder = package_folder(package)
     if folder is None:
         raise mistake(package, "is not installed, and what is legal is read from its source", f"pip install {package}")
@@ -71,7 +78,7 @@ def _source(package: str, file: str) -> str:
 @cache
 def parse_classes(package: str, file: str) -> ast.Module:
     """The classes of a file, each up to its first method: enough for fields, and parsed sooner."""
-    source = _source(package, file)
+    source = read_source(package, file)
     blocks = re.findall(r"^class .*\n(?:(?:[ \t].*)?\n)*", source, flags=re.M)
     heads = [re.split(r"^    (?:@|def )", block, maxsplit=1, flags=re.M)[0] + "    pass\n" for block in blocks]
     try:
@@ -82,6 +89,10 @@ def parse_classes(package: str, file: str) -> ast.Module:
 
 def find_class(tree: ast.Module, name: str) -> ast.ClassDef:
     return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def find_function(tree: ast.Module | ast.ClassDef, name: str) -> ast.FunctionDef:
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
 
 
 def enumerations(tree: ast.Module) -> dict[str, tuple[str, ...]]:
@@ -163,27 +174,26 @@ def names_with_prefix(tree: ast.AST, prefix: str) -> set[str]:
 
 def dict_keys(tree: ast.Module, name: str) -> tuple[str, ...]:
     """The keys of the dictionary that the module assigns to `name`."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name and isinstance(node.value, ast.Dict):
-            return tuple(str(literal(key)) for key in node.value.keys)
-    return ()
+    table = assigned(tree.body, name)
+    return tuple(str(literal(key)) for key in table.keys) if isinstance(table, ast.Dict) else ()
 
 
 def values_by_member(tree: ast.Module, table: str, enum_file: str, enum: str) -> list[tuple[str, str]]:
     """A dictionary of `Enumeration.MEMBER: name`, as pairs (value of the member, name)."""
-    assigned = find_class(parse_classes("transformers", enum_file), enum).body
-    values = {ast.unparse(item.targets[0]): literal(item.value) for item in assigned if isinstance(item, ast.Assign)}
-    node = next(
-        node.value
-        for node in tree.body
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and table in ast.unparse(node).partition("=")[0]
-    )
+    values = member_values(enum_file, enum)
+    node = assigned(tree.body, table)
     assert isinstance(node, ast.Dict)
     return [
         (values[key.attr], value.id)
         for key, value in zip(node.keys, node.values, strict=True)
         if isinstance(key, ast.Attribute) and isinstance(value, ast.Name)
     ]
+
+
+def member_values(file: str, enum: str) -> dict[str, str]:
+    """Member -> value, of an enumeration in transformers."""
+    members = find_class(parse_classes("transformers", file), enum).body
+    return {ast.unparse(item.targets[0]): literal(item.value) for item in members if isinstance(item, ast.Assign)}
 
 
 def attributes_read(function: ast.FunctionDef) -> set[str]:

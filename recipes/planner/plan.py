@@ -134,7 +134,7 @@ def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is
 
 
 def _command(request: Request, entry: Planned) -> str:
-    """The flags of train.py for this entry, with its micro-batch and all that it needs to fit."""
+    """The command for this entry, with its micro-batch and all that it needs to fit."""
     batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
     return request.command(entry.name, **{**entry.flags, **batch})
 

@@ -49,12 +49,19 @@ class Request:
         return run
 
     def command(self, recipe: str, **flags: object) -> str:
-        """The flags of train.py for `run(recipe, **flags)`, as text for a shell."""
+        """The flags of train.py for `run(recipe, **flags)`, as text for a shell.
+
+        With an Accelerate YAML, the whole command: without the YAML it would be another run.
+        """
         known = self.model and not is_size(self.model) and not Path(self.model).is_file()
         model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
         if not known and self._asked.explicit("model_name_or_path"):  # in --config's file
             model = []
-        return shlex.join(["--recipe", recipe, *model, *self._with(flags)])
+        launch = []
+        if self.accelerate_config:
+            launch = ["accelerate", "launch", "--config_file", self.accelerate_config]
+            launch += ["--num_processes", str(self.num_processes), "launch/train.py"]
+        return shlex.join([*launch, "--recipe", recipe, *model, *self._with(flags)])
 
     def _with(self, flags: Settings) -> list[str]:
         """The user's flags with these in their place, and the user's global batch in any case."""

@@ -11,9 +11,8 @@ from dataclasses import replace
 from recipes import legal
 from recipes.errors import Problem
 from recipes.legal import attention, models
-from recipes.rules.facts import advice, available, missing, mixed_precision, model_config, problem, rule
+from recipes.rules.facts import advice, available, known_config, missing, mixed_precision, on_gpu, problem, rule
 from recipes.run import RunSpec, nearest
-from recipes.run.engine import Json
 from recipes.run.local_model import text_config
 
 _LEAVE_OUT = "leave it out: the model's default is the best one that it supports"
@@ -42,7 +41,7 @@ def _asked(run: RunSpec) -> str:
 
 def _in_config(run: RunSpec) -> str:
     """What the model's config.json asks for; empty if nothing, or one for each of its parts."""
-    config = _config(run)
+    config = known_config(run)
     name = config.get("_attn_implementation") or config.get("attn_implementation")
     return name if isinstance(name, str) else ""
 
@@ -78,16 +77,12 @@ def _is_known(name: str) -> bool:
     return name in attention.implementations() or attention.is_kernel(name)
 
 
-def _config(run: RunSpec) -> Json:
-    return dict(model_config(run) or {})
-
-
 def _of_class(run: RunSpec, attribute: str) -> object:
     """An attribute of the model's class; None if the class cannot be read.
 
     A class that sets none has PreTrainedModel's: it supports nothing.
     """
-    model_type = _config(run).get("model_type")
+    model_type = known_config(run).get("model_type")
     if not isinstance(model_type, str):
         return None
     name = models.model_class(model_type, run["task"])
@@ -126,7 +121,7 @@ def attention_is_supported_by_the_model(run):
     name = _asked(run)
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
     if kind and _of_class(run, f"_supports_{kind}") is False:
-        what = f"{name} is not supported by models of type {_config(run)['model_type']}"
+        what = f"{name} is not supported by models of type {known_config(run)['model_type']}"
         yield _problem(run, what, _LEAVE_OUT)
 
 
@@ -136,7 +131,7 @@ def flash_attention_is_the_models_own(run):
     name = _asked(run)
     own = _own_kernels(run) if "flash" in name and _is_known(name) else []
     if own and name not in own:
-        what = f"{name} is replaced: models of type {_config(run)['model_type']} take {' or '.join(own)}"
+        what = f"{name} is replaced: models of type {known_config(run)['model_type']} take {' or '.join(own)}"
         yield _advice(run, what, own[0])
 
 
@@ -151,7 +146,7 @@ def attention_kernels_have_no_dropout(run):
 
     The newer FlashAttention kernels have no argument for it, so transformers leaves it out.
     """
-    name, text = _asked(run), text_config(_config(run))
+    name, text = _asked(run), text_config(known_config(run))
     for key in _DROPOUTS:
         rate = text.get(key)
         if not isinstance(rate, (int, float)) or not rate > 0:
@@ -184,7 +179,7 @@ def attention_heads_fit_the_kernel(run):
 
 def _head_size(run: RunSpec) -> int | None:
     """Numbers in each attention head of the local model; None if its config.json does not say."""
-    text = text_config(_config(run))
+    text = text_config(known_config(run))
     given, width, heads = (text.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     if isinstance(given, int):
         return given
@@ -201,7 +196,7 @@ def attention_kernels_need_a_gpu(run):
     if not name:
         return
     devices = ("cuda",) if _flash_version(name) or name == "flex_attention" else _kernel_devices(name)
-    device = "cuda" if run.hardware.cuda and not run["use_cpu"] else "cpu"
+    device = "cuda" if on_gpu(run) else "cpu"
     if _is_known(name) and devices and device not in devices:
         where = "a CPU" if device == "cpu" else "this GPU"
         yield _problem(run, f"{name} does not train on {where}", "sdpa or eager, or leave it out")
@@ -219,7 +214,7 @@ def flash_attention_needs_sm80(run):
     check is only reached without the package.
     """
     version = _flash_version(_asked(run))
-    if not version or not run.hardware.cuda or run["use_cpu"] or version not in attention.flash_versions():
+    if not version or not on_gpu(run) or version not in attention.flash_versions():
         return
     card, stated = run.hardware.capability, attention.flash_versions()[version]
     here = f"the GPU has {card[0]}.{card[1]}"
@@ -237,8 +232,7 @@ def flash_attention_computes_in_16_bits(run):
     transformers only warns: it casts what is fp32 to the type of autocast, or without autocast to
     that of the weights (read in its integrations/flash_attention.py).
     """
-    trains = run.hardware.cuda and not run["use_cpu"]
-    if trains and "flash" in _asked(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
+    if on_gpu(run) and "flash" in _asked(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
         fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
         yield _problem(run, "computes in 16 bits only, and this run in fp32", fix)
 
@@ -251,8 +245,7 @@ def attention_kernels_are_installed(run):
     """
     name = next(iter(_own_kernels(run)), _asked(run)) if "flash" in _asked(run) else _asked(run)
     version = _flash_version(name)
-    on_cpu = run["use_cpu"] or not run.hardware.cuda
-    if not name or (version and on_cpu):  # attention_kernels_need_a_gpu
+    if not name or (version and not on_gpu(run)):  # attention_kernels_need_a_gpu
         return
     is_ours = version in _FLASH_PACKAGES if version else attention.is_kernel(name)
     if not is_ours or _has_kernels(run):

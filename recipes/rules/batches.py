@@ -8,6 +8,7 @@ from recipes.rules.facts import (
     gradient_accumulation_kwargs,
     is_true,
     of_train_py,
+    on_gpu,
     problem,
     rule,
 )
@@ -111,7 +112,8 @@ def padding_free_needs_flash_attention(run):
     attention = run["attn_implementation"] or "sdpa"
     if run["padding_free"] and "flash" not in attention:
         what = f"is slow with {attention} attention, which computes the whole joined row"
-        yield advice(run, "padding_free", what, "--attn_implementation flash_attention_2, or --packing")
+        fix = "--packing instead" + (", or --attn_implementation flash_attention_2" if on_gpu(run) else "")
+        yield advice(run, "padding_free", what, fix)
 
 
 @rule

@@ -141,17 +141,22 @@ def _refused_by_trainer(run: RunSpec) -> Iterator[Problem]:
         try:
             TrainingArguments(**{**run.training_arguments(), "output_dir": scratch})
         except Exception as error:
-            yield _as_problem(run, error)
+            yield refused_by_library(run, error)
 
 
-def _as_problem(run: RunSpec, error: Exception) -> Problem:
-    """A problem about the first setting that the message names, if possible one the user wrote."""
-    named = [word for word in re.findall(r"\w+", str(error)) if word in legal.settings()]
+def refused_by_library(run: RunSpec, error: Exception) -> Problem:
+    """A problem about the first setting that TrainingArguments' message names, if possible one that
+    the user wrote.
+    """
+    named = [word for word in re.findall(r"\w+", str(error)) if word in legal.trainer_fields()]
     subject = next((name for name in named if "_" in name), "TrainingArguments")
     subject = next((name for name in named if run.explicit(name)), subject)
-    source = run.setting(subject).source if subject in legal.settings() else "transformers"
+    is_setting = subject in legal.trainer_fields()
+    source, fix = (
+        (run.setting(subject).source, "another value, or leave it out") if is_setting else ("transformers", "")
+    )
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return Problem(subject, f"{first_line} ({type(error).__name__})", "", source)
+    return Problem(subject, f"{first_line} ({type(error).__name__})", fix, source)
 
 
 def _refused_by_accelerate(run: RunSpec) -> Iterator[Problem]:

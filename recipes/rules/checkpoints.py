@@ -9,6 +9,7 @@ from recipes.rules.facts import (
     advice,
     deepspeed_file,
     fsdp_section,
+    fsdp_version,
     in_yaml,
     is_true,
     problem,
@@ -69,10 +70,21 @@ def weights_alone_cannot_find_the_best(run):
 
 @rule
 def sharded_checkpoints_hold_the_optimizer(run):
-    """`save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'`"""
-    is_sharded = fsdp_section(run).get("state_dict_type") == "SHARDED_STATE_DICT"
-    if uses_fsdp(run) and run["save_only_model"] and is_sharded:
-        yield problem(run, "save_only_model", "needs whole weights", "fsdp_state_dict_type: FULL_STATE_DICT")
+    """`save_only_model option is not compatible with FSDP state dict type 'SHARDED_STATE_DICT'`
+
+    It is what accelerate takes for FSDP2 if a YAML does not say.
+    """
+    if not uses_fsdp(run) or not run["save_only_model"]:
+        return
+    default = "SHARDED_STATE_DICT" if fsdp_version(run) == 2 else "FULL_STATE_DICT"
+    saved_as = str(fsdp_section(run).get("state_dict_type") or default).upper()
+    if saved_as in ("SHARDED_STATE_DICT", "3"):  # its number in torch's StateDictType
+        fix = (
+            "state_dict_type: FULL_STATE_DICT in fsdp_config"
+            if run["fsdp"]
+            else "fsdp_state_dict_type: FULL_STATE_DICT"
+        )
+        yield problem(run, "save_only_model", "needs whole weights", fix)
 
 
 @rule

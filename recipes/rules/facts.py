@@ -18,16 +18,14 @@ made known, in `check.RULE_MODULES`.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.legal import models
 from recipes.run import RunSpec
-from recipes.run.engine import Json, deepspeed_json
+from recipes.run.engine import Json, deepspeed_json, read_json
 from recipes.run.local_model import local_config
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
@@ -89,17 +87,26 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
     return dict(DEMONSTRATION_MODEL) if name is None and run.demonstrate else local_config(name)
 
 
+def known_config(run: RunSpec) -> Json:
+    """The configuration of the run's model; empty if it is unknown."""
+    return dict(model_config(run) or {})
+
+
 def absent_classes(run: RunSpec, names: Iterable[str]) -> list[str]:
     """Which of these classes are no part of the model.
 
     Empty if that is unknown: of a model with its own code, or made from several.
     """
-    config = dict(model_config(run) or {})
+    config = known_config(run)
     known = models.class_names(str(config.get("model_type")))
     composed = any(isinstance(value, dict) and "model_type" in value for value in config.values())
     if composed or "auto_map" in config or not known:
         return []
     return [name for name in names if name not in known]
+
+
+def on_gpu(run: RunSpec) -> bool:
+    return run.hardware.cuda and not run["use_cpu"]
 
 
 def uses_deepspeed(run: RunSpec) -> bool:
@@ -149,8 +156,20 @@ def fsdp_version(run: RunSpec) -> int:
     return run.engine.fsdp_version if uses_fsdp(run) else 0
 
 
+# What Trainer's `--fsdp` sets if `fsdp_config` does not: `_process_fsdp_args`. It wins over a YAML.
+_SET_BY_TRAINER = {
+    "version": 2,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "min_num_params": 0,
+    "cpu_ram_efficient_loading": False,
+    "reshard_after_forward": True,
+    "state_dict_type": "FULL_STATE_DICT",
+}
+
+
 def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
-    """`fsdp_config` of the YAML and of the arguments, which win. Keys are without `fsdp_`.
+    """`fsdp_config` of the YAML and, with `--fsdp`, of the arguments, which win. Keys are without
+    `fsdp_`.
 
     With `launched`, what `accelerate launch` made of a YAML, its defaults included, if that is all
     that is known.
@@ -159,8 +178,11 @@ def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
     if launched and run.engine.kind == "fsdp" and not run.engine.raw:
         written = {key.lower(): value for key, value in run.environment.items() if key.startswith("FSDP_")}
         written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
-    both = {**written, **mapping(run["fsdp_config"])}
-    return {str(key).removeprefix("fsdp_"): value for key, value in both.items()}
+    given = mapping(run["fsdp_config"]) if run["fsdp"] else {}  # nothing reads it without --fsdp
+    written, given = (
+        {str(key).removeprefix("fsdp_"): value for key, value in section.items()} for section in (written, given)
+    )
+    return {**written, **(_SET_BY_TRAINER if run["fsdp"] else {}), **given}
 
 
 def uses_ddp(run: RunSpec) -> bool:
@@ -215,20 +237,7 @@ def mapping(value: object) -> Json:
     """`value` itself if it is a mapping, the content of the JSON file that it names, or {}."""
     if isinstance(value, Mapping):
         return dict(value)
-    return read_json(value)[0] if isinstance(value, str) else {}
-
-
-def read_json(file: str) -> tuple[Json, str]:
-    """The object in a JSON file, and what is wrong with the file: empty if nothing is."""
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError:
-        return {}, f"{file} cannot be read"
-    except ValueError as error:
-        return {}, f"{file} is not valid JSON: {error}"
-    if not isinstance(content, dict):
-        return {}, f"{file} holds a {type(content).__name__}"
-    return content, ""
+    return (read_json(value)[0] or {}) if isinstance(value, str) else {}
 
 
 def is_true(value: object) -> bool:

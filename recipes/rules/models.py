@@ -10,7 +10,17 @@ from pathlib import Path
 
 from recipes.errors import Problem
 from recipes.legal import models, version
-from recipes.rules.facts import advice, available, mapping, missing, model_config, of_train_py, problem, rule
+from recipes.rules.facts import (
+    advice,
+    available,
+    known_config,
+    mapping,
+    missing,
+    model_config,
+    of_train_py,
+    problem,
+    rule,
+)
 from recipes.run import RunSpec
 from recipes.run.engine import Json
 from recipes.run.local_model import (
@@ -31,14 +41,9 @@ _AUTO_CLASSES = {
 }
 
 
-def _config(run: RunSpec) -> Json:
-    """The model's configuration as far as it is known."""
-    return dict(model_config(run) or {})
-
-
 def _type(run: RunSpec) -> str:
     """The `model_type`; empty if it is unknown."""
-    return str(_config(run).get("model_type") or "")
+    return str(known_config(run).get("model_type") or "")
 
 
 def _about_model(run: RunSpec, what: str, fix: str) -> Problem:
@@ -102,7 +107,7 @@ def the_weights_are_whole(run):
 @of_train_py
 def the_configuration_has_numbers(run):
     """`StrictDataclassFieldValidationError: Field 'num_attention_heads' expected int, got str`"""
-    folder, config = model_folder(run["model_name_or_path"]), _config(run)
+    folder, config = model_folder(run["model_name_or_path"]), known_config(run)
     if folder is None or run.model is not None or _code(run, "AutoConfig"):
         return
     for key in sorted(config.keys() & models.config_numbers(_type(run))):
@@ -130,7 +135,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _code(run: RunSpec, auto_class: str) -> bool:
     """Whether the model brings Python code of its own for one of transformers' auto classes."""
-    return auto_class in mapping(_config(run).get("auto_map"))
+    return auto_class in mapping(known_config(run).get("auto_map"))
 
 
 def _untrusted(run: RunSpec) -> Problem:
@@ -179,8 +184,8 @@ def the_model_can_do_the_task(run):
         return
     if not _code(run, _AUTO_CLASSES[task]):
         others = [other for other in _AUTO_CLASSES if models.model_class(kind, other)]
-        fix = f"--task {others[0]}" if others else "a model that has one"
-        yield _about_model(run, f"transformers has no {kind} model for {task}", f"{fix}, or another model")
+        fix = f"--task {others[0]}, or another model" if others else "another model"
+        yield _about_model(run, f"transformers has no {kind} model for {task}", fix)
     elif not run["trust_remote_code"]:
         yield _untrusted(run)
 
@@ -189,7 +194,7 @@ def the_model_can_do_the_task(run):
 @of_train_py
 def a_language_model_is_a_decoder(run):
     """An encoder loads, and its loss falls: it sees the tokens that it has to predict."""
-    config, kind = _config(run), _type(run)
+    config, kind = known_config(run), _type(run)
     if run["model_name_or_path"] is None or run["task"] != "causal_lm" or kind not in models.model_types(_ENCODERS):
         return
     if not config_value(config, "is_encoder_decoder") and not config_value(config, "is_decoder"):
@@ -201,7 +206,7 @@ def a_language_model_is_a_decoder(run):
 @of_train_py
 def a_language_model_has_its_head(run):
     """A classifier's weights have no language-model head: it starts with random values."""
-    config = _config(run)
+    config = known_config(run)
     classifies = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
     if run["task"] == "causal_lm" and classifies and config_value(config, "tie_word_embeddings") is False:
         what = f"{run['model_name_or_path']} is a classifier: its language-model head starts with random values"
@@ -215,7 +220,7 @@ def sequences_fit_the_model(run):
 
     A length that the user did not write is lowered instead.
     """
-    positions = max_positions(_config(run))
+    positions = max_positions(known_config(run))
     if positions and run.explicit("max_length") and run["max_length"] > positions:
         what = f"{run['max_length']} tokens are more than the {positions} positions the model has"
         yield problem(run, "max_length", what, f"--max_length {positions} or less")
@@ -295,7 +300,7 @@ def adapters_need_trained_weights(run):
 def stored_weights_can_be_trained(run):
     """`You cannot perform fine-tuning on purely quantized models`, or on the method at all."""
     stored = _stored_as(run)
-    if not stored or mapping(_config(run).get("quantization_config")).get("dequantize"):
+    if not stored or mapping(known_config(run).get("quantization_config")).get("dequantize"):
         return
     title = f"{run['model_name_or_path']} has weights quantised with {stored}"
     if run["load_in_4bit"] and not stored.startswith("bitsandbytes"):
@@ -325,7 +330,7 @@ def stored_weights_stay_as_they_are(run):
 
 def _stored_as(run: RunSpec) -> str:
     """How the model's weights are quantised, as transformers names it; empty if they are not."""
-    section = _config(run).get("quantization_config")
+    section = known_config(run).get("quantization_config")
     if not isinstance(section, dict):
         return ""
     method = str(section.get("quant_method") or ("bitsandbytes" if _bits(section) else ""))

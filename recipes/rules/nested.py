@@ -6,8 +6,9 @@ import base64
 import json
 
 from recipes import legal
-from recipes.rules.facts import accelerator_config, gradient_accumulation_kwargs, mapping, problem, read_json, rule
+from recipes.rules.facts import accelerator_config, advice, gradient_accumulation_kwargs, mapping, problem, rule
 from recipes.run import RunSpec, nearest
+from recipes.run.engine import read_json
 
 
 @rule
@@ -21,7 +22,9 @@ def nested_settings_are_known(run):
         ("fsdp_config", fsdp, legal.fsdp_config_keys),
     )
     for name, keys, read_known in nested:
-        known = read_known() if keys else frozenset()  # reading a source takes time
+        if not keys or _is_unread(run, name):  # reading a source takes time
+            continue
+        known = read_known()
         for key in sorted(set(keys) - known):
             fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
             yield problem(run, name, f"has no key {key!r}", fix)
@@ -31,6 +34,14 @@ def nested_settings_are_known(run):
 _MAY_BE_A_FILE = ("accelerator_config", "fsdp_config", "deepspeed")
 _NO_FILE = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _READ_ONLY_WITH = {"fsdp_config": "fsdp", "gradient_checkpointing_kwargs": "gradient_checkpointing"}
+
+
+@rule
+def nested_settings_are_switched_on(run):
+    """Trainer ignores them without a word if what they are about is off."""
+    for name, switch in _READ_ONLY_WITH.items():
+        if run.explicit(name) and run[name] and not run[switch]:
+            yield advice(run, name, f"is ignored without {switch}", f"--{switch}, or leave it out")
 
 
 @rule

@@ -103,7 +103,7 @@ def schedule_needs_evaluation(run):
 @rule
 def least_rate_is_named_once(run):
     """`ValueError: One of min_lr or min_lr_rate should be set`, as training begins."""
-    named = {"min_lr", "min_lr_rate"} & set(run["lr_scheduler_kwargs"] or {})
+    named = {"min_lr", "min_lr_rate"} & set(mapping(run["lr_scheduler_kwargs"]))
     schedule = run["lr_scheduler_type"]
     if schedule in ("cosine_with_min_lr", "cosine_warmup_with_min_lr") and len(named) != 1:
         what = "needs a lowest learning rate" if not named else "takes one lowest learning rate, not two"
@@ -114,7 +114,7 @@ def least_rate_is_named_once(run):
 @rule
 def schedule_settings_are_its_own(run):
     """`TypeError: get_..._schedule_with_warmup() got an unexpected keyword argument`"""
-    given = set(run["lr_scheduler_kwargs"] or {})
+    given = set(mapping(run["lr_scheduler_kwargs"]))
     schedule = run["lr_scheduler_type"]
     if not given and schedule != "warmup_stable_decay":  # only that one requires a key
         return

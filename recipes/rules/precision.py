@@ -12,6 +12,7 @@ from recipes.rules.facts import (
     is_true,
     mapping,
     mixed_precision,
+    on_gpu,
     problem,
     rule,
     sections,
@@ -31,7 +32,7 @@ def one_precision(run):
 @rule
 def bf16_needs_sm80(run):
     """A T4 or V100 only emulates bf16, several times slower than fp16; torch calls it supported."""
-    if not run.hardware.cuda or run["use_cpu"] or run.hardware.capability >= (8, 0):
+    if not on_gpu(run) or run.hardware.capability >= (8, 0):
         return
     capability = ".".join(map(str, run.hardware.capability))
     for name in ("bf16", "bf16_full_eval"):
@@ -44,15 +45,14 @@ def bf16_needs_sm80(run):
 @rule
 def fp16_needs_a_gpu(run):
     """On a CPU `fp16=True` changes nothing: the run trains in fp32 and reports fp16."""
-    if run["fp16"] and (run["use_cpu"] or not run.hardware.cuda) and not uses_deepspeed(run):
-        yield advice(run, "fp16", "does nothing on a CPU: this run trains in fp32", "--bf16, or leave it out")
+    if run["fp16"] and not on_gpu(run) and not uses_deepspeed(run):
+        yield advice(run, "fp16", "does nothing on a CPU: this run trains in fp32", "--bf16 instead, or leave it out")
 
 
 @rule
 def fp16_under_deepspeed_needs_hardware(run):
     """`ValueError: Type fp16 is not supported on your device.`, on most CPUs."""
-    on_cpu = run["use_cpu"] or not run.hardware.cuda
-    if uses_deepspeed(run) and on_cpu and mixed_precision(run) == "fp16" and not run.hardware.fp16_on_cpu:
+    if uses_deepspeed(run) and not on_gpu(run) and mixed_precision(run) == "fp16" and not run.hardware.fp16_on_cpu:
         yield problem(run, "fp16", "is not supported by DeepSpeed on this CPU", "--bf16, with --fp16 false")
 
 
@@ -76,7 +76,8 @@ def deepspeed_evaluates_as_it_trains(run):
         if run["deepspeed"] is None or enabled is not None:
             trained = mixed_precision(run).replace("no", "fp32")
             what = f"DeepSpeed evaluates in the type that it trains in, and this run asks for {trained}"
-            yield problem(run, f"{name}_full_eval", what, f"leave it out, or --{name}")
+            fix = f"--{name} with --{trained} false" if trained in ("bf16", "fp16") else f"--{name}"
+            yield problem(run, f"{name}_full_eval", what, f"leave it out, or {fix}")
 
 
 # --- fp8 ------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def fp8_needs_sm89(run):
     if not _trains_in_fp8(run):
         return
     card = run.hardware.capability
-    if run["use_cpu"] or not run.hardware.cuda:
+    if not on_gpu(run):
         if _fp8_backend(run) in ("TE", "MSAMP"):
             yield in_yaml(run, "fp8_config", f"{_fp8_backend(run)} trains on GPUs only", "backend: AO")
     elif card < _LEAST_FP8_CAPABILITY:
@@ -216,7 +217,7 @@ def fp16_weights_cannot_be_unscaled(run):
 
 def _unscales_its_weights(run: RunSpec) -> bool:
     """On a CPU `fp16` does nothing, so that nothing is scaled there."""
-    if run["use_peft"] or uses_deepspeed(run) or run["use_cpu"] or not run.hardware.cuda:
+    if run["use_peft"] or uses_deepspeed(run) or not on_gpu(run):
         return False
     return run["dtype"] == "float16" and mixed_precision(run) == "fp16"
 

@@ -108,6 +108,7 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
         try:
             value = coerce(value, known)
             if old_name == "output_dir" and value:  # only TrainingArguments would expand ~
+                # As it does: Path.expanduser is a traceback for the home folder of an unknown user.
                 value = os.path.expanduser(value)  # noqa: PTH111
             accepted[old_name] = Setting(value, source)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -86,6 +87,19 @@ def read_yaml(path: str | Path, subject: str) -> Json:
     return content
 
 
+def read_json(file: str | Path) -> tuple[Json | None, str]:
+    """The object in a JSON file, and an empty text; or None, and what is wrong with the file."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        return None, f"{file} cannot be read"
+    except ValueError as error:
+        return None, f"{file} is not valid JSON: {error}"
+    if not isinstance(content, dict):
+        return None, f"{file} holds a {type(content).__name__}"
+    return content, ""
+
+
 @cache
 def _loader() -> type[yaml.SafeLoader]:
     """PyYAML's safe loader, but `KeyError` for a key that is given twice."""
@@ -146,11 +160,14 @@ def _sharding(kind: str, raw: Json) -> Json:
 
 
 def with_fsdp(engine: Engine, words: object, config: object) -> Engine:
-    """The engine of Trainer's own `--fsdp` with these words, and of its `fsdp_config`."""
-    content = config if isinstance(config, Mapping) else _json_object(config) or {}
+    """The engine of Trainer's own `--fsdp` with these words, and of its `fsdp_config`.
+
+    Trainer's version wins over that of an FSDP launch; offload is on if either asks for it.
+    """
+    content = config if isinstance(config, Mapping) else read_json(str(config or ""))[0] or {}
     section = {str(key).removeprefix("fsdp_"): value for key, value in content.items()}
-    offload = "offload" in str(words).split()
-    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), section.get("cpu_offload", offload)))
+    offload = section.get("cpu_offload") or "offload" in str(words).split() or engine.offload_param != "none"
+    return replace(engine, kind="fsdp", **_fsdp(section.get("version", 2), offload))
 
 
 def _fsdp(version: object, offload: object) -> Json:
@@ -246,20 +263,8 @@ def _zero_of_json(section: Json) -> Json:
 
 def deepspeed_json(section: Json) -> Json | None:
     """The DeepSpeed JSON that a YAML names; None if it names none, or it cannot be read."""
-    return _json_object(section.get("deepspeed_config_file"))
-
-
-def _json_object(name: object) -> Json | None:
-    """The content of a JSON file; None if none is named, or it cannot be read."""
-    import json
-
-    if not name:
-        return None
-    try:
-        content = json.loads(Path(str(name)).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    named = section.get("deepspeed_config_file")
+    return read_json(str(named))[0] if named else None
 
 
 def _device(section: object, plain: object) -> str:

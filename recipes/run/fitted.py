@@ -54,17 +54,17 @@ def with_fit(run: RunSpec) -> RunSpec:
 
 def batch(run: RunSpec, fit: Json) -> Batch | None:
     """The batch of a fit that was found for exactly this run; None for any other fit."""
-    sizes = [fit.get(name) for name in ("micro_batch", "accumulation", "data_parallel_size", "peak_bytes")]
+    sizes = [fit.get(name) for name in ("micro_batch", "accumulation", "peak_bytes")]
     if not all(type(size) is int and size > 0 for size in sizes) or fit.get("holds_for") != identity(run):
         return None
-    split = as_batch(fit)
-    return split if split.total == run.batch.total and split.data_parallel == run.data_parallel_size else None
+    split = as_batch(run, fit)
+    return split if split.total == run.batch.total else None
 
 
-def as_batch(fit: Json) -> Batch:
-    """The batch of a fit. Its reason is the measured peak of memory."""
+def as_batch(run: RunSpec, fit: Json) -> Batch:
+    """The batch of a fit for this run. Its reason is the measured peak of memory."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
-    return Batch(fit["micro_batch"], fit["accumulation"], fit["data_parallel_size"], reason)
+    return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason)
 
 
 def fingerprint(dataset_name: str | None) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.legal import models
-from recipes.run.engine import Json
+from recipes.run.engine import Json, read_json
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as get_text_config looks for them
@@ -40,15 +40,7 @@ def local_config(name: str | None) -> Json | None:
     """The content of the folder's config.json, or of a named one; None if it cannot be read."""
     folder = model_folder(name)
     file = folder / "config.json" if folder else existing_path(name)
-    return None if file is None or file.suffix != ".json" else _json(file)
-
-
-def _json(file: Path) -> Json | None:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    return None if file is None or file.suffix != ".json" else read_json(file)[0]
 
 
 def has_weights(folder: Path) -> bool:
@@ -60,7 +52,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers loads from a folder, missing shards among them."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    shards = (_json(folder / "model.safetensors.index.json") or {}).get("weight_map")
+    shards = (read_json(folder / "model.safetensors.index.json")[0] or {}).get("weight_map")
     return [folder / str(name) for name in sorted(set(map(str, shards.values())))] if isinstance(shards, dict) else []
 
 

@@ -69,7 +69,7 @@ def resolve(
             engine = yaml_engine or _chosen_engine(recipe, given)
             if yaml_engine and not own_script:
                 engine = _started_under(yaml_engine, recipe, given, hardware) or yaml_engine
-        if engine.kind == "ddp" and hardware.shards and "fsdp" in given and given["fsdp"].value:
+        if engine.kind in ("ddp", "fsdp") and hardware.shards and "fsdp" in given and given["fsdp"].value:
             config = given["fsdp_config"].value if "fsdp_config" in given else {}
             engine = with_fsdp(engine, given["fsdp"].value, config)
         engine = _with_parallelism(engine, given, environment, named=yaml_engine is not None)

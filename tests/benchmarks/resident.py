@@ -115,6 +115,14 @@ def measure() -> dict[str, dict[str, int]]:
         return {case: {"predicted_bytes": predicted(case), **row} for case, row in found.items()}
 
 
+def print_table(found: dict[str, dict[str, int]], title: str, measured: str) -> None:
+    """Print predicted and `measured` ("resident" or "live") bytes as a table."""
+    print(f"| {title} | predicted MiB | {measured} MiB | off by |\n|---|---|---|---|")
+    for case, row in found.items():
+        predicted, real = row["predicted_bytes"], row[f"{measured}_bytes"]
+        print(f"| {case} | {predicted / 2**20:.1f} | {real / 2**20:.1f} | {predicted / real - 1:+.1%} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -131,12 +139,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(found))
         return 0
-    print(
-        f"| two steps of {MICRO} x {LENGTH} tokens, fp32 | predicted MiB | resident MiB | off by |\n|---|---|---|---|"
-    )
-    for case, row in found.items():
-        ratio = row["predicted_bytes"] / row["resident_bytes"] - 1
-        print(f"| {case} | {row['predicted_bytes'] / 2**20:.0f} | {row['resident_bytes'] / 2**20:.0f} | {ratio:+.1%} |")
+    print_table(found, f"two steps of {MICRO} x {LENGTH} tokens, fp32", "resident")
     return 0
 
 

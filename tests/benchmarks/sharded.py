@@ -18,6 +18,8 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+from tests.benchmarks.resident import print_table
+
 WORLD = 2
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
 _LORA = "--use_peft true --lora_dropout 0 --lora_r 8"
@@ -194,10 +196,7 @@ def main() -> int:
     if options.json:
         print(json.dumps(found))
         return 0
-    print("| two steps on two ranks, FSDP2 | predicted MiB | live MiB | off by |\n|---|---|---|---|")
-    for case, row in found.items():
-        ratio = row["predicted_bytes"] / row["live_bytes"] - 1
-        print(f"| {case} | {row['predicted_bytes'] / 2**20:.1f} | {row['live_bytes'] / 2**20:.1f} | {ratio:+.1%} |")
+    print_table(found, "two steps on two ranks, FSDP2", "live")
     return 0
 
 

@@ -38,6 +38,14 @@ def test_a_copy_of_it_is_a_configuration_that_names_it(capsys):
     assert "legal: mine" in capsys.readouterr().out
 
 
+def test_a_copy_names_its_accelerate_yaml(tmp_path):
+    tmp_path.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
+    tmp_path.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
+    assert main(["copy", "mine.yaml", "copy.yaml"]) == main(["copy", "standard", "shipped.yaml"]) == 0
+    assert f"# Engine: {tmp_path / 'engine.yaml'}\n" in tmp_path.joinpath("copy.yaml").read_text()
+    assert "# Engine: accelerate_configs/standard.yaml\n" in tmp_path.joinpath("shipped.yaml").read_text()
+
+
 def test_plan_recommends_it_under_the_name_that_the_flag_takes(capsys):
     assert main(["plan", "--model", "100M", "--gpu", "T4", "--recipe", "mine.yaml", "--max_length", "128"]) == 0
     *_, command = capsys.readouterr().out.strip().splitlines()

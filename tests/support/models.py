@@ -36,7 +36,8 @@ def load(run, data=LANGUAGE):
     """As train.py does it: the rules first, then the tokenizer, the rules once more, the model."""
     require_legal(run)
     tokenizer = load_tokenizer(run)
-    return load_model(with_model(run, tokenizer), tokenizer, data)
+    run, _ = with_model(run, tokenizer)
+    return load_model(run, tokenizer, data)
 
 
 def problem(run, data=LANGUAGE):

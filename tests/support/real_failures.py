@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from recipes.rules.check import RULES
@@ -114,6 +115,24 @@ def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: st
     script = folder / "ranks.py"
     script.write_text(SCRIPT, encoding="utf-8")
     return run_ranks([str(script), json.dumps(settings)], processes, **environment)
+
+
+REPORT = """
+import json, sys
+from pathlib import Path
+from {module} import {name} as report
+folder = Path(sys.argv[1])
+folder.joinpath("report.json").write_text(json.dumps(report(folder)))
+"""
+
+
+def report_of_deepspeed(report: Callable[[Path], dict], folder: Path) -> dict:
+    """What the function returns in a process of its own, in which DeepSpeed trains on the CPU."""
+    script, written = folder / "script.py", folder / "report.json"
+    script.write_text(REPORT.format(module=report.__module__, name=report.__name__), encoding="utf-8")
+    output = run_ranks([str(script), str(folder)], 1, DS_ACCELERATOR="cpu")
+    assert written.exists(), output
+    return json.loads(written.read_text(encoding="utf-8"))
 
 
 def run_ranks(words: list[str], processes: int, **environment: str) -> str:

@@ -208,7 +208,11 @@ _COMBINATIONS = [
     Wrong("ddp_backend", "gloo", "--ddp_backend nccl", world=2),
     Wrong("ddp_comm_hook", "fp16", "--ddp_comm_hook bf16", world=2),
     Wrong("accelerator_config", "even_batches", '--accelerator_config {"even_batchs":true}'),
-    Wrong("gradient_checkpointing_kwargs", "use_reentrant", '--gradient_checkpointing_kwargs {"use_rentrant":false}'),
+    Wrong(
+        "gradient_checkpointing_kwargs",
+        "use_reentrant",
+        '--gradient_checkpointing --gradient_checkpointing_kwargs {"use_rentrant":false}',
+    ),
     Wrong("fsdp", "leave one", "--recipe memory --fsdp full_shard"),
     Wrong("use_liger_kernel", "pip install", "--use_liger_kernel", gpu=(9, 0)),
     Wrong("resume_from_checkpoint", "automatic", "--resume_from_checkpoint outputs/checkpoint-99"),

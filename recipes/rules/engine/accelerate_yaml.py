@@ -22,6 +22,7 @@ from recipes.rules.facts import (
     in_yaml,
     is_read,
     is_true,
+    on_gpu,
     rule,
     sections,
 )
@@ -166,6 +167,8 @@ def top_level_values_have_the_right_type(run):
     for name in _WHOLE_NUMBERS:
         if raw.get(name) is None or type(raw[name]) is int:
             continue
+        if name == "num_processes" and run.engine.kind == "single" and run.engine.num_processes is not None:
+            continue  # the command line's count is taken
         is_read_as_text = name in ("num_processes", "machine_rank") and run.engine.kind != "single"
         severity = "advice" if is_read_as_text and str(raw[name]).isdigit() else "error"
         fix = f"{name}: {raw[name] if str(raw[name]).isdigit() else 1}, without quotes"
@@ -218,7 +221,7 @@ def gpu_ids_name_enough_gpus(run):
             f"{ids!r} is one GPU, and MULTI_GPU wants several",
             "gpu_ids: all, or distributed_type: 'NO'",
         )
-    elif count < run.world_size and run.hardware.cuda and not run["use_cpu"]:
+    elif count < run.world_size and on_gpu(run):
         yield in_yaml(run, "gpu_ids", f"names {count} GPUs for {run.world_size} processes", "gpu_ids: all")
 
 
@@ -252,7 +255,11 @@ def machines_find_each_other(run):
     for name, flag in (("main_process_ip", "ADDRESS"), ("main_process_port", "29500")):
         if run.engine.raw.get(name) is None:
             yield in_yaml(
-                run, name, f"is not in the file, and {machines} machines need it", f"--{name} {flag}", "advice"
+                run,
+                name,
+                f"is not in the file, and {machines} machines need it",
+                f"{name}: {flag}, or --{name} {flag} for accelerate launch",
+                "advice",
             )
 
 

@@ -12,12 +12,12 @@ from recipes.rules.facts import (
     deepspeed_section,
     in_yaml,
     is_true,
-    model_config,
-    read_json,
+    known_config,
     rule,
     uses_deepspeed,
 )
 from recipes.run import RunSpec, nearest
+from recipes.run.engine import read_json
 
 _BELONGS_IN_JSON = (
     "gradient_accumulation_steps",
@@ -67,7 +67,7 @@ def deepspeed_file_can_be_read(run):
     content, what = read_json(str(file))
     if what:
         yield in_yaml(run, "deepspeed_config_file", what, "the path of a JSON file that holds an object")
-    elif "zero_optimization" not in content:
+    elif content is not None and "zero_optimization" not in content:
         yield in_yaml(run, "zero_optimization", f"is missing in {file}", '"zero_optimization": {"stage": 2}')
 
 
@@ -212,5 +212,5 @@ def the_model_has_the_experts_to_keep_whole(run):
     if not named or not uses_deepspeed(run):
         return
     for name in absent_classes(run, str(named).split(",")):
-        kind = dict(model_config(run) or {})["model_type"]
+        kind = known_config(run)["model_type"]
         yield in_yaml(run, "deepspeed_moe_layer_cls_names", f"{name} is not a part of a {kind} model", "leave it out")

@@ -18,8 +18,8 @@ from recipes.rules.facts import (
     gradient_accumulation_kwargs,
     in_yaml,
     is_true,
+    known_config,
     mapping,
-    model_config,
     problem,
     rule,
     sections,
@@ -31,14 +31,14 @@ from recipes.run import RunSpec, nearest
 
 def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error") -> Problem:
     """A problem with a key of the section, under the name and source where it is written."""
-    if {key, f"fsdp_{key}"} & set(mapping(run["fsdp_config"])):
+    if run["fsdp"] and {key, f"fsdp_{key}"} & set(mapping(run["fsdp_config"])):
         return Problem("fsdp_config", f"{key} {what}", fix, run.setting("fsdp_config").source, severity)
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
 
 
 def _built_version(run: RunSpec) -> int:
     """The version of accelerate's plugin. Trainer builds it for `--fsdp` on a CPU too."""
-    version = str(fsdp_section(run).get("version", 2))
+    version = str(fsdp_section(run).get("version"))
     return fsdp_version(run) or (int(version) if run["fsdp"] and version.isdigit() else 0)
 
 
@@ -176,10 +176,10 @@ def fsdp2_shards_layer_by_layer(run):
     containers that do not implement forward`. The demonstration is smaller than most limits.
     """
     section = fsdp_section(run)
-    policy = str(section.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP" if run["fsdp"] else "NO_WRAP")).upper()
+    policy = str(section.get("auto_wrap_policy", "NO_WRAP")).upper()
     if fsdp_version(run) != 2 or policy not in ("NO_WRAP", "SIZE_BASED_WRAP"):
         return
-    least = section.get("min_num_params", 0 if run["fsdp"] else 100_000_000)  # the launcher's default
+    least = section.get("min_num_params", 100_000_000)  # the launcher's default
     by_size = policy == "SIZE_BASED_WRAP" and str(least) != "0"
     if by_size and not run.demonstration:
         what = f"{policy} fails in FSDP2: it wraps lists of layers"
@@ -197,7 +197,7 @@ def the_model_has_the_layers_to_wrap(run):
         return
     names = named if isinstance(named, list) else str(named).split(",")
     for name in absent_classes(run, names):
-        kind = str(dict(model_config(run) or {})["model_type"])
+        kind = str(known_config(run)["model_type"])
         layers = sorted(models.layer_classes(kind))
         fix = nearest(name, layers) or (", ".join(layers) if len(names) == 1 else "leave it out")
         yield _of_key(
@@ -247,7 +247,8 @@ def offloaded_gradients_are_clipped_over_gloo(run):
         return
     if fsdp_version(run) == 2 and "gloo" not in str(run["ddp_backend"]):
         what = "cannot add up the norm of gradients in host RAM over NCCL"
-        yield problem(run, "fsdp_config", what, "--ddp_backend cuda:nccl,cpu:gloo, or --max_grad_norm 0")
+        fix = "fsdp_offload_params: true in an Accelerate YAML, without --fsdp; or --max_grad_norm 0"
+        yield problem(run, "fsdp_config", what, fix)
 
 
 # --- Activation checkpointing ---------------------------------------------------------------------

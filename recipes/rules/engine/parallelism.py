@@ -16,8 +16,9 @@ from recipes.rules.facts import (
     gradient_accumulation_kwargs,
     in_yaml,
     is_true,
+    known_config,
     mapping,
-    model_config,
+    on_gpu,
     problem,
     rule,
     uses_ddp,
@@ -196,7 +197,7 @@ def tensor_parallelism_knows_the_model(run):
     """`HuggingFace tp_plan contains unsupported partition style(s)`, or `AutoTP not supported for
     model` if there is no plan, both once the model is loaded. A partition of the user's own wins.
     """
-    section, config = mapping((deepspeed_file(run) or {}).get("tensor_parallel")), model_config(run) or {}
+    section, config = mapping((deepspeed_file(run) or {}).get("tensor_parallel")), known_config(run)
     if not _divides_tensors(run) or {"partition_config", "preset_model"} & set(section):
         return
     kind, known = str(config.get("model_type")), legal.deepspeed_tensor_styles()
@@ -236,8 +237,7 @@ def deepspeed_shards_no_sequences(run):
 def replicas_and_shards_make_the_world(run):
     """`ParallelismConfig total_size (2) does not match num_processes (4)`, from every worker.
 
-    Sizes that are all 1 are no request. DeepSpeed ignores replicas and
-    shards, but not their number.
+    Sizes that are all 1 ask for nothing. DeepSpeed ignores replicas and shards, but not how many.
     """
     parallelism = run.engine.parallelism
     sizes = [getattr(parallelism, field) for field in SIZES]
@@ -267,7 +267,7 @@ def replicas_and_shards_are_of_fsdp2(run):
     if not parallelism.source or parallelism.replicate == parallelism.shard == 1:
         return
     if uses_fsdp(run):
-        if str(fsdp_section(run).get("version", 1 if run.engine.kind == "fsdp" else 2)) == "1":
+        if str(fsdp_section(run).get("version", 1)) == "1":
             yield _of_sizes(run, "shard", "needs FSDP2", "fsdp_version: 2")
         elif parallelism.shard == 1:  # `no dimension for FSDP to shard across`
             what = f"1 leaves FSDP nothing to shard across {parallelism.replicate} replicas"
@@ -283,7 +283,7 @@ def replicas_and_shards_are_of_fsdp2(run):
 def cpu_ranks_take_no_sizes(run):
     """`ParallelismConfig is only compatible ..., but got DistributedType.MULTI_CPU`
 
-    Sizes that are all 1 are no request.
+    Sizes that are all 1 ask for nothing.
     """
     parallelism = run.engine.parallelism
     if parallelism.replicate == parallelism.shard == parallelism.sharing == 1:
@@ -355,7 +355,7 @@ def ddp_settings_need_ddp(run):
 @rule
 def bf16_compression_needs_nccl(run):
     """`TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+`"""
-    if run["ddp_comm_hook"] == "bf16" and uses_ddp(run) and (run["use_cpu"] or not run.hardware.cuda):
+    if run["ddp_comm_hook"] == "bf16" and uses_ddp(run) and not on_gpu(run):
         yield problem(
             run, "ddp_comm_hook", "bf16 needs NCCL, and NCCL needs GPUs", "--ddp_comm_hook fp16, or leave it out"
         )

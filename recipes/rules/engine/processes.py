@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from recipes.errors import Problem
-from recipes.rules.facts import advice, in_yaml, problem, rule, uses_deepspeed
+from recipes.rules.facts import advice, in_yaml, on_gpu, problem, rule, uses_deepspeed
+from recipes.run import RunSpec
 from recipes.run.engine import from_yaml, shipped
 
 
@@ -18,6 +20,26 @@ def several_processes_on_a_cpu_need_use_cpu(run):
         )
 
 
+@rule
+def mpirun_starts_no_ranks(run):
+    """`OSError: mpirun or mpiexec were not found`, from the launcher that starts one process.
+
+    Under mpirun train.py refuses several processes: each would train a model of its own.
+    """
+    if not _mpirun_hostfile(run) or run.engine.kind not in ("single", "multi_cpu"):
+        return
+    fix = "leave mpirun_config out, and distributed_type: MULTI_GPU for several processes"
+    if run.world_size > 1 and not run.own_script:
+        yield in_yaml(run, "mpirun_config", "starts processes that train.py cannot join into one training", fix)
+    elif run.elsewhere is None and not any(map(shutil.which, ("mpirun", "mpiexec"))):
+        yield in_yaml(run, "mpirun_config", "needs mpirun, which is not on this machine", fix)
+
+
+def _mpirun_hostfile(run: RunSpec) -> object:
+    section = run.engine.raw.get("mpirun_config")
+    return section.get("mpirun_hostfile") if isinstance(section, dict) else None
+
+
 _ON_GPUS = 'To judge it for GPUs: recipes check --gpu "H100 80GB"'
 
 
@@ -27,7 +49,7 @@ def single_engine_starts_one_process(run):
     kind = run.engine.kind
     if run.world_size == 1 or not run.engine.raw or kind not in ("single", "multi_cpu"):
         return
-    if run.engine.raw.get("mpirun_config"):
+    if _mpirun_hostfile(run):
         return  # mpirun starts them
     what = f"{run.engine.raw.get('distributed_type', 'NO')} starts one process, and {run.world_size} are asked for"
     is_default = kind == "single" and run.engine.source == str(shipped(run.recipe.engine))
@@ -39,7 +61,7 @@ def single_engine_starts_one_process(run):
 @rule
 def processes_have_a_gpu_each(run):
     """`CUDA error: invalid device ordinal`, or NCCL's `Duplicate GPU detected`."""
-    if not run.hardware.cuda or run["use_cpu"] or run["ddp_backend"] == "gloo":
+    if not on_gpu(run) or run["ddp_backend"] == "gloo":
         return  # with gloo, processes may share a GPU
     machines = run.engine.raw.get("num_machines", 1)
     machines = machines if isinstance(machines, int) and machines > 0 else 1
@@ -99,7 +121,9 @@ def fsdp_and_deepspeed_exclude_each_other(run):
 def fsdp_argument_needs_a_distributed_launch(run):
     """`ValueError: Using fsdp only works in distributed training.`"""
     if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
-        yield problem(run, "fsdp", "needs a distributed launch", "accelerate launch --config_file sharded.yaml")
+        yield problem(
+            run, "fsdp", "needs a distributed launch", "accelerate launch --config_file accelerate_configs/sharded.yaml"
+        )
 
 
 @rule
@@ -115,7 +139,7 @@ def nccl_needs_a_gpu(run):
 
     The others are for accelerators too, but for mpi: torch may have been built with it.
     """
-    if run["ddp_backend"] not in (None, "gloo", "mpi") and (not run.hardware.cuda or run["use_cpu"]):
+    if run["ddp_backend"] not in (None, "gloo", "mpi") and not on_gpu(run):
         name = run["ddp_backend"]
         needs = "GPUs" if name == "nccl" else "the accelerators that it is made for"
         yield problem(run, "ddp_backend", f"{name} needs {needs}", "leave it out: gloo is used on a CPU")

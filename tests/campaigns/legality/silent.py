@@ -35,6 +35,10 @@ def _as_written(case: Case, judgement: Judgement, outcome: Outcome) -> str:
         return outcome.refused_by_parser
     if judgement.run and all("finite number" in problem.what for problem in judgement.run.problems):
         return "nan and inf are not numbers"
+    if judgement.run and all("both are given" in problem.what for problem in judgement.run.problems):
+        return "one of two values of the same setting is dropped"
+    if judgement.run and all(" takes " in f" {problem.what}" for problem in judgement.run.problems):
+        return "a value of another type is refused, whether this run reads it or not"
     recipe = [change.value for change in case.changes if change.name == "recipe"]
     if recipe and outcome.record["recipe"] not in (recipe[-1], recipe[-1][0]):
         return f"trains {outcome.record['recipe']}"
@@ -111,6 +115,9 @@ SHOWN_BY: dict[str, Proof] = {
     "machines_share_the_processes": lambda *_: "0 machines are taken for one",
     "a_training_trains": lambda *_: "it trains",
     "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
+    "saving_the_best_needs_evaluation": lambda case, judgement, outcome: (
+        "" if outcome.seen[0]["checkpoints"] else "nothing is saved"
+    ),
     "values_are_in_range": _out_of_range,
     "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",
     "nested_settings_are_known": lambda *_: "nothing reads that key",

@@ -20,6 +20,7 @@ from launch.host.world import World
 from recipes.errors import UserError
 from recipes.rules.check import check
 from recipes.run import resolve, with_fit
+from recipes.run.fitted import identity
 from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
 from tests.support.waiting import PATIENCE, wait_for
 from tests.support.wide import LENGTH, texts_of, wide_model
@@ -137,6 +138,16 @@ def test_the_check_shows_it(argv, capsys):
     assert "batch 1 x 2 x 2 = 4: the largest that ran here: peak" in capsys.readouterr().out
 
 
+def test_a_fit_of_an_older_version_still_holds(training, tmp_path):
+    """It says for which world it was found, and not into how many parts that splits the batch."""
+    words = [*training, "--output_dir", str(tmp_path)]
+    found = {"micro_batch": 1, "accumulation": 2, "world_size": 2, "peak_bytes": 2**30}
+    content = {**found, "holds_for": identity(resolve(words, world_size=2))}
+    (tmp_path / "fit.json").write_text(json.dumps(content))
+    assert micro_batch(words) == (1, "fit.json")
+    assert micro_batch(words, processes=1) == (4, "batch arithmetic")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'])
 def test_a_damaged_fit_is_ignored(content, training, tmp_path):
     (tmp_path / "fit.json").write_text(content)
@@ -193,7 +204,7 @@ def ranks_agree(probe):
             world = World(2, rank, 2)
             board = Board(world, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
             try:
-                return fit._probe_on_all_ranks(spec, [str(rank)], world, board, 8, 10**9)
+                return fit._probe_on_all_ranks(spec, [str(rank)], board, 8, 10**9)
             except Exception as error:
                 return error
 
@@ -254,12 +265,12 @@ def test_another_failure_says_nothing_about_memory(ranks_agree, end):
         "--eval_strategy epoch --eval_on_start",
         "--eval_strategy epoch --lr_scheduler_type reduce_lr_on_plateau",
         "--eval_strategy epoch --load_best_model_at_end",
-        "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs min_lr_rate=0.1",
+        '--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}',
     ],
 )
 def test_a_probe_does_not_evaluate_and_is_legal_without(flags, tmp_path):
-    request = {"argv": flags.replace("min_lr_rate=0.1", '{"min_lr_rate":0.1}').split()}
-    probed = _requested({**request, "micro_batch": 1, "accumulation": 16}, World(), tmp_path)
+    request = {"argv": flags.split(), "micro_batch": 1, "accumulation": 16}
+    probed = _requested(request, World(), tmp_path)
     assert not [problem for problem in check(probed) if problem.severity == "error"]
 
 

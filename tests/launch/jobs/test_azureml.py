@@ -6,6 +6,7 @@ Nothing here has run on Azure.
 import json
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,8 @@ def test_another_command_line_has_another_place_for_its_checkpoints():
     assert place("--seed", "1") == place("--seed", "1") != place("--seed", "2")
     assert place(data="azureml:a:1") != place(data="azureml:b:1")
     assert place("--seed", "1", job_name="mine") == place("--seed", "2", job_name="mine")
+    another_engine = replace(job(), config=str(ROOT / "accelerate_configs" / "sharded.yaml"))
+    assert azure_job.output_of(another_engine, Azure(compute="c")) != place()
 
 
 def test_two_people_have_two_places_for_their_checkpoints(monkeypatch):

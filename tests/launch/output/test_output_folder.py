@@ -7,6 +7,12 @@ import shutil
 import pytest
 import torch
 
+from launch.host.world import World
+from launch.output import record
+from launch.output.resume import find_earlier_run
+from recipes.errors import UserError
+from recipes.run import resolve
+from recipes.run.engine import shipped
 from tests.support.running import losses, read_record, train_here
 
 FOUR_STEPS = "--max_steps 4 --save_steps 2 --save_total_limit 9 --logging_steps 1 --learning_rate 1e-3".split()
@@ -175,3 +181,19 @@ def test_checkpoints_of_another_engine_are_not_resumed(engine, words, stopped, t
     (stopped / "run.json").write_text(json.dumps({**read_record(stopped), "engine": engine}))
     outcome = train_here(tiny_model, texts, stopped, *FOUR_STEPS)
     assert outcome.code == 2 and words in " ".join(outcome.output.split())
+
+
+@pytest.mark.parametrize(("engine", "accepted"), [("FSDP", True), ("FSDP2", True), ("FSDP1", False), ("DDP", False)])
+def test_an_older_record_of_fsdp_lacks_its_version(engine, accepted, tmp_path):
+    run = resolve(
+        ["--recipe", "sharded", "--output_dir", str(tmp_path)],
+        world_size=2,
+        accelerate_config=str(shipped("sharded.yaml")),
+        environment={},
+    )
+    record.write(tmp_path, {**record.started(run, 2), "status": "finished", "engine": engine})
+    if accepted:
+        assert find_earlier_run(run, World(2)).finished
+        return
+    with pytest.raises(UserError, match=f"written with {engine}, and FSDP2 cannot read them"):
+        find_earlier_run(run, World(2))

@@ -4,9 +4,12 @@ holds the metrics of exactly the saved weights.
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Trainer
 
 from recipes.run import BEST_MODEL
 from tests.support.running import launch_quickly, model_flags, train_here
@@ -100,9 +103,26 @@ def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, t
     flags = f"--eval_strategy steps --eval_steps 1 --save_steps 2 --max_steps 2 {SPLIT} --learning_rate 1e-3".split()
     outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
     assert "2 saves one of 2 evaluations" in outcome.output
-    assert "of step 2, the last: the best, of step 1, was not saved" in outcome.output
+    assert "of step 2, the last: no checkpoint of the best, step 1, was found" in outcome.output
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
+
+
+def test_a_best_model_that_was_not_found_is_admitted(tiny_model, texts, tmp_path, monkeypatch):
+    """Somebody has deleted its checkpoint while the run trained. Trainer only warns."""
+    load = Trainer._load_best_model
+
+    def load_in_vain(trainer):
+        shutil.rmtree(trainer.state.best_model_checkpoint)
+        load(trainer)
+
+    monkeypatch.setattr(Trainer, "_load_best_model", load_in_vain)
+    flags = [*EVERY_SECOND, *FIRST_IS_BEST, "--max_steps", "5", "--save_total_limit", "9"]
+    outcome = train_here(tiny_model, texts, tmp_path, *flags)
+    assert (outcome.record["model_step"], outcome.record["best_step"]) == (5, 2)
+    assert "of step 5, the last: no checkpoint of the best, step 2, was found" in outcome.output
+    assert outcome.record["eval_loss"] == evaluated(outcome)[5][0]
+    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-5"))
 
 
 @pytest.mark.slow

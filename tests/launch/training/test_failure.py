@@ -77,3 +77,25 @@ def test_a_model_that_cannot_be_debugged_is_said_in_one_line(monkeypatch, tiny_m
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "1", "--debug", "underflow_overflow")
     assert outcome.code == 1
     assert "--debug underflow_overflow cannot look into this model" in outcome.output
+
+
+def test_a_model_that_only_deepspeed_knows_it_cannot_divide_is_one_line(monkeypatch, tiny_model, texts, tmp_path):
+    error = AssertionError("AutoTP not supported for model. Please provide policy.")
+    monkeypatch.setattr("transformers.Trainer.train", raises(error))
+    outcome = train_here(tiny_model, texts, tmp_path, "--max_steps", "1")
+    assert outcome.code == 2 and "DeepSpeed cannot divide LlamaForCausalLM: AutoTP not supported" in outcome.output
+
+
+@pytest.mark.parametrize("error", [AssertionError("no tokens"), OSError("no network")])
+def test_another_error_of_a_resume_is_not_blamed_on_the_checkpoint(error, monkeypatch, tiny_model, texts, tmp_path):
+    train_here(tiny_model, texts, tmp_path, "--max_steps", "1")
+    monkeypatch.setattr("transformers.Trainer.train", raises(error))
+    with pytest.raises(type(error)):
+        train_here(tiny_model, texts, tmp_path, "--max_steps", "2")
+
+
+def raises(error):
+    def train(*_, **__):
+        raise error
+
+    return train

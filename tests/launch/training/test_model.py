@@ -144,10 +144,24 @@ def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, 
         with_model(run, tokenizer)
 
 
+def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(tmp_path, monkeypatch):
+    """Only what check could not say before: train.py has printed that already."""
+    model = LlamaForSequenceClassification(LlamaConfig(**SMALL, intermediate_size=64))
+    run = replace(run_with(save(model, tmp_path), ignore_data_skip=True), elsewhere=frozenset())
+    tokenizer = load_tokenizer(run)
+    _, local = with_model(run, tokenizer)
+    monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
+    before = require_legal(run)
+    _, advice = with_model(run, tokenizer)
+    assert [problem.subject for problem in before] == ["ignore_data_skip"] and not local
+    assert [problem.subject for problem in advice] == ["model_name_or_path"]
+    assert "head starts with random values" in advice[0].what
+
+
 def test_a_longer_sequence_of_a_recipe_is_lowered_to_what_the_model_takes(tmp_path):
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=128)), tmp_path)
     run = resolve(["--model_name_or_path", name], environment={})
-    limited = with_model(run, load_tokenizer(run))
+    limited, _ = with_model(run, load_tokenizer(run))
     assert (limited["max_length"], limited.setting("max_length").source) == (128, "limit")
     assert run["max_length"] > 128
 

@@ -91,7 +91,7 @@ def test_checkpoints_stay_sharded(both):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [(), ("--use_peft",)], ids=["whole", "lora"])
-def test_a_resume_goes_on_bit_for_bit(adapters, sharded, tmp_path):
+def test_a_resume_goes_on_bit_for_bit(adapters, sharded):
     _, folder = sharded(*adapters)
     resumed, _ = sharded(*adapters, steps=8, output=folder)
     whole, _ = sharded(*adapters, steps=8)
@@ -118,7 +118,7 @@ def test_one_process_trains_the_same(both, sharded):
 
 
 @pytest.mark.slow
-def test_one_process_resumes_what_two_have_written(sharded, tmp_path):
+def test_one_process_resumes_what_two_have_written(sharded):
     _, folder = sharded()
     resumed, _ = sharded(steps=6, processes=1, output=folder)
     whole, _ = sharded(steps=6)

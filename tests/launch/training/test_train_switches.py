@@ -8,7 +8,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from launch.training.demo import demo_tokenizer
+from tests.support.models import save
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 
 STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
@@ -34,6 +37,16 @@ def test_qlora_with_eight_bit_adam_trains_on_two_ranks(tiny_model, texts, tmp_pa
     flags = [*model_flags(tiny_model, texts), *STEPS, "--use_peft", "--load_in_4bit", "--optim", "adamw_bnb_8bit"]
     outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
+
+
+def test_on_a_cpu_layer_norm_mixes_no_16_bit_types_and_rms_norm_does(tiny_model, texts, tmp_path):
+    config = GPT2Config(vocab_size=260, n_positions=256, n_embd=16, n_layer=1, n_head=2)
+    demo_tokenizer().save_pretrained(save(GPT2LMHeadModel(config), tmp_path / "gpt2"))
+    mixed = ["--dtype", "float16", "--bf16", "--max_steps", "1"]
+    assert train_here(tiny_model, texts, tmp_path / "llama", *mixed).code == 0
+    refused = train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed)
+    assert refused.code == 2 and "dtype: float16 weights cannot compute in another 16-bit type" in refused.output
+    assert train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed[2:]).code == 0  # with float32, as advised
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from launch.training.callbacks import Meter, StopOnNotANumber
 from launch.training.failure import NotANumber
 from launch.training.trainer import RecipeTrainer, apply_ddp_settings
 from recipes import standard
+from recipes.errors import UserError
 from recipes.run import resolve
 from tests.support.running import model_flags, train_here
 
@@ -38,6 +39,13 @@ def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tm
     built = build_trainer(run, build_arguments(run), load_model(run, tokenizer, data), tokenizer, data, None)
     handler = built.accelerator.ddp_handler
     assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
+
+
+def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
+    from launch.training.build import build_arguments
+
+    with pytest.raises(UserError, match=r"warmup_steps: .*\(command line\)\. Fix: another value, or leave it out"):
+        build_arguments(resolve(["--warmup_steps", "-1"], environment={}))
 
 
 def test_what_trainer_itself_set_on_the_handler_stays(trainer):

@@ -13,7 +13,7 @@ from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.rules import check as checking
 from recipes.rules import facts
-from recipes.rules.check import check, check_deep, require_legal
+from recipes.rules.check import check, check_deep, refused_by_library, require_legal
 from recipes.run import resolve
 from recipes.run.engine import shipped
 from recipes.run.hardware import Gpu, Hardware
@@ -114,7 +114,13 @@ def test_deep_check_names_the_setting_the_library_refuses():
     run = resolve(["--warmup_steps", "-1"], hardware=Hardware(), environment={})
     (problem,) = check_deep(run)
     assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
-    assert "ValueError" in problem.what
+    assert "ValueError" in problem.what and problem.fix == "another value, or leave it out"
+
+
+def test_a_refusal_that_names_no_setting_is_handed_on_as_it_is():
+    run = resolve(["--config", "/dev/null"], hardware=Hardware(), environment={})
+    found = refused_by_library(run, ValueError("The config of your backend is not available"))
+    assert str(found) == "TrainingArguments: The config of your backend is not available (ValueError) (transformers)."
 
 
 def test_deep_check_reads_the_yaml_as_accelerate_does(tmp_path):

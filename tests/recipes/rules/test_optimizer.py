@@ -137,6 +137,7 @@ ALSO_FIRES = [
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
+    ("schedule_settings_are_its_own", Run("--lr_scheduler_kwargs num_cycles=2")),  # nested_settings_can_be_read
     ("offload_needs_adamw", Run(f"{DS} {SGD}", files=ds_json(zero_force_ds_cpu_optimizer=False))),
     ("offload_needs_adamw", Run(f"--recipe memory {SGD}", yaml=deepspeed("zero_stage: 2"))),
     (

@@ -58,6 +58,14 @@ def test_trainers_own_fsdp_argument_names_the_engine_on_gpus():
     assert resolve(flags, hardware=Hardware(), world_size=2, environment={}).engine.title == "DDP"
 
 
+@pytest.mark.parametrize(("offload", "title"), [("false", "FSDP2"), ("true", "FSDP2, optimizer and parameter offload")])
+def test_trainers_own_fsdp_argument_wins_over_the_version_of_the_launch(offload, title):
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
+    environment = {**launch, "FSDP_OFFLOAD_PARAMS": offload}
+    run = resolve(["--fsdp", "true"], hardware=TWO_GPUS, world_size=2, environment=environment, launched=True)
+    assert run.engine.title == title
+
+
 @pytest.mark.parametrize(
     ("recipe", "gpus", "environment", "kind"),
     [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.real_failures import ZERO_2, arguments, assert_fires, launched, run_ranks, train
+from tests.support.real_failures import ZERO_2, arguments, assert_fires, launched, report_of_deepspeed, train
 from tests.support.runs import DS, Run, deepspeed, ds_json
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -205,25 +204,10 @@ def zero_report(folder: Path) -> dict:
     }
 
 
-ZERO_SCRIPT = """
-import json, sys
-from pathlib import Path
-from tests.recipes.rules.engine.test_deepspeed_json import zero_report
-report = zero_report(Path(sys.argv[1]))
-(Path(sys.argv[1]) / "report.json").write_text(json.dumps(report))
-"""
-
-
 @pytest.fixture(scope="module")
 def zero_trained(tmp_path_factory) -> dict:
     pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("zero")
-    script = folder / "script.py"
-    script.write_text(ZERO_SCRIPT, encoding="utf-8")
-    output = run_ranks([str(script), str(folder)], 1, DS_ACCELERATOR="cpu")
-    report = folder / "report.json"
-    assert report.exists(), output
-    return json.loads(report.read_text(encoding="utf-8"))
+    return report_of_deepspeed(zero_report, tmp_path_factory.mktemp("zero"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.rules.check import problems_by_rule
+from recipes.run import resolve
 from tests.support.real_failures import assert_fires, launched, losses, tiny_llama, train
 from tests.support.runs import TWO_GPUS, Run, fsdp
 
@@ -12,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 VERSION_2 = "fsdp_version: 2"
 SCATTERS = '--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'
 BY_LAYER = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+SHARDED = "fsdp_state_dict_type: SHARDED_STATE_DICT"
 CHECKPOINTED = "fsdp_activation_checkpointing: true"
 
 
@@ -150,6 +153,7 @@ def test_trainer_refuses(rule, settings, message, gpu_rank, tmp_path):
     assert_fires(rule, settings, world=2, gpu=(8, 0))
 
 
+NEEDS_WHOLE = "not compatible with FSDP state dict type"
 LAUNCHES = [
     ("fsdp_switches_are_truth_values", ("fsdp_cpu_ram_efficient_loading: yes please",), {}, "invalid truth value yes"),
     ("fsdp2_reshards_or_not", ("fsdp_reshard_after_forward: FULL_SHARD",), {}, "invalid truth value full_shard"),
@@ -177,6 +181,19 @@ LAUNCHES = [
         (BY_LAYER,),
         {"optim": "adamw_bnb_8bit"},
         "does not have a sharding strategy",
+    ),
+    ("sharded_checkpoints_hold_the_optimizer", (BY_LAYER,), {"save_only_model": True}, NEEDS_WHOLE),
+    (
+        "sharded_checkpoints_hold_the_optimizer",
+        (BY_LAYER, "fsdp_state_dict_type: sharded_state_dict"),
+        {"save_only_model": True},
+        NEEDS_WHOLE,
+    ),
+    (  # the arguments' section counts with --fsdp only
+        "sharded_checkpoints_hold_the_optimizer",
+        (BY_LAYER, SHARDED),
+        {"save_only_model": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}},
+        NEEDS_WHOLE,
     ),
     (
         "offloaded_activations_are_checkpointed",
@@ -208,6 +225,16 @@ def test_a_launch_fails(rule, lines, settings, message, train_launched):
         start()
     named = {"model_name_or_path": "m"} if "SIZE_BASED" in str(lines) else {}
     assert_fires(rule, {**settings, **named}, config=file, gpu=(8, 0))
+
+
+def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_says(train_launched, monkeypatch):
+    settings = {"save_only_model": True, "fsdp": True}
+    file, start = train_launched(BY_LAYER, SHARDED, **settings)
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    plugin = start().accelerator.state.fsdp_plugin
+    assert (plugin.fsdp_version, plugin.state_dict_type.name) == (2, "FULL_STATE_DICT")
+    run = resolve(settings=settings, accelerate_config=str(file), hardware=TWO_GPUS, environment={})
+    assert "sharded_checkpoints_hold_the_optimizer" not in dict(problems_by_rule(run))
 
 
 def test_words_of_version_1_change_nothing(train_launched):

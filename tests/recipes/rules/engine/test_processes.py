@@ -17,6 +17,10 @@ CASES = {
         Run(yaml=yaml("'NO'"), world=2),
         Run(yaml=yaml("MULTI_GPU"), world=2),
     ),
+    "mpirun_starts_no_ranks": (
+        Run(yaml=yaml("'NO'", "mpirun_config: {mpirun_hostfile: h}"), world=2),
+        Run(yaml=yaml("MULTI_GPU", "mpirun_config: {mpirun_hostfile: h}"), world=2),
+    ),
     "processes_have_a_gpu_each": (Run(world=4, hardware=TWO_GPUS), Run(world=2, hardware=TWO_GPUS)),
     "one_process_uses_one_gpu": (
         Run("--recipe baseline", hardware=TWO_GPUS),
@@ -49,15 +53,28 @@ CASES = {
 ALSO_FIRES = [
     ("single_engine_starts_one_process", Run(yaml=yaml("MULTI_CPU", processes=2), world=2), "distributed_type"),
     ("single_engine_starts_one_process", Run("--recipe baseline", world=2), "distributed_type"),
+    (
+        "single_engine_starts_one_process",
+        Run(yaml=yaml("MULTI_CPU", "mpirun_config: {mpirun_ccl: '1'}"), world=2),
+        "distributed_type",
+    ),
     ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="standard.yaml"), "recipe"),
 ]
 
-# rule, another run that is legal
+# rule, another run in which the rule does not fire
 LEGAL_AFTER_ALL = [
     ("single_engine_starts_one_process", Run(world=2, yaml=yaml("MULTI_CPU", "mpirun_config: {mpirun_hostfile: h}"))),
     ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="sharded.yaml", hardware=TWO_GPUS)),
     ("processes_have_a_gpu_each", Run(world=4, hardware=TWO_GPUS, yaml=yaml("MULTI_GPU", "num_machines: 2"))),
 ]
+
+
+def test_a_machine_without_mpirun_cannot_start_it(write_yaml, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    file = write_yaml("'NO'", "mpirun_config: {mpirun_hostfile: hosts}")
+    with pytest.raises(OSError, match="mpirun or mpiexec were not found"):
+        run_launch_command(file)
+    assert_fires("mpirun_starts_no_ranks", {}, world=1, config=file)
 
 
 @pytest.mark.parametrize("type_", ["'NO'", "MULTI_CPU"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.support.real_failures import arguments, assert_fires, launched, run_ranks, tiny_llama, train
+from tests.support.real_failures import arguments, assert_fires, launched, report_of_deepspeed, tiny_llama, train
 from tests.support.runs import yaml
 
 pytestmark = pytest.mark.slow
@@ -42,16 +41,9 @@ YAMLS: dict[str, tuple[tuple[str, ...], dict]] = {
     "bf16 evaluations of bf16": ((), {"bf16_full_eval": True, "bf16": True}),
 }
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.recipes.rules.engine.test_under_deepspeed import report
-report(Path(sys.argv[1]))
-"""
 
-
-def report(folder: Path) -> None:
-    """Trains all of RUNS, and a LoRA classifier in two precisions; writes how each has ended."""
+def report(folder: Path) -> dict[str, str]:
+    """How each of RUNS and YAMLS has ended, and a LoRA classifier in two precisions."""
     ends = {}
     for name, (sections, settings) in RUNS.items():
         for stage in (2, 3):
@@ -64,7 +56,7 @@ def report(folder: Path) -> None:
         )
     for name, (lines, settings) in YAMLS.items():
         ends[name] = end_of_yaml(folder, lines, settings)
-    (folder / "ends.json").write_text(json.dumps(ends), encoding="utf-8")
+    return ends
 
 
 def end_of(folder: Path, classifies: bool = False, **settings) -> str:
@@ -115,13 +107,7 @@ def train_classifier(folder: Path, **settings):
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory) -> dict[str, str]:
     pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("deepspeed")
-    script = folder / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    output = run_ranks([str(script), str(folder)], 1, DS_ACCELERATOR="cpu")
-    file = folder / "ends.json"
-    assert file.exists(), output
-    return json.loads(file.read_text(encoding="utf-8"))
+    return report_of_deepspeed(report, tmp_path_factory.mktemp("deepspeed"))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -41,9 +41,11 @@ def read_secret(address: str) -> str:
 
 def _token(address: str) -> str:
     """A token of the compute's identity for key vaults. Raises OSError if there is none."""
-    from azure.core.exceptions import AzureError
-    from azure.identity import ManagedIdentityCredential
-
+    try:
+        from azure.core.exceptions import AzureError
+        from azure.identity import ManagedIdentityCredential
+    except ImportError:
+        raise OSError("azure-identity is not installed in the job's environment: add it there") from None
     cloud = (urlsplit(address).hostname or "").partition(".")[2]  # vault.azure.net, or another cloud's
     # Azure ML names the identity of the compute in this variable.
     credential = ManagedIdentityCredential(client_id=os.environ.get("DEFAULT_IDENTITY_CLIENT_ID"))

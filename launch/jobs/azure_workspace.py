@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Job
 
-INSTALL = "pip install -e '.[azureml]' in the checkout"
+_IN_CHECKOUT = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+_EXTRA = "azure-ai-ml==1.35.2 azure-identity"  # the extra `azureml` of pyproject.toml
+INSTALL = "pip install -e '.[azureml]' in the checkout" if _IN_CHECKOUT else f"pip install {_EXTRA}"
 _OVER = ("Completed", "Failed", "Canceled", "NotResponding", "Paused")
 
 
@@ -41,7 +43,7 @@ def sdk_is_installed() -> bool:
 
 def require_sdk() -> None:
     if not sdk_is_installed():
-        fix = f"{INSTALL}; or --dry_run --output azureml/mine.yaml and `az ml job create -f azureml/mine.yaml`"
+        fix = f"{INSTALL}; or --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
         raise mistake("azureml", "Azure's SDK, azure-ai-ml, is not installed", fix)
 
 

@@ -19,7 +19,6 @@ STEPS = (
     "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --per_device_eval_batch_size 1"
 ).split()
 EVERY_FOURTH = "--eval_strategy steps --eval_steps 4".split()
-AT_THE_END = "--eval_strategy steps --eval_steps 1000".split()
 BEST = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()  # the first is
 SECONDS = 3  # a batch of an evaluation; there are 26
 
@@ -76,19 +75,21 @@ def test_an_evaluation_is_cut_short_and_made_up_for(slow, tmp_path):
     assert (again.record["model_step"], whole.record["model_step"]) == (4, 4)
 
 
-def test_a_cut_evaluation_at_the_end_is_all_that_the_next_start_does(slow, tmp_path):
-    run = slow.stopped(Forked, tmp_path / "out", *AT_THE_END, after="step 8/")
+@pytest.mark.parametrize("steps", ["8", "1000"], ids=["in the training", "after the training"])
+def test_a_cut_evaluation_at_the_end_is_all_that_the_next_start_does(steps, slow, tmp_path):
+    at_the_end = [*"--eval_strategy steps --eval_steps".split(), steps]
+    run = slow.stopped(Forked, tmp_path / "out", *at_the_end, after="step 8/")
     assert run.process.exitcode == EXIT_CODE
     assert_saved_without_evaluation(tmp_path / "out", 8)
-    whole, again = (slow.trained(tmp_path / name, *AT_THE_END) for name in ("whole", "out"))
+    whole, again = (slow.trained(tmp_path / name, *at_the_end) for name in ("whole", "out"))
     assert (again.code, again.record["status"]) == (0, "finished")
     assert again.record["eval_loss"] == whole.record["eval_loss"]
 
 
 @pytest.mark.slow
 def test_a_run_without_checkpoints_saves_one_when_its_evaluation_is_cut(slow, tmp_path):
-    slow.stopped(Forked, tmp_path / "out", *AT_THE_END, "--save_strategy", "no", after="step 8/")
-    assert_saved_without_evaluation(tmp_path / "out", 8)
+    slow.stopped(Forked, tmp_path / "out", *EVERY_FOURTH, "--save_strategy", "no")
+    assert_saved_without_evaluation(tmp_path / "out", 4)
 
 
 @pytest.mark.slow

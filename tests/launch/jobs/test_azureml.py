@@ -4,8 +4,13 @@ Nothing here has run on Azure.
 """
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -349,6 +354,17 @@ def test_without_the_sdk_the_message_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(azure_workspace, "sdk_is_installed", lambda: False)
     assert main(SUBMIT) == 2
     assert "pip install -e '.[azureml]'" in capsys.readouterr().err
+
+
+def test_outside_a_checkout_the_message_names_the_extra(tmp_path):
+    """A copy of the package as a wheel installs it: no pyproject.toml beside it."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["azureml"]
+    for name in ("launch", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    code = "from launch.jobs.azure_workspace import INSTALL; print(INSTALL)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."})
+    assert done.stdout.split()[2:] == [line.partition(">=")[0] for line in needed]
 
 
 def test_mlflow_in_a_job_tracks_the_run(workspace, tiny_model, texts, tmp_path):

@@ -73,19 +73,25 @@ def _is_its_own(args_class: type, name: str, value: object) -> bool:
 
 
 def _warn_without_engine(run: RunSpec) -> None:
-    """Without its launcher, Trainer silently trains a memory recipe unsharded and not offloaded."""
+    """Without its launcher, Trainer silently trains a memory recipe unsharded and not offloaded.
+
+    And `deepspeed` looks for MPI: `ModuleNotFoundError: No module named 'mpi4py'`.
+    """
     own, launched = run.engine, from_environment(run.environment)
-    is_there = launched is not None and (launched.kind, launched.zero_stage) == (own.kind, own.zero_stage)
-    given = run["deepspeed"] or run["fsdp"]
-    if own.kind in ("single", "ddp") or is_there or given or run.environment.get("RANK", "0") != "0":
+    if run["fsdp"] or run.environment.get("RANK", "0") != "0":
+        return
+    if run["deepspeed"]:
+        is_there = launched is not None and launched.kind != "single"
+        what, file = "deepspeed needs a launcher, and this script has none", "standard.yaml"
+    else:
+        is_there = launched is not None and (launched.kind, launched.zero_stage) == (own.kind, own.zero_stage)
+        what = f"the recipe {run.recipe.name} is made for {own.title}, and this script trains on "
+        what, file = what + f"{launched.title if launched else 'one process'} instead", run.recipe.engine
+    if own.kind in ("single", "ddp") or is_there:
         return
     script = sys.argv[0] if sys.argv[0].endswith(".py") else "SCRIPT.py"
-    command = f"accelerate launch --config_file {shipped(run.recipe.engine)} --num_processes {run.world_size} {script}"
-    warnings.warn(
-        f"the recipe {run.recipe.name} is made for {own.title}, and this script trains on "
-        f"{launched.title if launched else 'one process'} instead. Fix: {command}",
-        stacklevel=3,
-    )
+    command = f"accelerate launch --config_file {shipped(file)} --num_processes {run.world_size} {script}"
+    warnings.warn(f"{what}. Fix: {command}", stacklevel=3)
 
 
 def _require_a_place(args_class: type, given: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -77,9 +78,20 @@ def precision(run: RunSpec) -> str:
 
 def _summary(results: Json, run: RunSpec, out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
-    lines = {**dict(_summary_lines(results, run)), "written to": f"{run['output_dir']} (model, checkpoints, run.json)"}
+    lines = {**dict(_summary_lines(results, run)), "written to": written(Path(run["output_dir"]))}
     out.print()
     out.print(_table(lines))
+
+
+def written(folder: Path) -> str:
+    """The output folder, and what a run has written there, of model, checkpoints and run.json."""
+    what = {
+        "model": ("*model*.safetensors", "*model*.bin"),  # whole, in parts, or an adapter
+        "checkpoints": ("checkpoint-*",),
+        "run.json": ("run.json",),
+    }
+    there = [name for name, patterns in what.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
+    return f"{folder} ({', '.join(there)})"
 
 
 def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:

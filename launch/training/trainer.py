@@ -197,7 +197,7 @@ class RecipeTrainer(Trainer):
         return self.evaluate() if known is None else known
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, but a model in FSDP's shards is saved whole instead of not at all.
+        """As Trainer's, but a model in shards of FSDP's or DeepSpeed's is saved whole.
 
         Its checkpoints stay sharded, and fast to write. All ranks call it.
         """
@@ -205,6 +205,8 @@ class RecipeTrainer(Trainer):
             # Trainer looks for the best checkpoint's folder as soon as this returns. Under FSDP
             # some ranks find it, and others load an older one at the end: a model of two halves.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
+        if self.deepspeed is not None and not _internal_call:
+            self.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
         if _internal_call or not self.accelerator.is_fsdp2:
             return super().save_model(output_dir, _internal_call)
         # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.

@@ -1,6 +1,17 @@
 """What is legal: read from the source of the installed libraries, without importing them."""
 
 from recipes.legal.compiling import compile_backends, compile_modes
+from recipes.legal.deepspeed import (
+    deepspeed_clipping_default,
+    deepspeed_keys,
+    deepspeed_optimizer_defaults,
+    deepspeed_optimizers,
+    deepspeed_scheduler_defaults,
+    deepspeed_schedulers,
+    deepspeed_section_keys,
+    deepspeed_tensor_styles,
+    deepspeed_undivided,
+)
 from recipes.legal.names import (
     ALIASES,
     accelerate_choices,
@@ -11,12 +22,6 @@ from recipes.legal.names import (
     checkpoint_keys,
     ddp_keywords,
     debug_options,
-    deepspeed_keys,
-    deepspeed_optimizers,
-    deepspeed_schedulers,
-    deepspeed_tensor_styles,
-    deepspeed_undivided,
-    deepspeed_zero_keys,
     distributed_types,
     fsdp_config_keys,
     fsdp_words,
@@ -52,12 +57,15 @@ __all__ = [
     "compile_modes",
     "ddp_keywords",
     "debug_options",
+    "deepspeed_clipping_default",
     "deepspeed_keys",
+    "deepspeed_optimizer_defaults",
     "deepspeed_optimizers",
+    "deepspeed_scheduler_defaults",
     "deepspeed_schedulers",
+    "deepspeed_section_keys",
     "deepspeed_tensor_styles",
     "deepspeed_undivided",
-    "deepspeed_zero_keys",
     "distributed_types",
     "fsdp_config_keys",
     "fsdp_words",

@@ -21,13 +21,11 @@ from recipes.legal.source import (
     enumerations,
     find_class,
     find_function,
-    has_file,
     literal,
     member_values,
     method_calls,
     names_with_prefix,
     option_names,
-    package_folder,
     parse_classes,
     parse_file,
     receiver,
@@ -238,80 +236,6 @@ def _optimizers_listed(table: str) -> frozenset[str]:
     listed = assigned(parse_file("transformers", "trainer_optimizer.py").body, table)
     assert listed
     return frozenset(values[node.attr] for node in ast.walk(listed) if isinstance(node, ast.Attribute))
-
-
-@cache
-def deepspeed_zero_keys() -> frozenset[str]:
-    """Legal keys of `zero_optimization` in a DeepSpeed JSON. Empty without DeepSpeed."""
-    if package_folder("deepspeed") is None:
-        return frozenset()
-    cls = find_class(parse_file("deepspeed", "runtime/zero/config.py"), "DeepSpeedZeroConfig")
-    names = strings(cls) | {field.name for field in dataclass_fields(cls)}
-    return frozenset(name for name in names if name.isidentifier())
-
-
-@cache
-def deepspeed_keys() -> frozenset[str]:
-    """Top-level keys of a DeepSpeed JSON: every name in DeepSpeed's own configuration sources.
-
-    These are more than the legal keys, so that none is refused. A misspelt key is not among them.
-    Empty without DeepSpeed.
-    """
-    folder = package_folder("deepspeed")
-    if folder is None:
-        return frozenset()
-    names: set[str] = set()
-    for pattern in ("**/constants.py", "**/config.py", "**/config_v2.py"):
-        for file in folder.glob(pattern):
-            names |= strings(ast.parse(file.read_text(encoding="utf-8")))
-    return frozenset(name for name in names if name.isidentifier())
-
-
-@cache
-def deepspeed_optimizers() -> frozenset[str]:
-    """Legal types of a DeepSpeed JSON's `optimizer`: torch's, and DeepSpeed's in lower case."""
-    config = parse_file("deepspeed", "runtime/config.py")
-    own = {name for node in config.body if _assigns(node, "_OPTIMIZER") for name in strings(node)}
-    return frozenset(own | _imported("torch", "optim/__init__.py"))
-
-
-@cache
-def deepspeed_schedulers() -> frozenset[str]:
-    """Legal types of a DeepSpeed JSON's `scheduler`: classes of DeepSpeed, and of torch."""
-    files = (("deepspeed", "runtime/lr_schedules.py"), ("torch", "optim/lr_scheduler.py"))
-    bodies = [node for package, file in files for node in parse_file(package, file).body]
-    return frozenset(node.name for node in bodies if isinstance(node, ast.ClassDef))
-
-
-@cache
-def deepspeed_tensor_styles() -> frozenset[str]:
-    """How a plan may divide tensors in this DeepSpeed. Empty where it has no list of it."""
-    tree = _deepspeed_module("tp_plan_converter")
-    return frozenset(literal(assigned(tree.body, "SUPPORTED_STYLES")) or ()) if tree else frozenset()
-
-
-@cache
-def deepspeed_undivided() -> frozenset[str]:
-    """What DeepSpeed cannot divide without a plan: classes of models as `gpt2` for GPT2Model."""
-    tree = _deepspeed_module("auto_tp")
-    nodes = ast.walk(find_class(tree, "AutoTP")) if tree else ()
-    bodies = (node.body for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "supported")
-    return frozenset(name for body in bodies for name in literal(assigned(body, "unsupported")) or ())
-
-
-def _deepspeed_module(name: str) -> ast.Module | None:
-    file = f"module_inject/{name}.py"
-    return parse_file("deepspeed", file) if has_file("deepspeed", file) else None
-
-
-def _assigns(node: ast.stmt, ending: str) -> bool:
-    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(ending)
-
-
-def _imported(package: str, file: str) -> set[str]:
-    """The names that a file imports."""
-    imports = [node for node in parse_file(package, file).body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
 def _field_names(package: str, file: str, cls: str) -> frozenset[str]:

@@ -106,7 +106,8 @@ def signal_checkpoints_may_be_incomplete(run):
 def zero3_saves_whole_weights(run):
     """Otherwise ZeRO-3 writes a warning instead of model.safetensors: there is nothing to load.
 
-    So does DeepSpeed's tensor parallelism, at any stage.
+    So does DeepSpeed's tensor parallelism, at any stage, whose checkpoints `zero_to_fp32.py` cannot
+    read either. train.py saves a whole model at the end all the same.
     """
     divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp not in (0, 1))
     if not divided or run["save_strategy"] == "no":

@@ -130,6 +130,7 @@ def test_what_trainer_itself_refuses_is_refused(tmp_path):
 
 ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1"}
+OWN_JSON = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
 
 
 def started_with(monkeypatch, variables: dict[str, str]) -> None:
@@ -161,7 +162,7 @@ def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, eng
     [
         ("sharded", {"ACCELERATE_USE_FSDP": "true"}, {}),
         ("memory", ZERO_2, {}),
-        ("memory", {}, {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}}),
+        ("memory", TORCHRUN, {"deepspeed": OWN_JSON}),
         ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it
         ("standard", {}, {}),
         ("fast", TORCHRUN, {}),
@@ -172,3 +173,16 @@ def test_no_warning_where_the_engine_is_there(recipe, variables, settings, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         getattr(recipes, recipe)(str(tmp_path), **settings)
+
+
+def test_a_json_of_ones_own_needs_a_launcher_too(tmp_path, monkeypatch):
+    started_with(monkeypatch, {})
+    with pytest.warns(UserWarning, match="deepspeed needs a launcher.*accelerate launch .*standard.yaml"):
+        recipes.standard(str(tmp_path), deepspeed=OWN_JSON)
+
+
+def test_fsdp_is_refused_in_a_script_that_no_launcher_started(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="needs a distributed launch"):
+        recipes.standard(str(tmp_path), fsdp="full_shard")
+    started_with(monkeypatch, TORCHRUN)
+    recipes.standard(str(tmp_path), fsdp="full_shard")

@@ -257,7 +257,7 @@ _YAML = [
     Wrong("mixed_precision", "--bf16", yaml=_yaml("MULTI_GPU", "mixed_precision: bf16")),
     Wrong("mixed_precision", "--fp16", yaml=_yaml("MULTI_GPU", "mixed_precision: fp16"), gpu=(8, 0)),
     Wrong("compute_environment", "LOCAL_MACHINE", yaml="compute_environment: LAPTOP\ndistributed_type: 'NO'\n"),
-    Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'")),
+    Wrong("num_processes", "without quotes", yaml=_yaml("'NO'", "num_processes: '2'"), world=None),
     Wrong("num_processes", "num_processes: 1", yaml=_yaml("MULTI_GPU", "num_processes: 0"), world=None),
     Wrong("num_processes", "--num_processes N", yaml=f"{_HEAD}distributed_type: MULTI_GPU\n", world=None),
     Wrong("num_machines", "num_machines: 1", yaml=_yaml("MULTI_GPU", "num_machines: two")),
@@ -303,7 +303,7 @@ _JSON = [
         "--warmup_steps 5",
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
     ),
-    Wrong("stge", "stage", "--deepspeed ds.json", json={"zero_optimization": {"stge": 2}}),
+    Wrong("zero_optimization.stge", "stage", "--deepspeed ds.json", json={"zero_optimization": {"stge": 2}}),
     Wrong("zero_optimization.stage", "0, 1, 2 or 3", "--deepspeed ds.json", json={"zero_optimization": {"stage": 7}}),
     Wrong(
         "optim",

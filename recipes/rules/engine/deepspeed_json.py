@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from recipes import legal
 from recipes.errors import Problem
 from recipes.rules.facts import (
     absent_classes,
+    advice,
     deepspeed_file,
     deepspeed_section,
     in_yaml,
@@ -17,7 +19,7 @@ from recipes.rules.facts import (
     uses_deepspeed,
 )
 from recipes.run import RunSpec, nearest
-from recipes.run.engine import read_json
+from recipes.run.engine import Json, read_json
 
 _BELONGS_IN_JSON = (
     "gradient_accumulation_steps",
@@ -118,16 +120,19 @@ _OF_A_YAML = {
 
 @rule
 def deepspeed_json_keys_are_known(run):
-    """Silently ignored (`gradient_cliping`), or fatal in every worker below `zero_optimization`."""
+    """Silently ignored (`gradient_cliping`), or fatal in every worker: `Extra inputs are not
+    permitted`, below `zero_optimization` and in every other section that is a class of DeepSpeed's.
+    """
     content = deepspeed_file(run)
     if not content or not legal.deepspeed_keys():
         return
-    zero = content.get("zero_optimization")
-    for names, known in ((content, legal.deepspeed_keys()), (zero, legal.deepspeed_zero_keys())):
+    for section, known in {"": legal.deepspeed_keys(), **legal.deepspeed_section_keys()}.items():
+        names = _at(content, section) if section else content
         for key in names if isinstance(names, dict) else ():
             if key not in known:
                 fix = _OF_A_YAML.get(key) or nearest(str(key), known) or "a key of DeepSpeed's own reference"
-                yield Problem(str(key), "is not a key that DeepSpeed reads", fix, _json_source(run))
+                subject = f"{section}.{key}" if section else str(key)
+                yield Problem(subject, "is not a key that DeepSpeed reads", fix, _json_source(run))
 
 
 @rule
@@ -138,14 +143,17 @@ def deepspeed_json_agrees_with_arguments(run):
         return
     for path, expected, argument in _must_match(run):
         value = _at(content, path)
-        if value is None or value == "auto" or value == expected:
+        if value is None or value == "auto" or expected is None or value == expected:
             continue
         what = f"{value} contradicts {argument} {expected}"
         yield Problem(path, what, f'"{path.rpartition(".")[2]}": "auto"', _json_source(run))
 
 
 def _must_match(run: RunSpec) -> Iterator[tuple[str, object, str]]:
-    """A path in the JSON, the value that it must have, and the argument that has this value."""
+    """A path in the JSON, the value that it must have, and the argument that has this value.
+
+    The value is None if only the data tell it.
+    """
     yield "train_micro_batch_size_per_gpu", run["per_device_train_batch_size"], "per_device_train_batch_size"
     yield "gradient_accumulation_steps", run["gradient_accumulation_steps"], "gradient_accumulation_steps"
     yield "train_batch_size", run.batch.total, "the global batch"
@@ -157,10 +165,90 @@ def _must_match(run: RunSpec) -> Iterator[tuple[str, object, str]]:
     yield "scheduler.params.warmup_max_lr", run["learning_rate"], "learning_rate"
     yield "fp16.enabled", bool(run["fp16"] or run["fp16_full_eval"]), "fp16"
     yield "bf16.enabled", bool(run["bf16"] or run["bf16_full_eval"]), "bf16"
-    if run["warmup_steps"] == 0 or run["warmup_steps"] >= 1:
-        yield "scheduler.params.warmup_num_steps", max(1, int(run["warmup_steps"])), "warmup_steps"
-    if run["max_steps"] > 0:
-        yield "scheduler.params.total_num_steps", run["max_steps"], "max_steps"
+    yield "scheduler.params.warmup_num_steps", _warmup_steps(run), "warmup_steps"
+    yield "scheduler.params.total_num_steps", run["max_steps"] if run["max_steps"] > 0 else None, "max_steps"
+
+
+def _warmup_steps(run: RunSpec) -> int | None:
+    """What Trainer fills in for "auto": DeepSpeed wants at least 1."""
+    steps, total = run["warmup_steps"], run["max_steps"]
+    if 0 < steps < 1:
+        return max(1, math.ceil(total * steps)) if total > 0 else None
+    return max(1, int(steps))
+
+
+@rule
+def deepspeed_json_names_what_trains(run):
+    """What the JSON leaves out has DeepSpeed's default: Trainer fills in "auto", and adds nothing.
+
+    Seen on a CPU: a WarmupLR without parameters warms up for 1000 steps, a WarmupDecayLR to 0.001,
+    whatever learning_rate and warmup_steps say.
+    """
+    content = deepspeed_file(run)
+    if not content or not uses_deepspeed(run) or not legal.deepspeed_keys():
+        return
+    defaults = _defaults(content)
+    for path, expected, argument in _must_match(run):
+        if _at(content, path) is not None or path not in defaults:
+            continue
+        default, name = defaults[path], path.rpartition(".")[2]
+        fix = f'"{name}": "auto"' + (f" in {path.rpartition('.')[0]}" if "." in path else "")
+        if default is not ... and default != expected:
+            instead = f"instead of {expected} " if expected is not None else ""
+            what = f"is missing: DeepSpeed would take {default} {instead}({argument})"
+            yield Problem(path, what, fix, _json_source(run))
+
+
+def _defaults(content: Json) -> Json:
+    """Path -> DeepSpeed's default of what the JSON may leave out, where that has an effect."""
+    known: Json = {"gradient_clipping": legal.deepspeed_clipping_default()}
+    known |= {f"{name}.enabled": False for name in ("bf16", "fp16") if name in content}  # absent ones are added
+    optimizer, scheduler = _at(content, "optimizer.type"), _at(content, "scheduler.type")
+    if isinstance(optimizer, str):
+        of_torch = is_true(_at(content, "optimizer.params.torch_adam"))
+        for key, value in legal.deepspeed_optimizer_defaults(optimizer, of_torch).items():
+            known[f"optimizer.params.{key}"] = list(value) if isinstance(value, tuple) else value
+    for key, value in legal.deepspeed_scheduler_defaults(str(scheduler)).items():
+        known[f"scheduler.params.{key}"] = value
+    highest = "scheduler.params.warmup_max_lr"
+    if highest in known and known[highest] is None:
+        del known[highest]  # the optimizer's
+    elif highest in known:
+        known.pop("optimizer.params.lr", None)  # the schedule sets it
+    return known
+
+
+@rule
+def deepspeed_schedulers_have_their_parameters(run):
+    """`WarmupDecayLR.__init__() missing 1 required positional argument: 'total_num_steps'`, `got an
+    unexpected keyword argument`, and without `params`: `argument after ** must be a mapping`
+    """
+    section = (deepspeed_file(run) or {}).get("scheduler")
+    if not uses_deepspeed(run) or not isinstance(section, dict) or not isinstance(section.get("type"), str):
+        return
+    name, given = section["type"], section.get("params")
+    if given is None:
+        yield Problem("scheduler.params", "is missing", '"params": {...}', _json_source(run))
+    known = legal.deepspeed_scheduler_defaults(name)
+    for key, default in known.items():
+        if default is ... and key not in (given or {}):
+            fix = '"auto"' if key == "total_num_steps" else "a number"
+            what = f"is missing, and {name} needs it"
+            yield Problem(f"scheduler.params.{key}", what, f'"{key}": {fix}', _json_source(run))
+    for key in given if known and isinstance(given, dict) else ():
+        if key not in known:
+            fix = nearest(key, known) or "leave it out"
+            yield Problem(f"scheduler.params.{key}", f"is not a parameter of {name}", fix, _json_source(run))
+
+
+@rule
+def deepspeed_schedulers_of_own_rates_replace_the_learning_rate(run):
+    """OneCycle and LRRangeTest set rates of their own in every step, silently."""
+    name = _at(deepspeed_file(run) or {}, "scheduler.type")
+    known = legal.deepspeed_scheduler_defaults(str(name))
+    if uses_deepspeed(run) and run.explicit("learning_rate") and known and "warmup_num_steps" not in known:
+        what = f"is not read: {name} of the DeepSpeed JSON has its own rates"
+        yield advice(run, "learning_rate", what, "leave it out, or remove scheduler from the JSON")
 
 
 @rule
@@ -188,8 +276,10 @@ def deepspeed_json_names_classes(run):
 def zero_stages_exist(run):
     """`Input should be 0, 1, 2 or 3`, from every worker."""
     stage = _at(deepspeed_file(run) or {}, "zero_optimization.stage")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        yield Problem("zero_optimization.stage", f"there is no stage {stage}", "0, 1, 2 or 3", _json_source(run))
+    if stage is None or (not isinstance(stage, str) and stage in (0, 1, 2, 3)):
+        return
+    what = f"takes a whole number, got {stage!r}" if isinstance(stage, str) else f"there is no stage {stage}"
+    yield Problem("zero_optimization.stage", what, "0, 1, 2 or 3", _json_source(run))
 
 
 def _at(content: object, path: str) -> object:

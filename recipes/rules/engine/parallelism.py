@@ -206,7 +206,8 @@ def tensor_parallelism_knows_the_model(run):
     base = models.model_types("MODEL_MAPPING_NAMES").get(kind, "").removesuffix("Model").lower()
     fix = "leave tensor_parallel out"
     if strange:
-        what = f"cannot divide a {kind} model: DeepSpeed does not know {' and '.join(strange)} of its plan"
+        styles = " and ".join(strange)
+        what = f"cannot divide a {kind} model: its layers are to be divided by {styles}, which DeepSpeed cannot do"
         yield _in_json(run, "tensor_parallel.autotp_size", what, fix)
     elif not plan and base in legal.deepspeed_undivided():
         yield _in_json(run, "tensor_parallel.autotp_size", f"cannot divide a {kind} model", fix)

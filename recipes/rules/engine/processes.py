@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.errors import Problem
 from recipes.rules.facts import advice, in_yaml, on_gpu, problem, rule, uses_deepspeed
 from recipes.run import RunSpec
-from recipes.run.engine import from_yaml, shipped
+from recipes.run.engine import from_environment, from_yaml, shipped
 
 
 @rule
@@ -104,10 +104,14 @@ def _short(path: Path) -> str:
 
 @rule
 def fsdp_needs_a_gpu(run):
-    """On a CPU an FSDP YAML silently trains plain DDP: nothing is sharded."""
-    if run.engine.kind == "fsdp" and not run.hardware.shards and not uses_deepspeed(run):
+    """On a CPU an FSDP YAML or `--fsdp` silently trains plain DDP: nothing is sharded."""
+    if run.hardware.shards or uses_deepspeed(run):
+        return
+    if run.engine.kind == "fsdp":
         what = "FSDP shards nothing on a CPU: this is plain DDP"
         yield in_yaml(run, "distributed_type", what, f"distributed_type: MULTI_GPU. {_ON_GPUS}", "advice")
+    elif run["fsdp"] and not _is_started_alone(run):
+        yield advice(run, "fsdp", "shards nothing on a CPU: this is plain DDP", f"leave it out. {_ON_GPUS}")
 
 
 @rule
@@ -120,10 +124,18 @@ def fsdp_and_deepspeed_exclude_each_other(run):
 @rule
 def fsdp_argument_needs_a_distributed_launch(run):
     """`ValueError: Using fsdp only works in distributed training.`"""
-    if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
-        yield problem(
-            run, "fsdp", "needs a distributed launch", "accelerate launch --config_file accelerate_configs/sharded.yaml"
-        )
+    if run["fsdp"] and _is_started_alone(run):
+        fix = f"accelerate launch --config_file {_short(shipped('sharded.yaml'))}"
+        fix = fix if run.hardware.shards else "leave it out: it shards nothing on a CPU"
+        yield problem(run, "fsdp", "needs a distributed launch", fix)
+
+
+def _is_started_alone(run: RunSpec) -> bool:
+    """Whether no launcher joins this process with others, not even with none."""
+    if not run.own_script:
+        return run.engine.kind == "single" and run.world_size == 1
+    launched = from_environment(run.environment)  # a factory is called in the process that trains
+    return launched is None or launched.kind == "single"
 
 
 @rule

@@ -132,5 +132,6 @@ BEYOND_TWO_STEPS: dict[str, str] = {
     "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
     "sequences_fit_the_model": "rotary positions go on where the model knows none",
+    "deepspeed_json_names_what_trains": "DeepSpeed trains its own default for what the JSON leaves out",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 
 import pytest
 
 from recipes import legal
 from recipes.errors import UserError
-from recipes.legal import source
+from recipes.legal import deepspeed, source
 
 
 def names(cls) -> set[str]:
@@ -78,11 +79,39 @@ def test_legal_keys_of_sections_are_destinations_of_the_launch_parser(section):
     assert {key for key in known if not {key, prefix + key} & real} <= {"fsdp_ignored_modules", "ignored_modules"}
 
 
-def test_legal_zero_keys_are_the_fields_of_the_real_class():
-    config = pytest.importorskip("deepspeed.runtime.zero.config")
-    fields = config.DeepSpeedZeroConfig.model_fields
-    real = set(fields) | {field.alias for field in fields.values() if field.alias}
-    assert real <= legal.deepspeed_zero_keys()
+def test_legal_keys_of_a_deepspeed_json_are_the_fields_of_the_real_classes():
+    pytest.importorskip("deepspeed")
+    assert set(legal.deepspeed_section_keys()) == set(deepspeed._SECTIONS)
+    for section, (file, name) in deepspeed._SECTIONS.items():
+        module = importlib.import_module("deepspeed." + file.removesuffix(".py").replace("/", "."))
+        fields = getattr(module, name).model_fields
+        real = set(fields) | {field.alias for field in fields.values() if field.alias}
+        assert real <= legal.deepspeed_section_keys()[section]
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"])
+def test_defaults_of_deepspeeds_schedules_are_those_of_the_real_class(name):
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    real = dict(list(inspect.signature(getattr(schedules, name)).parameters.items())[1:])
+    known = legal.deepspeed_scheduler_defaults(name)
+    assert set(known) == set(real)
+    for key, parameter in real.items():
+        if not isinstance(parameter.default, str):  # constants, which nothing needs
+            assert known[key] == (... if parameter.default is inspect.Parameter.empty else parameter.default)
+
+
+@pytest.mark.parametrize(("name", "cls"), [("AdamW", "FusedAdam"), ("adam", "DeepSpeedCPUAdam")])
+def test_defaults_of_deepspeeds_optimizers_are_those_of_the_real_class(name, cls):
+    adam = pytest.importorskip("deepspeed.ops.adam")
+    real = inspect.signature(getattr(adam, cls)).parameters
+    known = legal.deepspeed_optimizer_defaults(name)
+    assert all(known[key] == real[key].default for key in ("lr", "betas", "eps", "weight_decay"))
+    assert legal.deepspeed_optimizer_defaults(name, torch_adam=True)["lr"] == 1e-3
+
+
+def test_a_deepspeed_json_without_clipping_clips_where_deepspeed_does():
+    constants = pytest.importorskip("deepspeed.runtime.constants")
+    assert legal.deepspeed_clipping_default() == constants.GRADIENT_CLIPPING_DEFAULT
 
 
 def test_a_missing_library_is_named_with_its_install_command(monkeypatch):

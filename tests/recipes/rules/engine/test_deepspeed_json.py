@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.real_failures import ZERO_2, arguments, assert_fires, launched, report_of_deepspeed, train
 from tests.support.runs import DS, Run, deepspeed, ds_json
@@ -41,6 +43,18 @@ CASES = {
         Run(DS, files=ds_json(gradient_accumulation_steps=2)),
         Run(DS, files=ds_json(gradient_accumulation_steps="auto")),
     ),
+    "deepspeed_json_names_what_trains": (
+        Run(DS, files=ds_json(scheduler={"type": "WarmupLR", "params": {}})),
+        Run(DS, files=ds_json(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}})),
+    ),
+    "deepspeed_schedulers_have_their_parameters": (
+        Run(DS, files=ds_json(scheduler={"type": "WarmupCosineLR", "params": {}})),
+        Run(DS, files=ds_json(scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}})),
+    ),
+    "deepspeed_schedulers_of_own_rates_replace_the_learning_rate": (
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(scheduler={"type": "LRRangeTest", "params": {}})),
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(scheduler={"type": "WarmupLR", "params": {}})),
+    ),
     "deepspeed_json_has_one_precision": (
         Run(DS, files=ds_json(fp16={"enabled": True}, bf16={"enabled": True})),
         Run(f"{DS} --bf16", files=ds_json(fp16={"enabled": False}, bf16={"enabled": True})),
@@ -71,6 +85,58 @@ ALSO_FIRES = [
         "gradient_accumulation_steps",
     ),
     ("deepspeed_json_keys_are_known", Run(DS, files={"ds.json": {"zero_optimization": {"stge": 2}}}), "stge"),
+    (
+        "deepspeed_json_keys_are_known",
+        Run(DS, files=ds_json(zero_optimization={"stage": 3, "offload_param": {"devise": "cpu"}})),
+        "offload_param.devise",
+    ),
+    (
+        "deepspeed_json_keys_are_known",
+        Run(DS, files=ds_json(tensor_parallel={"tp_size": 2})),
+        "tensor_parallel.tp_size",
+    ),
+    ("deepspeed_json_keys_are_known", Run(DS, files=ds_json(tensorboard={"path": "x"})), "tensorboard.path"),
+    ("deepspeed_json_names_what_trains", Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping"),
+    ("deepspeed_json_names_what_trains", Run(f"{DS} --bf16", files=ds_json(bf16={})), "bf16.enabled"),
+    (
+        "deepspeed_json_names_what_trains",
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(optimizer={"type": "AdamW"})),
+        "optimizer.params.lr",
+    ),
+    (
+        "deepspeed_json_names_what_trains",  # torch's own has another default than DeepSpeed's
+        Run(DS, files=ds_json(optimizer={"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}})),
+        "optimizer.params.weight_decay",
+    ),
+    (
+        "deepspeed_json_names_what_trains",
+        Run(DS, files=ds_json(scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}})),
+        "scheduler.params.warmup_max_lr",
+    ),
+    ("deepspeed_schedulers_have_their_parameters", Run(DS, files=ds_json(scheduler={"type": "StepLR"})), "params"),
+    (
+        "deepspeed_schedulers_have_their_parameters",
+        Run(DS, files=ds_json(scheduler={"type": "WarmupLR", "params": {"warmup_steps": 5}})),
+        "scheduler.params.warmup_steps",
+    ),
+    ("zero_stages_exist", Run(DS, files=ds_json(zero_optimization={"stage": "2"})), "zero_optimization.stage"),
+]
+
+ADAMW = {"type": "AdamW", "params": {"lr": "auto"}}
+DECAY = {
+    "type": "WarmupDecayLR",
+    "params": dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+}
+
+# rule, another run in which the rule does not fire
+LEGAL_AFTER_ALL = [
+    ("deepspeed_json_names_what_trains", Run(f"{DS} --bf16", files=ds_json())),  # accelerate adds the section
+    ("deepspeed_json_names_what_trains", Run(f"{DS} --learning_rate 3e-3", files=ds_json(optimizer=ADAMW))),
+    (
+        "deepspeed_json_names_what_trains",  # the schedule sets the rate
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(optimizer={"type": "AdamW"}, scheduler=DECAY)),
+    ),
+    ("deepspeed_json_names_what_trains", Run(DS, files=ds_json(optimizer={"type": "SGD", "params": {"lr": "auto"}}))),
 ]
 
 
@@ -155,6 +221,40 @@ def test_two_precisions_in_the_json_are_refused_by_deepspeed():
     with pytest.raises(AssertionError, match="cannot be simultaneously enabled"):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, **both})
     assert_fires("deepspeed_json_has_one_precision", {"deepspeed": {**ZERO_2, **both}})
+
+
+@pytest.mark.parametrize(("name", "trained"), [("WarmupLR", 3e-3), ("WarmupDecayLR", 1e-3)])
+def test_a_schedule_whose_parameters_are_left_out_warms_up_to_and_as_long_as_deepspeed_likes(name, trained, tmp_path):
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    params = {"total_num_steps": "auto"} if name == "WarmupDecayLR" else {}
+    content = {**ZERO_2, "scheduler": {"type": name, "params": params}}
+    config = HfTrainerDeepSpeedConfig(json.loads(json.dumps(content)))
+    args = arguments(tmp_path, learning_rate=3e-3)
+    config.trainer_config_process(args)
+    config.trainer_config_finalize(args, None, 2000)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
+    schedule = getattr(schedules, name)(optimizer, **config.config["scheduler"]["params"])
+    rates = {steps: (schedule.step(steps), schedule.get_last_lr()[0])[1] for steps in (1, 999)}
+    assert rates[1] < 0.2 * trained and rates[999] == pytest.approx(trained)
+    assert_fires("deepspeed_json_names_what_trains", {"deepspeed": content, "learning_rate": 3e-3})
+
+
+def test_a_schedule_without_what_it_needs_is_a_type_error():
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    with pytest.raises(TypeError, match="total_num_steps"):
+        schedules.WarmupCosineLR(None)
+    config = {**ZERO_2, "scheduler": {"type": "WarmupCosineLR", "params": {}}}
+    assert_fires("deepspeed_schedulers_have_their_parameters", {"deepspeed": config})
+
+
+@pytest.mark.parametrize("content", [{"tensor_parallel": {"tp_size": 2}}, {"fp16": {"enable": True}}])
+def test_a_typo_inside_another_section_is_refused_by_deepspeed(content):
+    deepspeed = pytest.importorskip("deepspeed")
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        deepspeed.DeepSpeedConfig({"train_batch_size": 1, **content})
+    assert_fires("deepspeed_json_keys_are_known", {"deepspeed": {**ZERO_2, **content}})
 
 
 def test_a_zero_stage_that_does_not_exist_is_refused_by_deepspeed():

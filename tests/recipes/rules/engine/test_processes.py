@@ -59,6 +59,7 @@ ALSO_FIRES = [
         "distributed_type",
     ),
     ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="standard.yaml"), "recipe"),
+    ("fsdp_needs_a_gpu", Run("--fsdp full_shard", yaml="standard.yaml", world=2), "fsdp"),
 ]
 
 # rule, another run in which the rule does not fire
@@ -66,6 +67,7 @@ LEGAL_AFTER_ALL = [
     ("single_engine_starts_one_process", Run(world=2, yaml=yaml("MULTI_CPU", "mpirun_config: {mpirun_hostfile: h}"))),
     ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="sharded.yaml", hardware=TWO_GPUS)),
     ("processes_have_a_gpu_each", Run(world=4, hardware=TWO_GPUS, yaml=yaml("MULTI_GPU", "num_machines: 2"))),
+    ("fsdp_needs_a_gpu", Run("--fsdp full_shard", yaml="standard.yaml", world=2, hardware=TWO_GPUS)),
 ]
 
 

@@ -66,6 +66,20 @@ def test_a_memory_recipe_finds_its_engine_outside_the_checkout(installed, tmp_pa
     assert "DeepSpeed ZeRO-2, optimizer offload" in done.stdout, done.stderr
 
 
+def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
+    words = "submit azureml --compute c --data azureml:rows:1 --dry_run --output job.yaml -- --max_steps 4".split()
+    content = {}
+    for name, packages in (("wheel", installed), ("clone", ROOT)):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, "-m", "launch", *words]
+        environment = {**os.environ, "PYTHONPATH": str(packages)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        assert done.returncode == 0, done.stderr
+        content[name] = {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert content["wheel"] == content["clone"] and len(content["clone"]) > 100
+
+
 @pytest.mark.parametrize("name", ["single", "standard", "fast", "memory", "memory_zero3", "sharded"])
 def test_every_yaml_is_read_by_accelerate_itself(name):
     from accelerate.commands.config.config_args import load_config_from_file

@@ -41,7 +41,7 @@ def _add_target(targets: Commands, name: str, target: Target) -> None:
     parser.add_argument("--nodes", type=count, default=1, help="[1]")
     parser.add_argument(*spellings("processes_per_node"), type=count, help="one per GPU")
     parser.add_argument(*spellings("dry_run"), action="store_true", help="print what would be sent, send nothing")
-    parser.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file")
+    parser.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file, and its code beside it")
     preflight = "`recipes doctor` on every node first: a failed check ends the job"
     parser.add_argument("--preflight", action="store_true", help=preflight)
     add_fields(parser, target.FLAGS)

@@ -6,46 +6,72 @@ Accelerate YAML, and DeepSpeed and FSDP are chosen there.
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import re
 import shlex
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from launch.jobs import azure_read, azure_workspace
+from launch.jobs import azure_read, azure_stage, azure_workspace
+from launch.jobs.azure_stage import CODE, ENVIRONMENT
 from launch.jobs.azure_workspace import Workspace
-from launch.jobs.job import SCRIPT, Job, Node, flag_lines, launch_yaml, refuse_fresh
+from launch.jobs.job import Job, Node, flag_lines, launch_yaml, refuse_fresh
 from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
+from recipes.rules.data import FILE_KINDS
 from recipes.run import Json
-from recipes.run.engine import shipped
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
 HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
 WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
-_CHECKOUT = SCRIPT.parents[1]
-FOLDER: Path | None = _CHECKOUT / "azureml"
+STAGE: Callable[[Job, Path], Path] | None = azure_stage.stage
+
+
+def _one_of(choices: str, help: str) -> Any:
+    return field(default=None, metadata={"choices": tuple(choices.split()), "help": help})
 
 
 @dataclass(frozen=True)
 class Azure:
-    """The flags of this target: where the job runs, what it reads and writes, and the workspace."""
+    """The flags of this target: where the job runs, what it reads and writes, and the workspace.
+
+    None of them has been tried on Azure: Azure's own parser takes them.
+    """
 
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
-    spot: bool = flag(False, "spot (preemptible) serverless compute")
+    spot: bool = flag(False, "spot (preemptible) serverless compute: --job_tier spot")
+    job_tier: str | None = _one_of("spot basic standard premium", "of serverless compute")
+    priority: str | None = _one_of("low medium high", "in the queue of the compute, where that has priorities")
+    timeout: str | None = flag(None, "Azure ML cancels the job after this time: seconds, 90m, 12h, 2d or 1-12:00:00")
     data: str | None = flag(None, "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name")
-    output_uri: str | None = flag(None, "datastore path for checkpoints, the same for every start of this run")
+    data_type: str | None = _one_of(
+        "uri_file uri_folder", "of --data [by the uri's suffix; submitting asks the workspace for an asset's]"
+    )
+    output_uri: str | None = flag(
+        None,
+        "datastore path for checkpoints; a start with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
+        "workspaceblobstore: LOGIN is yours on this machine, HASH that of the flags of train.py and --data]",
+    )
     environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
+    identity: str | None = _one_of("managed user_identity", "the compute's or your own, to read data and secrets")
+    hf_token_secret: str | None = flag(
+        None, "VAULT/SECRET: the job reads HF_TOKEN from this key vault, with --identity managed"
+    )
     experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
     job_name: str | None = flag(None, "[the recipe]")
+    tags: tuple[str, ...] = flag((), "KEY=VALUE ..., to find the job again in the studio")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
+    docker_args: str | None = flag(None, "more arguments of `docker run`: --docker_args='--ipc=host'")
     subscription_id: str | None = flag(None, "the workspace, with the next two [config.json here or in a folder above]")
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
@@ -67,14 +93,20 @@ python3 launch doctor
 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$((MASTER_PORT + 1))"
 && """
 
+# The value goes through a pipe into the environment: into no file, log or argument.
+_TOKEN = 'HF_TOKEN="$(python3 launch/host/key_vault.py {secret})" && export HF_TOKEN &&\n'
+
 
 def node(azure: Azure, processes: int | None) -> Node:
-    return azure_read.node(processes or 1)
+    return replace(azure_read.node(processes or 1), data=azure.data)
 
 
 def render(job: Job, azure: Azure) -> str:
-    """The job as YAML for a file in azureml/: the environment's and the code's path start there."""
-    return yaml.dump(body(job, azure), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    """The job as YAML. Its relative paths are those of the code that `STAGE` writes beside it."""
+    text = yaml.dump(body(job, azure), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    if azure.data and not azure.data_type and _is_asset(azure.data):
+        text = f"# {azure.data} is taken for a folder: --data_type says otherwise, submitting asks.\n{text}"
+    return text
 
 
 def body(job: Job, azure: Azure) -> Json:
@@ -85,42 +117,101 @@ def body(job: Job, azure: Azure) -> Json:
         raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
     if not azure.compute and not azure.instance_type:
         raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
-    if azure.spot and azure.compute:
-        raise mistake("spot", "is for serverless compute; a cluster has its own tier", "--instance_type, or no --spot")
-    resources: Json = {"instance_count": job.nodes, "shm_size": azure.shm_size}
-    resources |= {"instance_type": azure.instance_type} if azure.instance_type else {}
+    build = {"build": {"path": f"{CODE}/{ENVIRONMENT}"}}
+    identity = azure.identity or ("managed" if azure.hf_token_secret else None)
     return {
         "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
         "type": "command",
         "display_name": name,
         "experiment_name": azure.experiment_name,
         "description": job.run.recipe.purpose,
-        "code": "..",
+        **_if_any("tags", _tags(azure.tags)),
+        "code": CODE,
         "command": _command(job, azure),
-        "environment": _named(azure.environment) if azure.environment else {"build": {"path": "environment"}},
-        **({"compute": _named(azure.compute)} if azure.compute else {}),
-        **({"queue_settings": {"job_tier": "spot"}} if azure.spot else {}),
-        "resources": resources,
+        "environment": _named(azure.environment) if azure.environment else build,
+        **_if_any("compute", _named(azure.compute) if azure.compute else None),
+        **_if_any("queue_settings", _if_any("job_tier", _tier(azure)) | _if_any("priority", azure.priority)),
+        **_if_any("identity", {"type": identity} if identity else None),
+        **_if_any("limits", {"timeout": seconds(azure.timeout)} if azure.timeout else None),
+        "resources": {
+            "instance_count": job.nodes,
+            "shm_size": azure.shm_size,
+            **_if_any("instance_type", azure.instance_type),
+            **_if_any("docker_args", azure.docker_args),
+        },
         "distribution": {"type": "pytorch", "process_count_per_instance": 1},
         "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.shutdown_seconds)},
-        "inputs": {
-            "processes_per_node": job.processes_per_node,
-            **({"data": _input(azure.data)} if azure.data else {}),
-        },
+        "inputs": {"processes_per_node": job.processes_per_node, **_if_any("data", _input(azure))},
         "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": output_of(job, azure)}},
     }
 
 
+def _if_any(name: str, value: Any) -> Json:
+    return {name: value} if value else {}
+
+
+def _tier(azure: Azure) -> str | None:
+    """The tier of serverless compute. A cluster has its own."""
+    tier = azure.job_tier or ("spot" if azure.spot else None)
+    if azure.spot and tier != "spot":
+        raise mistake("spot", f"is a tier, and so is --job_tier {tier}", "one of them")
+    if tier and azure.compute:
+        flag = "spot" if azure.spot else "job_tier"
+        raise mistake(flag, "is for serverless compute; a cluster has its own tier", f"--instance_type, or no --{flag}")
+    return tier
+
+
+def _tags(pairs: tuple[str, ...]) -> dict[str, str]:
+    tags: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise mistake("tags", f"{pair!r} is not a key with its value", f"--tags {key or 'KEY'}=VALUE")
+        if key in tags:
+            raise mistake("tags", f"{key} is given twice", "write it once")
+        tags[key] = value
+    return tags
+
+
+def seconds(time: str) -> int:
+    """Seconds of a time limit.
+
+    Raises `UserError` for what is none, or could be read in two ways: Slurm's 30:00 is minutes.
+    """
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    if found := re.fullmatch(r"(\d+)([smhd]?)", time):
+        total = int(found[1]) * units[found[2]]
+    elif found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", time):
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    else:
+        total = 0
+    if not total:
+        raise mistake("timeout", f"{time!r} is not a time", "seconds, 90m, 12h, 2d, HH:MM:SS or D-HH:MM:SS")
+    return total
+
+
 def output_of(job: Job, azure: Azure) -> str:
-    """Where checkpoints go: the same command line resumes from there, another has its own place."""
+    """Where checkpoints go: the same command line of the same person resumes from there, any other
+    has its own place.
+    """
     if azure.output_uri:
         return _remote("output_uri", azure.output_uri)
     name = azure.job_name or job.run.recipe.name
     words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *([azure.data] if azure.data else [])]
-    words += [_config(job)] if job.config != str(launch_yaml(job.run)) else []
+    words += [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run)) else []
     if words and not azure.job_name:
         name += "-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
-    return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{name}"
+    return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{_login()}/{name}"
+
+
+def _login() -> str:
+    """The name of whoever submits, as a path takes it."""
+    try:
+        return re.sub(r"[^\w.-]", "-", getpass.getuser())
+    except (KeyError, OSError):  # a container's user without a name
+        what = "has a default under your login name, which this machine does not know"
+        raise mistake("output_uri", what, "--output_uri with a datastore's path, or USER=you") from None
 
 
 def _remote(name: str, uri: str) -> str:
@@ -133,7 +224,10 @@ def _remote(name: str, uri: str) -> str:
 
 def _command(job: Job, azure: Azure) -> str:
     more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
-    text = (_PREFLIGHT if job.preflight else "") + _LAUNCH.format(config=_config(job), more=more)
+    text = _LAUNCH.format(config=shlex.quote(azure_stage.config_path(job)), more=more)
+    if azure.hf_token_secret:
+        text = _TOKEN.format(secret=_secret(azure)) + text
+    text = (_PREFLIGHT if job.preflight else "") + text
     lines = [line.strip() for line in text.splitlines()]
     lines += flag_lines(job.command[1:], _quoted)
     lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []
@@ -142,23 +236,43 @@ def _command(job: Job, azure: Azure) -> str:
     return " \\\n  ".join(lines) + "\n"
 
 
-def _config(job: Job) -> str:
-    """The Accelerate YAML as the job finds it, whose folder is the checkout."""
-    file = Path(job.config)
-    return shlex.quote(str(file.relative_to(_CHECKOUT)) if file.is_relative_to(_CHECKOUT) else str(file))
-
-
 def _quoted(word: str) -> str:
     """A word quoted for bash, without any `${{...}}` or old `{...}` that Azure would fill in."""
     quoted = shlex.quote(word)
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
 
-def _input(uri: str) -> dict[str, str]:
-    """A data asset (azureml:NAME:VERSION), or a file or folder anywhere a job can mount."""
-    _remote("data", uri)
-    last = uri.rstrip("/").rpartition("/")[2]
-    return {"type": "uri_file" if "." in last and not uri.startswith("azureml:") else "uri_folder", "path": uri}
+def _input(azure: Azure) -> dict[str, str] | None:
+    """The data as the job mounts it: a file under its own name, or a folder."""
+    if not azure.data:
+        return None
+    uri = _remote("data", azure.data)
+    if re.fullmatch(r"azureml:[^:@/]+", uri):
+        raise mistake("data", f"{uri} is not a version of a data asset", f"{uri}:VERSION or {uri}@latest")
+    suffix = "" if _is_asset(uri) else PurePosixPath(uri.partition("?")[0]).suffix.lower()
+    return {"type": azure.data_type or ("uri_file" if suffix in FILE_KINDS else "uri_folder"), "path": uri}
+
+
+def _is_asset(uri: str) -> bool:
+    """Whether the workspace alone knows what it is: an asset, by its name or its id."""
+    return uri.startswith("azureml:") and not re.match(r"azureml://(subscriptions/.*/)?datastores/", uri)
+
+
+def _secret(azure: Azure) -> str:
+    """The address of a secret.
+
+    Raises `UserError`, which never shows what was given: it may be the token itself.
+    """
+    if azure.identity == "user_identity":
+        what = "is read with the identity of the compute, which the image can use"
+        raise mistake("hf_token_secret", what, "--identity managed")
+    given = azure.hf_token_secret or ""
+    if found := re.fullmatch(r"([A-Za-z][A-Za-z0-9-]{1,22}[A-Za-z0-9])/([A-Za-z0-9-]{1,127})", given):
+        return f"https://{found[1]}.vault.azure.net/secrets/{found[2]}"
+    if re.fullmatch(r"https://[\w.-]+(:\d+)?/secrets/[A-Za-z0-9-]+(/\w+)?", given):
+        return given
+    what = "is not a key vault and the name of a secret in it"
+    raise mistake("hf_token_secret", what, "VAULT/SECRET, or the secret's identifier: https://VAULT.../secrets/SECRET")
 
 
 def _named(name: str) -> str:
@@ -186,22 +300,22 @@ def check(text: str, job: Job, azure: Azure) -> None:
 
     Raises `UserError` with every error.
     """
-    assert FOLDER
-    if not FOLDER.joinpath("environment").is_dir():
-        what = "uploads a checkout, and this is an installed wheel"
-        raise mistake("azureml", what, "run it in a clone of the project")
     _workspace(azure)
-    _refuse_local_files(job)
-    _, problems = azure_read.read_text(text, FOLDER)
+    with tempfile.TemporaryDirectory() as folder:
+        azure_stage.stage(job, Path(folder))
+        _, problems = azure_read.read_text(text, Path(folder))
     errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise UserError(*errors)
 
 
 def submit(text: str, job: Job, azure: Azure) -> int:
-    assert FOLDER
     client = azure_workspace.connected(_workspace(azure))
-    name, address = azure_workspace.submit(client, text, FOLDER)
+    if azure.data and not azure.data_type and _is_asset(azure.data):
+        text = render(job, replace(azure, data_type=azure_workspace.data_type(client, azure.data)))
+    with tempfile.TemporaryDirectory() as folder:
+        azure_stage.stage(job, Path(folder))
+        name, address = azure_workspace.submit(client, text, Path(folder))
     workspace = asdict(azure_workspace.workspace_of(client))
     submission = Submission("azureml", job.title, address, name, workspace=workspace)
     found_at = {"studio": address, "output": f"{output_of(job, azure)}: submit the same job again to resume from there"}
@@ -221,28 +335,6 @@ def _workspace(azure: Azure) -> Workspace | None:
         if not value:
             raise mistake(name, "is missing beside the rest of the workspace", f"--{name}, or a config.json for all")
     return Workspace(**names)
-
-
-def _refuse_local_files(job: Job) -> None:
-    """Files that only this machine has will be missing when the job runs. Raises `UserError`."""
-    run = job.run
-    for name in ("config", "dataset_name", "model_name_or_path", "deepspeed", "resume_from_checkpoint"):
-        value = run[name] if run.explicit(name) else None
-        if not isinstance(value, str) or _CHECKOUT.joinpath(value).is_file():  # the checkout is uploaded
-            continue
-        if value.startswith((".", "/", "~")) or Path(value).exists():
-            fixes = {"dataset_name": "--data with an asset or uri", "config": "its settings as flags after --"}
-            fix = fixes.get(name, "a name on the Hub")
-            raise mistake(name, f"{value} is on this machine only", fix, run.setting(name).source)
-    for file in run.recipe.files:
-        uploaded = (_CHECKOUT / file).resolve()
-        if Path(file).is_absolute() or uploaded != Path(file).resolve() or not uploaded.is_relative_to(_CHECKOUT):
-            fix = f"put it into {_CHECKOUT}, and submit there: --recipe {Path(run['recipe']).name}"
-            raise mistake("recipe", f"{file} is not in the checkout that is uploaded", fix)
-    if run.recipe.files and not shipped(run.recipe.engine).is_relative_to(_CHECKOUT):
-        raise mistake("engine", f"{run.recipe.engine} is on this machine only", f"put it into {_CHECKOUT}")
-    if not Path(job.config).is_relative_to(_CHECKOUT):
-        raise mistake("accelerate_config", f"{job.config} is on this machine only", f"put it into {_CHECKOUT}")
 
 
 # --- A job that was submitted ---------------------------------------------------------------------

@@ -5,25 +5,54 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launch.jobs.secrets import SECRET
 from recipes.errors import Problem
 from recipes.run import Json
+from recipes.run.command_line import nearest
 
 _SIZE = re.compile(r"\d+[bkmg]")
 _COMPUTE = re.compile(r"(azureml:)?[A-Za-z][\w-]*|azureml:/subscriptions/\S+")  # a cluster's name, or its ARM id
 _ENVIRONMENT = re.compile(r"azureml:([\w.-]+([:@][\w.-]+)?|//?(registries|subscriptions|locations)/\S+)")
 _REFERENCE = re.compile(r"\$\{\{\s*(\w+)\.([^}\s]*)\s*\}\}")
+_EXAMPLE = "azureml/fast.yaml"
 _OLD_REFERENCE = re.compile(r"(?<!\$)(?<!\{)\{(?:inputs|outputs)\.\w+\}(?!\})")
 
 
 def missed_by_azure(content: Json) -> list[Problem]:
     """What is wrong with a job although Azure's SDK accepts it. `content` is the YAML as data."""
-    checks = (_command, _compute, _environment, _resources, _environment_variables, _processes, _outputs, _secrets)
+    checks = (
+        _type,
+        _command,
+        _compute,
+        _environment,
+        _resources,
+        _environment_variables,
+        _processes,
+        _inputs,
+        _outputs,
+        _secrets,
+    )
     return [problem for check in checks for problem in check(content)]
+
+
+def misshapen(content: Json) -> list[Problem]:
+    """The sections that are no mappings: Azure's parser stops at some of them with a traceback."""
+    sections = "tags resources distribution environment_variables inputs outputs limits queue_settings identity"
+    found = [name for name in sections.split() if not isinstance(content.get(name, {}), dict)]
+    outputs = _section(content, "outputs")
+    found += [f"outputs.{name}" for name, value in outputs.items() if not isinstance(value, dict)]
+    fix = "lines below it, each with a name and its value"
+    return [Problem(name, "is not a mapping of names to values", fix) for name in found]
+
+
+def _type(content: Json) -> Iterator[Problem]:
+    kind = content.get("type", "command")
+    if kind != "command":
+        yield Problem("type", f"{kind!r} is not a job that trains", "type: command")
 
 
 def _command(content: Json) -> Iterator[Problem]:
@@ -58,8 +87,8 @@ def _resources(content: Json) -> Iterator[Problem]:
     if not _SIZE.fullmatch(str(size)):
         yield Problem("resources.shm_size", f"{size!r} is not a size", "a whole number and b, k, m or g: 16g")
     count = resources.get("instance_count", 1)
-    if isinstance(count, int) and count < 1:
-        yield Problem("resources.instance_count", f"{count} nodes run nothing", "1 or more")
+    if isinstance(count, float) or (isinstance(count, int) and count < 1):
+        yield Problem("resources.instance_count", f"{count} is not a number of nodes", "a whole number, 1 or more")
 
 
 def _environment_variables(content: Json) -> Iterator[Problem]:
@@ -80,6 +109,18 @@ def _processes(content: Json) -> Iterator[Problem]:
     elif distribution.get("type") != "pytorch":
         what = "WORLD_SIZE, NODE_RANK and MASTER_ADDR are only set for pytorch"
         yield Problem("distribution.type", what, "type: pytorch, process_count_per_instance: 1")
+
+
+def _inputs(content: Json) -> Iterator[Problem]:
+    for name, given in _section(content, "inputs").items():
+        if not isinstance(given, dict):
+            continue
+        path = str(given.get("path", ""))
+        if given.get("type") == "mltable":
+            what = "an mltable is a description of data that train.py cannot read"
+            yield Problem(f"inputs.{name}.type", what, "uri_file or uri_folder, and the path of the data themselves")
+        elif re.fullmatch(r"azureml:[^:@/]+", path):
+            yield Problem(f"inputs.{name}.path", f"{path} names no version", f"{path}:VERSION or {path}@latest")
 
 
 def _outputs(content: Json) -> Iterator[Problem]:
@@ -176,15 +217,60 @@ def _value(inputs: Json, kind: str, name: str) -> str:
 # --- What Azure's parser reports ------------------------------------------------------------------
 
 
-def as_problems(error: Exception) -> list[Problem]:
-    """An error of Azure's parser, one line each: the place in the YAML and what is wrong there."""
+def as_problems(
+    error: Exception, legal_at: Callable[[Sequence[str]], Sequence[str]] = lambda path: ()
+) -> list[Problem]:
+    """An error of Azure's parser, one line each: the place in the YAML, what is wrong, the fix.
+
+    `legal_at` returns the names that are legal at a place in the YAML.
+    """
     text = re.sub(r"\x1b\[\d+m", "", str(error))
     details = _innermost(text)
     if details:
-        return [Problem(".".join(path), what) for path, what in _leaves(details)]
+        return [_explained(path, what, legal_at) for path, what in _leaves(details)]
     named = re.search(r"\(x\) (.+)", text)
-    subject = "environment" if "Docker" in text else "command" if "referenced in command" in text else "azureml"
-    return [Problem(subject, (named.group(1) if named else text.strip().partition("\n")[0]).rstrip("."))]
+    what = (named.group(1) if named else text.strip().partition("\n")[0]).rstrip(".")
+    for words, subject, fix in _WHOLE:
+        if words in text:
+            return [Problem(subject, what, fix)]
+    return [Problem("azureml", f"Azure's parser cannot read it: {what}", f"compare it with {_EXAMPLE}")]
+
+
+_WHOLE = (  # errors about the job as a whole, by words in them: which part of the YAML, and what to write
+    ("both Docker image and Dockerfile", "environment", "image: NAME, or build: with the path of a Dockerfile"),
+    ("Docker", "environment", "image: NAME, or build: with the path of a Dockerfile"),
+    ("conda", "environment", "image: NAME, or build: with the path of a Dockerfile"),
+    ("referenced in command", "command", "an entry of that name under inputs"),
+)
+_FIXES = {  # by the words of the marshmallow library
+    "Not a valid integer": "a whole number",
+    "Not a valid number": "a number",
+    "Not a valid string": "text in quotes",
+    "Not a valid boolean": "true or false",
+    "Missing data for required field": f"write it, as in {_EXAMPLE}",
+    "Not a valid mapping type": f"a mapping of names to values, as in {_EXAMPLE}",
+    "Invalid input type": f"as in {_EXAMPLE}",
+    "Field may not be null": "a value, or leave the name out",
+}
+
+
+def _explained(path: Sequence[str], what: str, legal_at: Callable[[Sequence[str]], Sequence[str]]) -> Problem:
+    place = ".".join(path) or "azureml"
+    if found := re.match(r"Value '?(.*?)'? passed is not in set \[(.*)\]", what):
+        return _not_one_of(path, found[1], re.findall(r"'([^']*)'", found[2]))
+    if found := re.match(r"Can't find directory or file in resolved absolute path: (.*)", what):
+        return Problem(place, f"there is no {found[1]}", "a path that starts at the folder of the YAML")
+    if what == "Unknown field":
+        legal = legal_at(path[:-1])
+        close = nearest(path[-1], legal)
+        names = close or (f"one of {', '.join(sorted(legal))}" if legal else f"leave it out; see {_EXAMPLE}")
+        return Problem(place, "is not a field that Azure ML knows", names)
+    return Problem(place, what, _FIXES.get(what, f"as in {_EXAMPLE}"))
+
+
+def _not_one_of(path: Sequence[str], value: str, choices: list[str]) -> Problem:
+    what = f"{value} is not one of {', '.join(choices)}"
+    return Problem(".".join(path), what, nearest(value, choices) or "one of them")
 
 
 def _innermost(text: str) -> Json:
@@ -227,4 +313,5 @@ def _meant(alternatives: list, path: tuple[str, ...]) -> list[tuple[tuple[str, .
     place = next(place for leaves in found for place, what in leaves if what == choices[0])
     names = [name for what in choices for name in re.findall(r"'([^']*)'", what.partition("in set")[2])]
     value = re.match(r"Value '?(.*?)'? passed", choices[0])
-    return [(place, f"{value.group(1) if value else 'this'} is not one of {', '.join(dict.fromkeys(names))}")]
+    quoted = ", ".join(f"'{name}'" for name in dict.fromkeys(names))
+    return [(place, f"Value '{value.group(1) if value else 'this'}' passed is not in set [{quoted}]")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from launch.jobs.azure_check import training_in
 from launch.jobs.job import ASSUMED_GPU, SCRIPT, Node
 from recipes.errors import Problem, UserError, mistake
 from recipes.rules.check import check
-from recipes.run import RunSpec, resolve
+from recipes.run import Json, RunSpec, resolve
 from recipes.run.hardware import Hardware
 
 _PACKAGES = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
@@ -43,16 +44,30 @@ def read_text(text: str, folder: Path) -> tuple[RunSpec, list[Problem]]:
     problems = azure_workspace.problems_of(text, folder)
     if problems:
         raise UserError(*problems)
-    training = training_in(yaml.safe_load(text))
+    content = yaml.safe_load(text)
+    training = training_in(content)
     if training is None:
         raise mistake("command", "does not start launch/train.py", "as in azureml/fast.yaml")
     assumed = node(training.processes_per_node)
-    run = resolve(
-        training.flags,
-        world_size=training.nodes * training.processes_per_node,
-        local_world_size=training.processes_per_node,
-        hardware=assumed.hardware,
-        accelerate_config=str(SCRIPT.parents[1] / training.config) if training.config else None,
-        elsewhere=assumed.packages,
-    )
-    return run, check(run)
+    with contextlib.chdir(_code(content, folder)):  # where the job's command runs
+        run = resolve(
+            training.flags,
+            world_size=training.nodes * training.processes_per_node,
+            local_world_size=training.processes_per_node,
+            hardware=assumed.hardware,
+            accelerate_config=training.config,
+            elsewhere=assumed.packages,
+        )
+        return run, check(run)
+
+
+def _code(content: Json, folder: Path) -> Path:
+    """The folder that the job uploads. Raises `UserError` if train.py is not in it."""
+    code = str(content.get("code", ""))
+    if code.startswith("azureml:") or "://" in code:  # uploaded already: taken for this package
+        return SCRIPT.parents[1]
+    found = (folder / code).resolve()
+    if not (found / "launch" / SCRIPT.name).is_file():
+        fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
+        raise mistake("code", f"there is no launch/train.py in {found}", fix)
+    return found

@@ -6,14 +6,14 @@ import contextlib
 import importlib.util
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from launch.jobs.azure_check import as_problems, missed_by_azure
+from launch.jobs.azure_check import as_problems, missed_by_azure, misshapen
 from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
 from recipes.run import Json
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Job
 
-INSTALL = "pip install -e '.[azureml]' in the checkout"
+_IN_CHECKOUT = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+_EXTRA = "azure-ai-ml==1.35.2 azure-identity"  # the extra `azureml` of pyproject.toml
+INSTALL = "pip install -e '.[azureml]' in the checkout" if _IN_CHECKOUT else f"pip install {_EXTRA}"
 _OVER = ("Completed", "Failed", "Canceled", "NotResponding", "Paused")
 
 
@@ -41,7 +43,7 @@ def sdk_is_installed() -> bool:
 
 def require_sdk() -> None:
     if not sdk_is_installed():
-        fix = f"{INSTALL}; or --dry_run --output azureml/mine.yaml and `az ml job create -f azureml/mine.yaml`"
+        fix = f"{INSTALL}; or --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
         raise mistake("azureml", "Azure's SDK, azure-ai-ml, is not installed", fix)
 
 
@@ -56,9 +58,14 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
         return [Problem("azureml", f"is not valid YAML: {' '.join(str(error).split())}")]
     if not isinstance(content, dict):
         return [Problem("azureml", "is not a job: a mapping of names to values is expected")]
+    found = misshapen(content)
+    if found:
+        return found
     found = missed_by_azure(content)
     if sdk_is_installed():
         known = {problem.subject for problem in found}
+        if "type" in known:  # it would judge a job of another kind
+            return found
         found += [problem for problem in _refused_by_azure(text, folder) if problem.subject not in known]
     return found
 
@@ -108,6 +115,22 @@ def workspace_of(client: MLClient) -> Workspace:
     return Workspace(client.subscription_id, client.resource_group_name, client.workspace_name or "")
 
 
+def data_type(client: MLClient, asset: str) -> str:
+    """What a data asset is, uri_file or uri_folder, as the workspace says.
+
+    Raises `UserError` for an mltable, which train.py does not read, and for an asset elsewhere.
+    """
+    named = re.fullmatch(r"azureml:([^:@/]+)(?::([^:@/]+)|@([^:@/]+))", asset)
+    if named is None:
+        raise mistake("data", f"{asset} is not an asset of this workspace", "--data_type uri_file or uri_folder")
+    name, version, label = named.groups()
+    with silence(), _asking():
+        kind = str(client.data.get(name, version=version, label=label).type)
+    if kind not in ("uri_file", "uri_folder"):
+        raise mistake("data", f"{asset} is of type {kind}, which train.py cannot read", "a uri_file or uri_folder")
+    return kind
+
+
 def submit(client: MLClient, text: str, folder: Path) -> tuple[str, str]:
     """Upload the code and create the job. Returns its name and its address in Azure ML's studio."""
     job = load(text, folder)
@@ -155,14 +178,27 @@ def download_logs(client: MLClient, name: str, folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _parsing() -> Iterator[None]:
-    """Turns what the SDK's parser raises into `UserError`."""
-    from azure.core.exceptions import AzureError
-    from marshmallow.exceptions import MarshmallowError
-
+    """Turns what the SDK's parser raises into `UserError`: it stops at some mistakes with a
+    TypeError or the like.
+    """
     try:
         yield
-    except (MarshmallowError, ValueError, AzureError) as error:
-        raise UserError(*as_problems(error)) from None
+    except Exception as error:
+        raise UserError(*as_problems(error, _legal_at)) from None
+
+
+def _legal_at(path: Sequence[str]) -> list[str]:
+    """The names that the SDK's own schema knows at a place in a job's YAML; empty if unknown."""
+    from azure.ai.ml._schema.job.command_job import CommandJobSchema
+    from azure.ai.ml.constants._common import BASE_PATH_CONTEXT_KEY
+
+    schema = CommandJobSchema(context={BASE_PATH_CONTEXT_KEY: Path()})
+    for name in path:
+        nested = getattr(schema.fields.get(name), "schema", None)
+        if nested is None:
+            return []
+        schema = nested
+    return [name for name, field in schema.fields.items() if not field.dump_only and name != "schema_ignored"]
 
 
 @contextlib.contextmanager
@@ -178,7 +214,8 @@ def _asking() -> Iterator[None]:
     except ServiceRequestError as error:
         raise mistake("azureml", f"Azure cannot be reached: {_first_line(error)}", "check the network") from None
     except (AzureError, ValueError) as error:
-        fix = "--subscription_id, --resource_group and --workspace_name" if "config.json" in str(error) else ""
+        named = "config.json" in str(error)
+        fix = "--subscription_id, --resource_group and --workspace_name" if named else "correct what it names"
         raise mistake("azureml", f"Azure says: {_first_line(error)}", fix) from None
 
 

@@ -31,11 +31,13 @@ class Node:
     """What is known of a node before the job runs there; `processes` is how many it will run.
 
     `packages` are installed there besides our own requirements; None if it uses this installation.
+    `data` is what the target mounts there (`--data`), which becomes --dataset_name.
     """
 
     hardware: Hardware
     processes: int
     packages: frozenset[str] | None = None
+    data: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,12 @@ def checked_job(
     Raises `UserError` with every problem.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
+    data = {"dataset_name": node.data} if node.data else {}
     chosen = resolve(words, hardware=node.hardware)  # with --recipe's recipe, or that of --config's file
     run = resolve(
         words,
+        settings=data,
+        settings_source="--data",
         world_size=nodes * node.processes,
         local_world_size=node.processes,
         hardware=node.hardware,

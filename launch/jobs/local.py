@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
@@ -18,7 +19,7 @@ from recipes.run import Json, with_flags
 
 HELP = "this machine"
 WRITES_HERE = True
-FOLDER: Path | None = None
+STAGE: Callable[[Job, Path], Path] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.jobs import container, tail
@@ -31,7 +32,7 @@ from recipes.run.hardware import read as read_hardware
 
 HELP = "a Slurm cluster, through sbatch"
 WRITES_HERE = True  # the nodes and this machine share a disk
-FOLDER: Path | None = None
+STAGE: Callable[[Job, Path], Path] | None = None
 FLAGS: type = Slurm
 
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()

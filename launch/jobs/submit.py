@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 from launch.jobs.here import refuse_while_written
-from launch.jobs.job import checked_job
+from launch.jobs.job import Job, checked_job
 from launch.jobs.site import commented
 from launch.jobs.targets import TARGETS, Target, submitted
 from recipes.errors import mistake
@@ -39,14 +39,11 @@ def submit(
     """
     if output and not dry_run:
         raise mistake("output", "is for a dry run; this would be submitted, not written", "--dry_run, or no --output")
-    if output and target.FOLDER and Path(output).resolve().parent != target.FOLDER:
-        what = f"the job's relative paths start in {target.FOLDER.name}/"
-        raise mistake("output", what, f"--output {target.FOLDER / 'mine.yaml'}")
     job = checked_job(recipe, argv, target.node(flags, processes_per_node), nodes, preflight, accelerate_config)
     text = commented(target.render(job, flags), comment)
     target.check(text, job, flags)
     if dry_run:
-        return _show(text, output)
+        return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
     return target.submit(text, job, flags)
@@ -64,12 +61,15 @@ def refuse_while_in_use(folder: Path) -> None:
         raise mistake("output_dir", f"job {earlier.job} is still running and writes to {folder}", fix)
 
 
-def _show(text: str, file: str | None) -> int:
+def _show(text: str, job: Job, target: Target, file: str | None) -> int:
     if file is None:
         sys.stdout.write(text)
         return 0
+    path = Path(file)
     try:
-        with Path(file).open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
+        if target.STAGE and not path.exists():
+            print(f"its code is in {target.STAGE(job, path.parent)}")
+        with path.open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
             stream.write(text)
     except FileExistsError:
         raise mistake("output", f"{file} exists already", "another name") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ class Target(Protocol):
 
     HELP: str  # one line for `recipes submit --help`
     WRITES_HERE: bool  # whether the job writes to the output folder on this machine
-    FOLDER: Path | None  # where the job's text must lie for its relative paths to hold; None for anywhere
+    STAGE: Callable[[Job, Path], Path] | None  # writes what the job uploads beside its text; None for nothing
     FLAGS: type
 
     def node(self, flags: Any, processes: int | None) -> Node:

@@ -202,9 +202,12 @@ def _skip(checkpoint: Checkpoint) -> str:
 
 def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
-    if not changed and fingerprints.differ(old.get("data"), fingerprints.of_data(run["dataset_name"])):
-        data = run["dataset_name"] or "Python's standard library"
-        changed = {"dataset_name": (f"{data} as it was", "what it holds now")}
+    data = fingerprints.of_data(run["dataset_name"])
+    if data and old.get("data") == data:  # Azure ML mounts the same data at another path at every start
+        changed.pop("dataset_name", None)
+    if not changed and fingerprints.differ(old.get("data"), data):
+        name = run["dataset_name"] or "Python's standard library"
+        changed = {"dataset_name": (f"{name} as it was", "what it holds now")}
     if changed:
         name, (then, now) = next(iter(changed.items()))
         raise mistake(

@@ -55,8 +55,18 @@ class StopOnNotANumber(TrainerCallback):
             raise NotANumber(f"the loss is {loss} at step {state.global_step}")
 
 
+class StoppedInEvaluation(Preempted):
+    """All ranks were told to stop after the same batch of an evaluation.
+
+    `RecipeTrainer.evaluate` saves the step that was being evaluated.
+    """
+
+
 class StopWhenRequested(TrainerCallback):
     """Once any rank was told to stop, all ranks complete the step, save and leave together.
+
+    An evaluation is cut short after its current batch: it may take longer than the time that is
+    left. The run that resumes repeats it.
 
     The ranks ask each other over gloo, so that no GPU waits for the answer.
     """
@@ -74,7 +84,12 @@ class StopWhenRequested(TrainerCallback):
         self.agreed = self._any_rank_was_asked()
         control.should_save |= self.agreed
 
-    on_evaluate = on_step_end  # a signal during the evaluation does not wait for another step
+    on_evaluate = on_step_end  # a signal at the end of the evaluation does not wait for another step
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.agreed = self.agreed or self._any_rank_was_asked()
+        if self.agreed:
+            raise StoppedInEvaluation(self._message(state))
 
     def on_save(self, args, state, control, **kwargs):
         if not self.agreed:
@@ -82,7 +97,10 @@ class StopWhenRequested(TrainerCallback):
         if self.group is not None:
             # If one rank left early, its launcher would end the others.
             torch.distributed.barrier(group=self.group)
-        raise Preempted(f"told to stop by {self.request.signal or 'another rank'} at step {state.global_step}")
+        raise Preempted(self._message(state))
+
+    def _message(self, state) -> str:
+        return f"told to stop by {self.request.signal or 'another rank'} at step {state.global_step}"
 
     def _any_rank_was_asked(self) -> bool:
         asked = torch.tensor(self.request.stop_requested, dtype=torch.int32)

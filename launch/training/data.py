@@ -24,7 +24,7 @@ from launch.training.encode import (
     require_column,
     require_text,
 )
-from launch.training.sources import read_splits
+from launch.training.sources import read_splits, unread_files
 from recipes import __version__
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
@@ -61,6 +61,7 @@ def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:
             data = _classification(run, tokenizer, train, evaluation, classes)
         else:
             data = _causal_lm(run, tokenizer, train, evaluation)
+    data.description += unread_files(run, train)
     return replace(data, commit=hub_commit(train))
 
 

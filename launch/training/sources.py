@@ -101,6 +101,20 @@ def _read_folder(path: Path, config: str | None) -> dict[str, Dataset]:
     return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
 
 
+def unread_files(run: Settings, rows: Dataset) -> str:
+    """A note on a folder's data files that were left out: the library reads those of one kind only.
+
+    `rows` are what it has read. Empty if it has read all.
+    """
+    folder, kind = Path(run["dataset_name"] or "no folder").expanduser(), rows.info.builder_name
+    if not folder.is_dir() or (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        return ""
+    others = [path for path in folder.rglob("*") if FILE_KINDS.get(path.suffix.lower(), kind) != kind]
+    names = sorted(path.name for path in others if not path.name.startswith((".", "_")))
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"; not read, since most files are {kind}: {names[0]}{more}" if names else ""
+
+
 def _read_hub(name: str, config: str | None) -> dict[str, Dataset]:
     try:
         return dict(datasets.load_dataset(name, config))

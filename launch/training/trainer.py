@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from launch.host.memory import ran_out
 from launch.training.batches import IGNORED
-from launch.training.callbacks import Meter
+from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
 from recipes.errors import mistake
 from recipes.run import Settings
@@ -33,6 +33,9 @@ class RecipeTrainer(Trainer):
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _loaded: bool = False  # whether Trainer has read weights from a checkpoint
     _evaluated: _Evaluated | None = None
+    _checkpoint: str | None = None  # the last one that was saved or read
+    _saved_step: int | None = None  # its step
+    _owed: bool = False  # an evaluation of that step was cut short by a signal
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -42,6 +45,7 @@ class RecipeTrainer(Trainer):
         """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
         model cannot be divided by DeepSpeed, or cannot mix the 16-bit types on a CPU.
         """
+        self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
@@ -130,9 +134,50 @@ class RecipeTrainer(Trainer):
         return output
 
     def evaluate(self, *args, **kwargs):
-        metrics = super().evaluate(*args, **kwargs)
+        """As Trainer's. If a signal cuts it short, it saves this step and raises `Preempted`."""
+        try:
+            metrics = super().evaluate(*args, **kwargs)
+        except StoppedInEvaluation:
+            self._save_this_step()
+            raise
         self.evaluations[self.state.global_step] = metrics
         return metrics
+
+    def _save_this_step(self) -> None:
+        """A checkpoint of this step, unless there is one, or the weights are those of another."""
+        step = self.state.global_step
+        if step and step != self._saved_step and step == self.model_step:
+            self._save_checkpoint(self.model_wrapped, None)
+            self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, and leaves
+
+    def _save_checkpoint(self, model, trial) -> None:
+        super()._save_checkpoint(model, trial)
+        self._saved_step = self.state.global_step
+        self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self._saved_step}")
+
+    def _load_callback_state(self) -> None:
+        self._saved_step = self.state.global_step
+        # An evaluation takes back its request when it ends: a checkpoint that holds one was saved
+        # before that.
+        control = self.state.stateful_callbacks.get("TrainerControl", {})
+        self._owed = control.get("args", {}).get("should_evaluate", False)
+        if self._checkpoint and self.state.best_global_step and self.state.best_model_checkpoint is None:
+            best = Path(self._checkpoint).with_name(f"checkpoint-{self.state.best_global_step}")
+            if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
+                self.state.best_model_checkpoint = str(best)
+        super()._load_callback_state()
+
+    def _evaluate_if_owed(self, trial, ignore_keys: list[str] | None) -> None:
+        """The evaluation that the run before this one could not finish, with all that follows from
+        it: the best model, early stopping, and a schedule that waits for its result.
+        """
+        if not self._owed:
+            return
+        self._owed = False
+        with torch.random.fork_rng():  # the training goes on with the numbers of its checkpoint
+            metrics = self._evaluate(trial, ignore_keys)
+        if self._determine_best_metric(metrics, trial):
+            self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
@@ -172,12 +217,17 @@ class RecipeTrainer(Trainer):
         return None
 
     def _run_epoch(self, *args, **kwargs):
+        self._evaluate_if_owed(kwargs["trial"], kwargs["ignore_keys_for_eval"])
         # Trainer checks these only after a step, so a run resumed at its last step would take one
         # more.
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
         return super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, trial, *args, **kwargs):
+        self._evaluate_if_owed(trial, None)  # if no epoch was left to run
+        return super()._finalize_training(trial, *args, **kwargs)
 
 
 @dataclass

@@ -27,6 +27,8 @@ def identity(run: RunSpec) -> Json:
     world = {"world_size": run.world_size, "local_world_size": run.local_world_size}
     conditions = {**settings, **world, "engine": run.engine_title, "devices": devices}
     conditions["data"] = fingerprints.of_data(run["dataset_name"])
+    if conditions["data"]:  # the same files may be mounted elsewhere at the next start
+        conditions.pop("dataset_name", None)
     return json.loads(json.dumps(conditions, default=str))
 
 

@@ -27,6 +27,7 @@ def resolve(
     argv: Sequence[str] = (),
     *,
     settings: Settings | None = None,
+    settings_source: str = "argument",
     world_size: int | None = None,
     local_world_size: int | None = None,
     hardware: Hardware | None = None,
@@ -38,7 +39,8 @@ def resolve(
     launched: bool = False,
     own_script: bool = False,
 ) -> RunSpec:
-    """The run of train.py's command line `argv`, and of `settings`, which count the same.
+    """The run of train.py's command line `argv`, and of `settings`, which count the same and come
+    from `settings_source`.
 
     The world size is the given one, or the Accelerate YAML's, or 1. `environment` is os.environ if
     not given, `hardware` this machine. With `launched`, the engine is the one that a launcher has
@@ -49,7 +51,7 @@ def resolve(
     """
     problems: list[Problem] = []
     given = parse(argv, problems)
-    given |= accept(settings or {}, "argument", problems)
+    given |= accept(settings or {}, settings_source, problems)
     environment = os.environ if environment is None else environment
     hardware = hardware if hardware is not None else read_hardware()
     yaml_engine = from_yaml(accelerate_config) if accelerate_config else None

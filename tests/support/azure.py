@@ -34,7 +34,8 @@ class Workspace:
     """`jobs` are the bodies that were sent, `blobs` the uploads, `tracked` the calls of MLflow.
 
     The test sets a job's `status` and `log`. With `refuse` the service answers every job with
-    that error.
+    that error. `assets` are data assets, by name: the type of version 1. `secrets` are those of a
+    key vault.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,8 @@ class Workspace:
         self.blobs: dict[str, bytes] = {}
         self.tracked: list[tuple[str, dict[str, Any]]] = []
         self.status, self.log, self.refuse = "Running", b"", ""
+        self.assets: dict[str, str] = {}
+        self.secrets: dict[str, str] = {}
         self.port = 0
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
@@ -53,6 +56,9 @@ class Workspace:
             return self._resource(method, path.removeprefix(_ARM), body)
         if path.startswith("/mlflow/"):
             return 200, self._tracking(path, body)
+        if path.startswith("/secrets/"):
+            name = path.removeprefix("/secrets/")
+            return (200, {"value": self.secrets[name]}) if name in self.secrets else (404, {"error": {}})
         if path.endswith("/rundata"):
             return 200, {"runMetadata": {"runId": next(iter(self.jobs)), "outputs": {}}}
         if path.startswith("/history/"):
@@ -83,6 +89,8 @@ class Workspace:
             studio = {"Studio": {"endpoint": f"https://studio/runs/{name}", "jobServiceType": "Studio"}}
             job = {"status": self.status, "services": studio, "properties": {}, "tags": {}}
             return 200, {"id": _ARM + path, "name": name, "type": "job", "properties": {**self.jobs[name], **job}}
+        if kind == "data":
+            return self._asset(name)
         if path.endswith("startPendingUpload"):
             box = f"https://acct.blob.localhost:{self.port}/box"
             reference = {"blobUri": box, "credential": {"credentialType": "SAS", "sasUri": f"{box}?sig=none"}}
@@ -98,6 +106,21 @@ class Workspace:
         if method == "PUT":
             return 201, {"id": _ARM + path, "name": name.rpartition("/")[2], **json.loads(body)}
         return (200, {"value": []}) if "/versions" in path else (404, {"error": {"code": "NotFound", "message": path}})
+
+    def _asset(self, name: str) -> tuple[int, Any]:
+        asset, _, versions = name.partition("/")
+        if asset not in self.assets:
+            return 404, {"error": {"code": "UserError", "message": f"{asset} is not found"}}
+        known = {
+            "dataType": self.assets[asset],
+            "dataUri": f"azureml://datastores/x/paths/{asset}",
+            "isArchived": False,
+        }
+        version = {"id": f"{_ARM}/data/{asset}/versions/1", "name": "1", "type": "data", "properties": known}
+        if not versions:
+            latest = {**known, "latestVersion": "1", "nextVersion": "2"}
+            return 200, {"id": f"{_ARM}/data/{asset}", "name": asset, "type": "data", "properties": latest}
+        return 200, {"value": [version]} if versions == "versions" else version
 
     def _blob(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         if path == "/discovery":
@@ -146,7 +169,8 @@ def loopback(folder: Path, monkeypatch: Any) -> Iterator[Workspace]:
     with _serving(workspace, context) as workspace.port, _serving(workspace, None) as plain_port:
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
         monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"https://localhost:{workspace.port}/metadata")
-        monkeypatch.delenv("AZUREML_CURRENT_CLOUD_NAME", raising=False)
+        monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "")  # the SDK sets it: afterwards it is taken back
+        monkeypatch.delenv("AZUREML_CURRENT_CLOUD")
         monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{plain_port}/token")  # a managed identity's
         monkeypatch.setenv("IDENTITY_HEADER", "any")
         monkeypatch.setattr(socket, "getaddrinfo", _only_here)

@@ -6,6 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
+_IN_EVALUATIONS = """\
+import os
+import time
+
+from transformers import LlamaForCausalLM
+
+
+class SlowLlamaForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        if not self.training and os.path.exists({file!r}):
+            time.sleep({seconds})
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+"""
 _CODE = """\
 import os
 import time
@@ -26,8 +39,20 @@ def write_slow_model(folder: Path, tiny_model: Path, seconds: float, restarts: i
 
     Returns the flags to load it.
     """
+    return _write(folder, tiny_model, _CODE.format(seconds=seconds, restarts=restarts))
+
+
+def write_slowly_evaluated_model(folder: Path, tiny_model: Path, seconds: float) -> list[str]:
+    """The tiny model, with a pause in every batch of an evaluation as long as `folder`.slow exists.
+
+    Returns the flags to load it.
+    """
+    return _write(folder, tiny_model, _IN_EVALUATIONS.format(seconds=seconds, file=f"{folder}.slow"))
+
+
+def _write(folder: Path, tiny_model: Path, code: str) -> list[str]:
     shutil.copytree(tiny_model, folder)
-    (folder / "modeling_slow.py").write_text(_CODE.format(seconds=seconds, restarts=restarts))
+    (folder / "modeling_slow.py").write_text(code)
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_slow.SlowLlamaForCausalLM"}}
     (folder / "config.json").write_text(json.dumps(config))

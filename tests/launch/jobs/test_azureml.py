@@ -6,11 +6,11 @@ Nothing here has run on Azure.
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,54 +22,30 @@ from launch.jobs import azure as azure_job
 from launch.jobs import azure_workspace
 from launch.jobs.azure import Azure
 from launch.jobs.azure_check import training_in
-from launch.jobs.job import job_of
+from launch.jobs.azure_stage import CODE
 from recipes.catalog import RECIPES
-from recipes.run import resolve
-from recipes.run.hardware import Gpu, Hardware
 from tests.support.azure import NAMES, in_a_job, loopback
+from tests.support.azure_jobs import job, run_on_nodes, sent, written
 from tests.support.hostile import HOSTILE
 from tests.support.running import ROOT, launch, losses, model_flags, read_record
-from tests.support.waiting import PATIENCE
 
 FOLDER = ROOT / "azureml"
 SHIPPED = ["standard", "fast", "memory"]
 
 
-def job(recipe="standard", nodes=1, processes=4, argv=()):
-    hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes, cores=8)
-    world = nodes * processes
-    run = resolve(
-        ["--recipe", recipe, *argv], world_size=world, local_world_size=processes, hardware=hardware, environment={}
-    )
-    return job_of(run, nodes, processes, argv)
-
-
-def sent(file: Path) -> dict:
-    """The body of the request that Azure's SDK would make of a YAML."""
-    azure = pytest.importorskip("azure.ai.ml")
-    return azure.load_job(str(file))._to_job()._to_rest_object().as_dict()["properties"]
-
-
 @pytest.fixture
-def rendered():
-    """Writes a job beside the shipped ones, where its relative paths start."""
-    written = []
-
-    def write(text: str) -> Path:
-        file = FOLDER / f"rendered-{os.getpid()}-{len(written)}.yaml"
-        written.append(file)
-        file.write_text(text, encoding="utf-8")
-        return file
-
-    yield write
-    for file in written:
-        file.unlink()
+def rendered(tmp_path):
+    """Writes a job and the code that it uploads. Returns its file."""
+    return lambda job, azure: written(job, azure, tmp_path)
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_a_shipped_job_is_what_the_renderer_writes_and_its_comments(recipe):
+def test_a_shipped_job_is_what_the_renderer_writes_and_its_comments(recipe, monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "YOU")
     shipped = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
-    assert shipped == yaml.safe_load(azure_job.render(job(recipe), Azure(compute="gpu-cluster")))
+    written = yaml.safe_load(azure_job.render(job(recipe), Azure(compute="gpu-cluster")))
+    written |= {"code": "..", "environment": {"build": {"path": "environment"}}}  # they stand in the checkout
+    assert shipped == written
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
@@ -93,7 +69,7 @@ def test_a_shipped_job_grows_with_the_set_option_that_its_comment_names():
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))
 def test_azures_own_parser_takes_a_rendered_job(recipe, rendered):
     azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data="azureml:texts:1")
-    body = sent(rendered(azure_job.render(job(recipe, nodes=2), azure)))
+    body = sent(rendered(job(recipe, nodes=2), azure))
     assert body["resources"]["instanceCount"] == 2
     assert body["queueSettings"]["jobTier"] == "Spot"
     assert body["inputs"]["data"]["uri"].endswith("texts:1")
@@ -106,26 +82,14 @@ def test_every_reference_in_a_command_is_an_input_or_an_output(recipe):
         assert name in content[kind]
 
 
-def as_azure_runs_it(body: dict, outputs: str, **inputs: object) -> str:
-    """The command with Azure's references filled in."""
-    values = {"outputs.run": outputs, **{f"inputs.{name}": str(value) for name, value in inputs.items()}}
-    return re.sub(r"\$\{\{([\w.]+)\}\}", lambda found: values[found.group(1)], body["command"])
-
-
 @pytest.mark.slow
 def test_arguments_arrive_as_they_were_typed(rendered, tmp_path):
-    body = sent(rendered(azure_job.render(job(argv=HOSTILE), Azure(compute="c"))))
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "train.py").write_text(
+    body = sent(rendered(job(argv=HOSTILE), Azure(compute="c")))
+    (tmp_path / CODE / "launch" / "train.py").write_text(
         "import json, sys, pathlib; pathlib.Path('words.json').write_text(json.dumps(sys.argv[1:]))"
     )
-    environment = {"WORLD_SIZE": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = as_azure_runs_it(body, "out", processes_per_node=1).replace(
-        "accelerate_configs", f"{ROOT}/accelerate_configs"
-    )
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", command], check=True, cwd=tmp_path, env={**os.environ, **environment})
-    words = json.loads((tmp_path / "words.json").read_text())
+    assert run_on_nodes(body, tmp_path / CODE, Path("out"), nodes=1, processes_per_node=1) == [0]
+    words = json.loads((tmp_path / CODE / "words.json").read_text())
     assert words[2 : 2 + len(HOSTILE)] == HOSTILE
 
 
@@ -145,20 +109,20 @@ def test_another_command_line_has_another_place_for_its_checkpoints():
     assert azure_job.output_of(another_engine, Azure(compute="c")) != place()
 
 
+def test_two_people_have_two_places_for_their_checkpoints(monkeypatch):
+    monkeypatch.setenv("LOGNAME", "ada")
+    first = azure_job.output_of(job(argv=["--seed", "1"]), Azure(compute="c"))
+    monkeypatch.setenv("LOGNAME", "DOMAIN\\bob")
+    second = azure_job.output_of(job(argv=["--seed", "1"]), Azure(compute="c"))
+    assert "/ada/standard-" in first and "/DOMAIN-bob/standard-" in second
+
+
 @pytest.mark.slow
 def test_a_job_of_two_nodes_with_two_processes_each_trains_as_one_world(rendered, tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), "--max_steps", "2", "--report_to", "none"]
-    body = sent(rendered(azure_job.render(job(nodes=2, processes=2, argv=flags), Azure(compute="c"))))
-    command = as_azure_runs_it(body, shlex.quote(str(tmp_path / "out")), processes_per_node=2)
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}  # as Azure ML sets them
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    nodes = [
-        subprocess.Popen(
-            ["bash", "-c", command], cwd=ROOT, env={**os.environ, **environment, "NODE_RANK": rank, "RANK": rank}
-        )
-        for rank in ("0", "1")
-    ]
-    assert [node.wait(timeout=PATIENCE) for node in nodes] == [0, 0]
+    flags = ["--model_name_or_path", str(tiny_model), *"--max_length 64 --max_steps 2 --report_to none".split()]
+    training = job(nodes=2, processes=2, argv=[*flags, "--dataset_name", str(texts)])
+    body = sent(rendered(training, Azure(compute="c")))
+    assert run_on_nodes(body, tmp_path / CODE, tmp_path / "out", processes_per_node=2) == [0, 0]
     assert (read_record(tmp_path / "out")["world_size"], read_record(tmp_path / "out")["status"]) == (4, "finished")
 
 
@@ -194,13 +158,23 @@ def test_the_environment_pins_what_ci_tests():
         ("--compute c -- --output_dir out", "--output_uri"),
         ("--compute c --environment two&words", "azureml:NAME:VERSION"),
         ("--compute c --workspace_name lab", "--subscription_id"),
-        ("--compute c --dry_run --output elsewhere.yaml", "azureml/mine.yaml"),
+        ("--compute c --spot", "no --spot"),
+        ("--compute c --job_tier basic", "no --job_tier"),
+        ("--instance_type x --spot --job_tier basic", "one of them"),
+        ("--compute c --timeout 30:00", "D-HH:MM:SS"),
+        ("--compute c --timeout 0", "D-HH:MM:SS"),
+        ("--compute c --tags team", "--tags team=VALUE"),
+        ("--compute c --tags a=1 a=2", "write it once"),
+        ("--compute c --tags key=hf_a1B2c3D4a1B2c3D4a1B2c3D4", "looks like a secret"),
+        ("--compute c --data azureml:texts", "azureml:texts:VERSION or azureml:texts@latest"),
+        ("--compute c --hf_token_secret just-a-name", "VAULT/SECRET"),
+        ("--compute c --hf_token_secret vault/hf --identity user_identity", "--identity managed"),
         (f"--compute c --dry_run --output {FOLDER}/fast.yaml", "another name"),
         ("--compute c --data here.jsonl", "azureml:NAME:VERSION"),
         ("--compute c --output_uri ./here", "azureml://datastores"),
         ("--compute c -- --dataset_name ./here.jsonl", "--data with an asset or uri"),
         ("--compute c -- --model_name_or_path ~/model", "on this machine only"),
-        ("--compute c --data azureml:d:1 -- --dataset_name x/y", "given twice"),
+        ("--compute c --data azureml:d:1 -- --dataset_name x/y", "is given twice"),
         ("--compute c -- --fresh", "--output_uri"),
         ("--compute c -- --run_name AccountKey=abcdefghijklmnopqrstuvwxyz==", "looks like a secret"),
     ],
@@ -208,17 +182,6 @@ def test_the_environment_pins_what_ci_tests():
 def test_a_mistake_is_one_line(words, advice, capsys):
     assert main(["submit", "azureml", *words.split()]) == 2
     assert advice in capsys.readouterr().err
-
-
-def test_an_accelerate_yaml_of_ones_own_must_be_in_the_uploaded_checkout(rendered, tmp_path, capsys):
-    text = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
-    uploaded, elsewhere = rendered(text), tmp_path / "mine.yaml"
-    elsewhere.write_text(text)
-    words = "submit azureml --recipe sharded --compute c --processes_per_node 2 --dry_run --accelerate_config".split()
-    assert main([*words, str(uploaded)]) == 0
-    assert f"--config_file azureml/{uploaded.name} " in capsys.readouterr().out
-    assert main([*words, str(elsewhere)]) == 2
-    assert "on this machine only" in capsys.readouterr().err
 
 
 # --- What Azure accepts and should not, and what it reports ---------------------------------------
@@ -252,16 +215,28 @@ def changed(path: str, value: object) -> str:
         ("distribution.process_count_per_instance", 4, "distribution.process_count_per_instance", "once for each"),
         ("distribution", None, "distribution.type", "only set for pytorch"),
         # Azure's SDK reports these, over many lines.
-        ("resources.instance_cnt", 2, "resources.instance_cnt", "Unknown field"),
+        ("resources.instance_cnt", 2, "resources.instance_cnt", "Fix: instance_count"),
+        ("nonsense", 2, "nonsense", "Fix: one of code, command"),
+        ("limits.timeout", "2h", "limits.timeout", "Fix: a whole number"),
+        ("tags", {"a": 1}, "tags.a", "Fix: text in quotes"),
+        ("outputs.run", 7, "outputs.run", "not a mapping"),
+        ("identity", "managed", "identity", "not a mapping"),
+        ("identity", {"type": "me"}, "identity.type", "managed, managed_identity, aml_token, user_identity"),
+        ("queue_settings", {"priority": "urgent"}, "queue_settings.priority", "low, medium, high"),
+        ("resources.instance_count", 1.5, "resources.instance_count", "a whole number"),
+        ("inputs.data", {"type": "mltable", "path": "azureml:a:1"}, "inputs.data.type", "uri_file or uri_folder"),
+        ("inputs.data", {"type": "uri_file", "path": "azureml:a"}, "inputs.data.path", "azureml:a@latest"),
+        ("code", "nowhere", "code", "starts at the folder of the YAML"),
         ("resources.instance_count", "two", "resources.instance_count", "Not a valid integer"),
         ("distribution.process_count_per_instance", "x", "distribution.process_count_per_instance", ""),
         ("command", None, "command", "Missing data"),
         ("command", "cat ${{inputs.data}}", "command", "inputs.data is not defined"),
-        ("type", "comand", "azureml", "Unsupported job type"),
+        ("type", "comand", "type", "type: command"),
+        ("type", "pipeline", "type", "type: command"),
         ("inputs.data", {"type": "uri_fodler", "path": "azureml:a:1"}, "inputs.data.type", "uri_file, uri_folder"),
         ("outputs.run.mode", "rw", "outputs.run.mode", "rw_mount"),
         ("queue_settings", {"job_tier": "cheap"}, "queue_settings.job_tier", "is not one of spot, basic"),
-        ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "Can't find"),
+        ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "there is no"),
         ("environment", {"image": "a", "build": {"path": "environment"}}, "environment", "not both"),
     ],
 )
@@ -270,6 +245,7 @@ def test_an_error_in_a_job_is_one_line_with_its_place(path, value, subject, what
     problems = azure_workspace.problems_of(changed(path, value), FOLDER)
     assert [problem.subject for problem in problems] == [subject]
     assert what in str(problems[0]) and "\n" not in str(problems[0])
+    assert problems[0].fix
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
@@ -294,11 +270,12 @@ def test_a_shipped_job_and_the_training_in_it_are_legal(recipe, capsys):
         ("processes_per_node: 4", "processes_per_node: '3'", "global_batch_size"),
         ("processes_per_node: 4", "processes_per_node: 0", "1 or more"),
         ("mode: rw_mount", "mode: upload", "rw_mount"),
-        ("type: command", "type: command\nx: &x [*x]", "Unknown field"),
+        ("type: command", "type: command\nx: &x [*x]", "is not a field"),
     ],
 )
 def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys):
     text = (FOLDER / "fast.yaml").read_text().replace(old, new).replace("path: environment", f"path: {FOLDER}")
+    text = text.replace("code: ..", f"code: {ROOT}")
     (tmp_path / "mine.yaml").write_text(text)
     assert main(["check", "--azureml", str(tmp_path / "mine.yaml")]) == 2
     assert advice in capsys.readouterr().err
@@ -325,10 +302,10 @@ def submitted(workspace) -> str:
     return next(iter(workspace.jobs))
 
 
-def test_the_job_that_is_sent_is_the_one_that_a_dry_run_prints(workspace, rendered, capsys):
+def test_the_job_that_is_sent_is_the_one_that_a_dry_run_writes(workspace):
     body = workspace.jobs[submitted(workspace)]
-    main([*SUBMIT[:-3], "--dry_run", *SUBMIT[-3:]])
-    shown = sent(rendered(capsys.readouterr().out.partition("$schema")[2].join(["$schema", ""])))
+    main([*SUBMIT[:-3], "--dry_run", "--output", "mine.yaml", *SUBMIT[-3:]])
+    shown = sent(Path("mine.yaml"))
     for name in ("command", "distribution", "resources", "inputs", "outputs", "environmentVariables", "displayName"):
         assert body[name] == shown[name], name
     assert body["computeId"].endswith("/computes/gpus")
@@ -336,14 +313,8 @@ def test_the_job_that_is_sent_is_the_one_that_a_dry_run_prints(workspace, render
 
 
 def test_the_code_is_uploaded_and_nothing_else(workspace):
-    folder = ROOT / "outputs" / f"upload-{os.getpid()}" / "checkpoint-1"
-    folder.mkdir(parents=True)
-    try:
-        (folder / "model.safetensors").write_bytes(b"weights")
-        submitted(workspace)
-    finally:
-        shutil.rmtree(folder.parent)
-    names = [name.removeprefix(f"{ROOT.name}/") for name in workspace.blobs]
+    submitted(workspace)
+    names = [name.removeprefix(f"{CODE}/") for name in workspace.blobs]
     assert {"launch/train.py", "recipes/catalog.py", "accelerate_configs/fast.yaml"} <= set(names)
     assert any(name.endswith("environment/Dockerfile") for name in names)
     unwanted = re.compile(r"(^|/)(\.git|\.venv|tests|outputs)/|checkpoint-|safetensors|__pycache__")
@@ -383,6 +354,17 @@ def test_without_the_sdk_the_message_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(azure_workspace, "sdk_is_installed", lambda: False)
     assert main(SUBMIT) == 2
     assert "pip install -e '.[azureml]'" in capsys.readouterr().err
+
+
+def test_outside_a_checkout_the_message_names_the_extra(tmp_path):
+    """A copy of the package as a wheel installs it: no pyproject.toml beside it."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["azureml"]
+    for name in ("launch", "recipes"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    code = "from launch.jobs.azure_workspace import INSTALL; print(INSTALL)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."})
+    assert done.stdout.split()[2:] == [line.partition(">=")[0] for line in needed]
 
 
 def test_mlflow_in_a_job_tracks_the_run(workspace, tiny_model, texts, tmp_path):

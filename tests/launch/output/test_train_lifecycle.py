@@ -68,6 +68,16 @@ def test_an_interrupted_run_resumes_with_exactly_the_same_losses(whole_run, stop
     assert losses(resumed) == pytest.approx(losses(whole_run[0]), rel=1e-6)
 
 
+def test_the_same_data_at_another_path_is_the_same_run(whole_run, stopped_at_four, tiny_model, texts, tmp_path):
+    """Azure ML mounts a job's data at another path at every start."""
+    elsewhere = tmp_path / "mounted" / "rows.jsonl"
+    elsewhere.parent.mkdir()
+    elsewhere.write_bytes(texts.read_bytes())
+    resumed = train_here(tiny_model, elsewhere, stopped_at_four, *EIGHT_STEPS)
+    assert "checkpoint-4, step 4" in resumed.output
+    assert losses(resumed) == pytest.approx(losses(whole_run[0]), rel=1e-6)
+
+
 def test_a_damaged_checkpoint_is_named_skipped_and_kept(stopped_at_four, tiny_model, texts):
     newer = shutil.copytree(stopped_at_four / "checkpoint-4", stopped_at_four / "checkpoint-6")
     state = json.loads((newer / "trainer_state.json").read_text())

@@ -50,6 +50,30 @@ def test_folder_of_data_files(tmp_path, tokenizer):
     assert decoded(tokenizer, data.eval) == ["two<|endoftext|>"]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_folder_of_parts_is_read_whole(suffix, tmp_path, tokenizer):
+    """As a job finds a folder that is mounted for it, here one that Spark has written."""
+    folder = tmp_path / "INPUT_data"
+    (folder / "year=2025").mkdir(parents=True)
+    for number, name in enumerate((f"part-00000-c000.{suffix}", f"part-00001-c000.{suffix}", f"year=2025/x.{suffix}")):
+        rows = Dataset.from_list(texts(f"text {number}"))
+        (rows.to_parquet if suffix == "parquet" else rows.to_json)(folder / name)
+    (folder / "_SUCCESS").touch()
+    data = load_data(run_with(dataset_name=str(folder)), tokenizer)
+    assert sorted(decoded(tokenizer, data.train)) == [f"text {number}<|endoftext|>" for number in range(3)]
+    assert "not read" not in data.description
+
+
+def test_files_of_another_kind_are_named_where_they_are_left_out(tmp_path, tokenizer):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    for name in ("a.parquet", "b.parquet", "c.jsonl"):
+        WRITERS[f"data.{name[2:]}"](Dataset.from_list(texts(name)), folder / name)
+    data = load_data(run_with(dataset_name=str(folder)), tokenizer)
+    assert len(data.train) == 2
+    assert data.description.endswith("not read, since most files are parquet: c.jsonl")
+
+
 def test_slices_of_a_file(tmp_path, tokenizer):
     run = run_with(
         dataset_name=jsonl(tmp_path, texts(*"abcdefghij")),

@@ -1,0 +1,113 @@
+"""Told to stop during an evaluation, however long it takes: it is cut short, its step is saved, and
+the run that goes on evaluates that step after all.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.host.signals import EXIT_CODE
+from launch.output.checkpoints import newest_valid
+from tests.support.running import launch_quickly, losses, read_record, train_here
+from tests.support.slow_model import write_slowly_evaluated_model
+from tests.support.stopping import TWO_RANKS, Forked, Run
+
+STEPS = (
+    "--max_steps 8 --logging_steps 1 --learning_rate 1e-3 --global_batch_size 4 "
+    "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --per_device_eval_batch_size 1"
+).split()
+EVERY_FOURTH = "--eval_strategy steps --eval_steps 4".split()
+BEST = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()  # the first is
+SECONDS = 3  # a batch of an evaluation; there are 26
+
+
+class Slow:
+    """A model that evaluates slowly until it is told not to."""
+
+    def __init__(self, folder: Path, tiny_model: Path, texts: Path) -> None:
+        self.folder, self.texts = folder, texts
+        self.brake = Path(f"{folder}.slow")
+        self.flags = write_slowly_evaluated_model(folder, tiny_model, SECONDS)
+
+    def stopped(self, start: type[Run], output: Path, *flags: str, after: str = "step 4/") -> Run:
+        """A run that was told to stop while it evaluated, and has ended."""
+        self.brake.touch()
+        words = [*self.flags, "--dataset_name", str(self.texts), "--max_length", "64", *STEPS, *flags]
+        with start(words, output) as run:
+            run.wait_for_output(after)
+            os.kill(run.ranks()[-1], signal.SIGTERM)
+            run.printed = run.end()
+        self.brake.unlink()
+        return run
+
+    def trained(self, output: Path, *flags: str):
+        """The same run to its end, in this process, and quickly."""
+        return train_here(self.folder, self.texts, output, "--trust_remote_code", *STEPS, *flags)
+
+
+@pytest.fixture
+def slow(tiny_model, texts, tmp_path):
+    return Slow(tmp_path / "model", tiny_model, texts)
+
+
+def evaluations(record: dict) -> dict[int, float]:
+    return {entry["step"]: entry["eval_loss"] for entry in record.get("log_history", []) if "eval_loss" in entry}
+
+
+def assert_saved_without_evaluation(output: Path, step: int) -> None:
+    newest, damaged = newest_valid(output)
+    assert newest is not None and newest.step == step and not damaged
+    assert read_record(output)["status"] == "preempted"
+    assert f'"step": {step}' in (newest.path / "trainer_state.json").read_text()
+    assert "eval_loss" not in (newest.path / "trainer_state.json").read_text()
+
+
+def test_an_evaluation_is_cut_short_and_made_up_for(slow, tmp_path):
+    run = slow.stopped(Forked, tmp_path / "out", *EVERY_FOURTH, *BEST)
+    assert run.process.exitcode == EXIT_CODE and "told to stop by SIGTERM at step 4" in run.printed
+    assert_saved_without_evaluation(tmp_path / "out", 4)
+    whole, again = (slow.trained(tmp_path / name, *EVERY_FOURTH, *BEST) for name in ("whole", "out"))
+    assert "resuming from" in again.output
+    assert losses(again) == losses(whole)
+    assert evaluations(again.record) == evaluations(whole.record) != {}
+    assert (again.record["model_step"], whole.record["model_step"]) == (4, 4)
+
+
+@pytest.mark.parametrize("steps", ["8", "1000"], ids=["in the training", "after the training"])
+def test_a_cut_evaluation_at_the_end_is_all_that_the_next_start_does(steps, slow, tmp_path):
+    at_the_end = [*"--eval_strategy steps --eval_steps".split(), steps]
+    run = slow.stopped(Forked, tmp_path / "out", *at_the_end, after="step 8/")
+    assert run.process.exitcode == EXIT_CODE
+    assert_saved_without_evaluation(tmp_path / "out", 8)
+    whole, again = (slow.trained(tmp_path / name, *at_the_end) for name in ("whole", "out"))
+    assert (again.code, again.record["status"]) == (0, "finished")
+    assert again.record["eval_loss"] == whole.record["eval_loss"]
+
+
+@pytest.mark.slow
+def test_a_run_without_checkpoints_saves_one_when_its_evaluation_is_cut(slow, tmp_path):
+    slow.stopped(Forked, tmp_path / "out", *EVERY_FOURTH, "--save_strategy", "no")
+    assert_saved_without_evaluation(tmp_path / "out", 4)
+
+
+@pytest.mark.slow
+def test_two_ranks_cut_it_after_the_same_batch(slow, tmp_path):
+    slow.stopped(TWO_RANKS, tmp_path / "out", *EVERY_FOURTH)
+    assert_saved_without_evaluation(tmp_path / "out", 4)
+    words = [*slow.flags, "--dataset_name", str(slow.texts), "--max_length", "64", *STEPS, *EVERY_FOURTH]
+    whole, again = (launch_quickly(*words, output=tmp_path / name) for name in ("whole", "out"))
+    assert again.code == 0, again.output
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-6)
+    assert evaluations(again.record) == pytest.approx(evaluations(whole.record), rel=1e-6)
+
+
+def test_a_moved_output_folder_keeps_its_best_model(slow, tmp_path):
+    """As in a cloud, where every start mounts the same folder elsewhere."""
+    flags = [*EVERY_FOURTH, *BEST, "--save_total_limit", "2"]
+    first = slow.trained(tmp_path / "one", *flags)
+    (tmp_path / "one" / "run.json").unlink()  # it was stopped after its last step
+    (tmp_path / "one").rename(tmp_path / "two")
+    again = slow.trained(tmp_path / "two", *flags)
+    assert again.record["model_step"] == first.record["model_step"] == 4

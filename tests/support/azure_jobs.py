@@ -1,0 +1,68 @@
+"""Jobs for Azure ML as a test makes them, as the SDK would send them, and as a node runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.host.processes import free_port
+from launch.jobs import azure, azure_stage
+from launch.jobs.azure import Azure
+from launch.jobs.job import Job, job_of
+from recipes.run import resolve
+from recipes.run.hardware import Gpu, Hardware
+from tests.support.waiting import PATIENCE
+
+
+def job(recipe="standard", nodes=1, processes=4, argv=()) -> Job:
+    hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes, cores=8)
+    world = nodes * processes
+    run = resolve(
+        ["--recipe", recipe, *argv], world_size=world, local_world_size=processes, hardware=hardware, environment={}
+    )
+    return job_of(run, nodes, processes, argv)
+
+
+def written(training: Job, flags: Azure, folder: Path) -> Path:
+    """The job's YAML in a folder, beside the code that it uploads; without files of its own, since
+    a test's model may be anywhere.
+    """
+    file = folder / "job.yaml"
+    file.write_text(azure.render(training, flags), encoding="utf-8")
+    azure_stage.stage(job(), folder)
+    return file
+
+
+def sent(file: Path) -> dict:
+    """The body of the request that Azure's SDK would make of a YAML."""
+    sdk = pytest.importorskip("azure.ai.ml")
+    return sdk.load_job(str(file))._to_job()._to_rest_object().as_dict()["properties"]
+
+
+def as_azure_runs_it(body: dict, outputs: str, **inputs: object) -> str:
+    """The command with Azure's references filled in."""
+    values = {"outputs.run": outputs, **{f"inputs.{name}": str(value) for name, value in inputs.items()}}
+    return re.sub(r"\$\{\{([\w.]+)\}\}", lambda found: values[found.group(1)], body["command"])
+
+
+def run_on_nodes(body: dict, code: Path, output: Path, nodes: int = 2, **inputs: object) -> list[int]:
+    """Run a job's command as Azure ML does: once on each node, in the uploaded code.
+
+    Returns the exit codes.
+    """
+    command = as_azure_runs_it(body, shlex.quote(str(output)), **inputs)
+    environment = {"WORLD_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": ""}
+    started = [
+        subprocess.Popen(
+            ["bash", "-c", command], cwd=code, env={**os.environ, **environment, "NODE_RANK": rank, "RANK": rank}
+        )
+        for rank in map(str, range(nodes))
+    ]
+    return [node.wait(timeout=PATIENCE) for node in started]

@@ -1,0 +1,106 @@
+"""Trainings in processes of their own, to be told to stop in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tests.support.running import ROOT, SCRIPT, fork
+from tests.support.waiting import PATIENCE, wait_for
+
+
+@dataclass
+class Run:
+    """A training in processes of its own, to be told to stop in the middle.
+
+    `starter` is what starts the script.
+    """
+
+    flags: list[str]
+    output: Path
+    starter: tuple[str, ...] = (sys.executable,)
+
+    def __enter__(self):
+        self.log = tempfile.TemporaryFile()
+        self.start([str(SCRIPT), *self.flags, "--output_dir", str(self.output)])
+        return self
+
+    def start(self, argv: list[str]) -> None:
+        self.process = subprocess.Popen(
+            [*self.starter, *argv],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+
+    def __exit__(self, *exception):
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def output_so_far(self) -> str:
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode()
+
+    def wait_for_output(self, words: str) -> None:
+        wait_for(f"{words!r} in the output, or the end", lambda: words in self.output_so_far() or self.has_ended())
+        assert words in self.output_so_far(), self.output_so_far()
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def ranks(self) -> list[int]:
+        """Processes of the training script; the launcher, which names it too, is not among them."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().decode().split("\0")
+                workers = "pt_data_worker" in (folder / "comm").read_text()
+            except OSError:
+                continue
+            if str(self.output) in words and not any("accelerate" in word for word in words[:3]) and not workers:
+                found.append(int(folder.name))
+        return sorted(found)
+
+    def end(self) -> str:
+        """Everything it printed, once it and all its ranks have ended."""
+        self.process.wait(PATIENCE)
+        wait_for("the end of all ranks", lambda: not self.ranks())
+        return self.output_so_far()
+
+
+class Forked(Run):
+    """One rank without a launcher, in a process that need not import everything: for what comes
+    after that.
+    """
+
+    def start(self, argv: list[str]) -> None:
+        self.process = fork(dict(os.environ), argv, self.log.fileno())
+
+    def __exit__(self, *exception):
+        self.process.kill()
+
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None
+
+    def ranks(self) -> list[int]:
+        return [self.process.pid]
+
+    def end(self) -> str:
+        self.process.join(PATIENCE)
+        return self.output_so_far()
+
+
+def launcher(config: str, *words: str) -> partial[Run]:
+    file = str(ROOT / "accelerate_configs" / config)
+    return partial(Run, starter=(sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *words))
+
+
+ONE_PROCESS = launcher("single.yaml")
+TWO_RANKS = launcher("standard.yaml", "--num_processes", "2", "--main_process_port", "0")

@@ -38,6 +38,7 @@ GROUPS = {
         "list": Command("the recipes, one line each", _SHOW),
         "show": Command("every setting of a recipe, its value and the reason", _SHOW),
         "copy": Command("write a recipe as a YAML for --config", _SHOW),
+        "where": Command("paths of train.py and of the YAMLs, of the installed package", ("launch.commands.where",)),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
     "check": {
@@ -46,6 +47,7 @@ GROUPS = {
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
+        "train": Command("train here: accelerate launch with the recipe's YAML", ("launch.commands.train",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", ("launch.commands.submit",)),
         "status": Command("how submitted runs are doing", _STATUS),
         "logs": Command("what a submitted run has printed", _STATUS),

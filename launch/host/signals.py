@@ -19,6 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 class Preempted(BaseException):
@@ -65,7 +66,7 @@ def launcher_argv() -> list[str]:
         parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return []
-    return parent if _LAUNCHERS & {Path(word).name for word in parent} else []
+    return parent if str(LAUNCHER) in parent or _LAUNCHERS & {Path(word).name for word in parent} else []
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

@@ -38,7 +38,7 @@ FLAGS: type = Local
 
 
 _FORWARD = """\
-tell() {  # the training processes themselves: accelerate forwards nothing to a single one
+tell() {  # the training processes themselves: bash lets the launchers ignore Ctrl-C
     local pid training
     for pid in "${launchers[@]}"; do
         read -r -d '' -a training < "/proc/$pid/task/$pid/children"
@@ -62,12 +62,11 @@ exit "$code"
 def render(job: Job, flags: Local | None = None) -> str:
     """A bash script. Several nodes all start on this machine, as a rehearsal."""
     words = launch_command(job, THIS_ACCELERATE, '"$rank"', "127.0.0.1", '"$port"')
-    start = " ".join([*words, "--quiet", '"${command[@]}"'])
+    start = " ".join([*words, '"${command[@]}"'])
     preflight = preflight_command(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
     start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
     lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
-    lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown_seconds}", ""]
-    lines += [*arguments(job), "launchers=()"]
+    lines += ["", *arguments(job), "launchers=()"]
     if job.nodes == 1:
         lines += [start, "launchers+=($!)"]
     else:

@@ -6,12 +6,14 @@ import contextlib
 import errno
 import shutil
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.markup import escape
 from safetensors import SafetensorError
 
+from launch.host.elastic import is_reporter, write_error_file
 from launch.host.signals import EXIT_CODE, Preempted
 from launch.host.world import World
 from launch.terminal import console, print_note, print_problems
@@ -29,10 +31,15 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
     run, world = progress.run, progress.world
     if isinstance(error, UserError):
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
-        print_problems(problems, console(world.is_local_main, stderr=True))
+        text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
+        if is_reporter(world, text):
+            print_problems(problems, console(stderr=True))
+            write_error_file(text)
         return 2
     message = _explained(error, run)
     if message is None:
+        is_reporter(world, "".join(traceback.format_exception(error)))  # or all ranks print the same traceback
+        write_error_file(f"{type(error).__name__}: {error}")
         raise error
     _print(message, error, world)
     if isinstance(error, Preempted):
@@ -111,8 +118,13 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _print(message: str, error: BaseException, world: World) -> None:
     """On the rank that failed. What happens to all ranks together is printed by rank 0 alone."""
     own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
-    out = console(world.is_main or own, stderr=True)
-    out.print(escape(f"{_rank(world)}{message}"), style="red", highlight=False)
+    if not (world.is_main or own):
+        return
+    text = f"{_rank(world)}{message}"
+    console(stderr=True).print(escape(text), style="red", highlight=False)
+    is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
+    if not is_consequence:
+        write_error_file(text)
 
 
 def _rank(world: World) -> str:

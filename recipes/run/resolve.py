@@ -14,7 +14,7 @@ from recipes.catalog import Recipe
 from recipes.errors import Problem, UserError
 from recipes.run.batch import Batch, data_parallel_size, split
 from recipes.run.command_line import accept, parse, read_config
-from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped, with_fsdp
+from recipes.run.engine import Engine, find_yaml, from_deepspeed, from_environment, from_yaml, shipped, with_fsdp
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 from recipes.run.own_recipe import find_recipe, own_settings
@@ -54,7 +54,7 @@ def resolve(
     recipe = _find_recipe(given, problems)
     given = {**own_settings(recipe), **given}
     environment = os.environ if environment is None else environment
-    yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
+    yaml_engine = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
     if yaml_engine and yaml_engine.kind != "deepspeed":  # its launcher exports its own
         environment = {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_DYNAMO_")}
     hardware = hardware if hardware is not None else read_hardware()

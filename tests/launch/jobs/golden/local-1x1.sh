@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # fast on DDP, 1 node x 1 process, batch 8 x 2 x 1 = 16, on CPU, 8 cores
 set -uo pipefail
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 
 command=(
     /checkout/launch/train.py
@@ -9,10 +8,10 @@ command=(
     --run_name 'a b'
 )
 launchers=()
-python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/fast.yaml --num_machines 1 --num_processes 1 --main_process_port 0 --quiet "${command[@]}" &
+python /checkout/launch/host/launcher.py --config_file /checkout/accelerate_configs/fast.yaml --num_machines 1 --num_processes 1 --main_process_port 0 "${command[@]}" &
 launchers+=($!)
 
-tell() {  # the training processes themselves: accelerate forwards nothing to a single one
+tell() {  # the training processes themselves: bash lets the launchers ignore Ctrl-C
     local pid training
     for pid in "${launchers[@]}"; do
         read -r -d '' -a training < "/proc/$pid/task/$pid/children"

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # standard on DDP, 2 nodes x 2 processes, batch 4 x 1 x 4 = 16, on CPU, 8 cores
 set -uo pipefail
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
 
 command=(
     /checkout/launch/train.py
@@ -10,11 +9,11 @@ command=(
 launchers=()
 port=$((20000 + $$ % 20000))
 for rank in {0..1}; do
-    python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/standard.yaml --num_machines 2 --num_processes 4 --machine_rank "$rank" --main_process_ip 127.0.0.1 --main_process_port "$port" --rdzv_backend static --same_network --quiet "${command[@]}" &
+    python /checkout/launch/host/launcher.py --config_file /checkout/accelerate_configs/standard.yaml --num_machines 2 --num_processes 4 --machine_rank "$rank" --main_process_ip 127.0.0.1 --main_process_port "$port" --rdzv_backend static --same_network "${command[@]}" &
     launchers+=($!)
 done
 
-tell() {  # the training processes themselves: accelerate forwards nothing to a single one
+tell() {  # the training processes themselves: bash lets the launchers ignore Ctrl-C
     local pid training
     for pid in "${launchers[@]}"; do
         read -r -d '' -a training < "/proc/$pid/task/$pid/children"

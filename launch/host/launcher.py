@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Signals:
-    """Passes signals on to the ranks; a second Ctrl-C kills them.
+    """Passes signals on to the ranks. A second Ctrl-C kills them, and SIGQUIT does at once.
 
     accelerate passes nothing on to a single process, and dies of SIGUSR1. A thread does it: while
     the main thread waits for another node inside torch, Python calls no handler.
@@ -81,7 +81,7 @@ class Signals:
         signal.set_wakeup_fd(arrived)
 
     def listen(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in a shell's background
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._pass_on_all, daemon=True).start()
@@ -96,27 +96,33 @@ class Signals:
         ranks = _ranks()
         if not ranks:  # nothing has started yet
             os._exit(self.exit_code)
-        if number != signal.SIGINT:
-            _send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
-        elif again:
+        if number == signal.SIGQUIT or (number == signal.SIGINT and again):
             _send(ranks, signal.SIGKILL)
-        else:
+        elif number == signal.SIGINT:
             print("interrupted; Ctrl-C again kills", file=sys.stderr, flush=True)
             self._interrupt(ranks)
+        else:
+            _send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _interrupt(self, ranks: list[int]) -> None:
-        """A terminal tells all processes of this one's group, but `kill -INT` only this one: a rank
-        that was not told goes on, and is then told to stop.
+        """A terminal tells all processes of this one's session, but `kill -INT` only this one: a
+        rank that was not told goes on, and is then told to stop.
         """
-        _send([rank for rank in ranks if os.getsid(rank) != os.getsid(0)], signal.SIGINT)
+        _send([rank for rank in ranks if _session(rank) != os.getsid(0)], signal.SIGINT)
         late = threading.Timer(_LATE_SECONDS, _send, (ranks, signal.SIGTERM))
         late.daemon = True
         late.start()
 
     @property
     def exit_code(self) -> int:
-        """Of a run that ends by the signals received."""
-        return 130 if signal.SIGINT in self.received else EXIT_CODE
+        """Of a run that was ended by the signals received."""
+        return 130 if self.received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
+
+
+def _session(rank: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(rank)
+    return None
 
 
 def _ranks() -> list[int]:
@@ -139,18 +145,21 @@ def _silence(logger: str) -> None:
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, int]:
-    """The rank that failed first, and its exit code.
+    """The rank whose failure made the others fail, and its exit code.
 
-    torch ends the others by SIGTERM. And torch counts whole seconds: beside a rank that a signal
-    has killed stand those that have lost their connection to it.
+    A rank with a message knows its cause, and one that a signal killed could not write any. The
+    others have lost their connection to it, perhaps before torch saw its end. torch itself ends
+    them by SIGTERM, and after 30 seconds by SIGKILL.
     """
     failures = error.failures
-    ended = {rank for rank, failure in failures.items() if failure.exitcode == -signal.SIGTERM}
-    candidates = sorted(failures.keys() - ended or ended)
-    first = min(failures[rank].timestamp for rank in candidates)
-    rank = min(
-        (rank for rank in candidates if failures[rank].timestamp == first), key=lambda rank: failures[rank].exitcode > 0
-    )
+    first = min(failure.timestamp for failure in failures.values())
+
+    def order(rank: int) -> tuple[bool, bool, bool, int]:
+        failure = failures[rank]
+        ended = failure.exitcode == -signal.SIGTERM or failure.timestamp > first + 20
+        return ended, PRINTED not in failure.error_file_data, failure.exitcode > 0, failure.timestamp
+
+    rank = min(failures, key=order)
     return rank, failures[rank].exitcode
 
 
@@ -168,7 +177,8 @@ def _exit_code(rank: int, code: int, signals: Signals) -> int:
         return code
     if signals.received:
         return signals.exit_code
-    _print(f"rank {rank} was killed by {signal.Signals(-code).name}{_KILLED.get(signal.Signals(-code), '')}")
+    how = signal.Signals(-code)
+    print(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}", file=sys.stderr, flush=True)
     return 128 - code
 
 

@@ -38,15 +38,14 @@ FLAGS: type = Local
 
 
 _FORWARD = """\
-tell() {  # the training processes themselves: bash lets the launchers ignore Ctrl-C
-    local pid training
-    for pid in "${launchers[@]}"; do
-        read -r -d '' -a training < "/proc/$pid/task/$pid/children"
-        kill -s "$1" "${training[@]:-$pid}"
-    done 2>/dev/null
+set +m  # or bash reports their ends
+
+tell() {  # each process group: a launcher passes it on to its training processes
+    local pid
+    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
 }
 trap 'tell TERM' TERM USR1
-trap 'trap "tell KILL" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
+trap 'trap "tell QUIT" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
 
 code=0
 for pid in "${launchers[@]}"; do
@@ -66,6 +65,7 @@ def render(job: Job, flags: Local | None = None) -> str:
     preflight = preflight_command(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
     start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
     lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
+    lines += ["set -m  # a process group for each launcher"]
     lines += ["", *arguments(job), "launchers=()"]
     if job.nodes == 1:
         lines += [start, "launchers+=($!)"]
@@ -77,7 +77,7 @@ def render(job: Job, flags: Local | None = None) -> str:
             "    launchers+=($!)",
             "done",
         ]
-    return "\n".join(lines) + "\n\n" + _FORWARD
+    return "\n".join(lines) + "\n" + _FORWARD
 
 
 def node(flags: Local, processes: int | None) -> Node:

@@ -106,8 +106,8 @@ def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
 
 
 def _lost_a_rank(error: BaseException) -> bool:
-    if "Connection closed by peer" in str(error):
-        return True
+    if any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
+        return True  # of gloo
     # Importing it takes seconds, and without it the error is not torch's.
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():

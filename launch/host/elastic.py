@@ -49,16 +49,17 @@ def _end(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), number)
 
 
-def write_error_file(text: str, printed: bool = True) -> None:
+def write_error_file(text: str, printed: bool = True, since: float | None = None) -> None:
     """Have the launcher's box end with this text. Nothing happens without torch elastic.
 
-    The earliest failure, in whole seconds, is torch's root cause, and one without a file fails when
-    torch looks. So one with a file is dated earlier, and one that was printed before the others.
+    `since` is the time of the failure [now]. The earliest one, in whole seconds, is torch's root
+    cause, and a rank without a file fails when torch looks. So one with a file is dated earlier,
+    and one that was printed before the others.
     """
     file = os.environ.get(_FILE)
     if not file:
         return
-    failed = int(time.time()) - (2 if printed else 1)
+    failed = int(since or time.time()) - (2 if printed else 1)
     message = {"message": text, "extraInfo": {"py_callstack": f"\n{text}", "timestamp": str(failed)}}
     with contextlib.suppress(OSError):
         Path(file).write_text(json.dumps({"message": message, PRINTED: printed}), encoding="utf-8")

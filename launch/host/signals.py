@@ -57,6 +57,13 @@ class StopRequest:
             raise Preempted(f"told to stop by {self.signal}")
 
 
+def ignore_stop_requests() -> None:
+    """From now on: this process has failed and says why, while the launcher ends all ranks."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)
+
+
 def launcher_argv() -> list[str]:
     """The command line of the launcher that started this process.
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import shutil
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.markup import escape
 from safetensors import SafetensorError
 
 from launch.host.elastic import is_reporter, write_error_file
-from launch.host.signals import EXIT_CODE, Preempted
+from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.world import World
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
@@ -28,7 +29,8 @@ class NotANumber(Failure):
 
 def report(error: BaseException, progress: TrainingProgress) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
-    run, world = progress.run, progress.world
+    run, world, since = progress.run, progress.world, time.time()
+    ignore_stop_requests()
     if isinstance(error, UserError):
         problems = [run.with_source(problem) for problem in error.problems] if run else error.problems
         text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
@@ -38,10 +40,10 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
         return 2
     message = _explained(error, run)
     if message is None:
-        is_reporter(world, "".join(traceback.format_exception(error)))  # or all ranks print the same traceback
+        is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
         write_error_file(f"{type(error).__name__}: {error}")
         raise error
-    _print(message, error, world)
+    _print(message, error, world, since)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -115,7 +117,7 @@ def _lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def _print(message: str, error: BaseException, world: World) -> None:
+def _print(message: str, error: BaseException, world: World, since: float) -> None:
     """On the rank that failed. What happens to all ranks together is printed by rank 0 alone."""
     own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
     if not (world.is_main or own):
@@ -124,7 +126,7 @@ def _print(message: str, error: BaseException, world: World) -> None:
     console(stderr=True).print(escape(text), style="red", highlight=False)
     is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
     if not is_consequence:
-        write_error_file(text)
+        write_error_file(text, since=since)
 
 
 def _rank(world: World) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from launch.host import memory
 from launch.host.memory import Shortage
-from launch.host.signals import launcher_argv
+from launch.host.signals import ignore_stop_requests, launcher_argv
 from launch.host.world import World
 from launch.output import record
 from launch.output.record import OUT_OF_MEMORY
@@ -81,6 +81,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
     except Exception as error:
         if progress.run is None or not memory.ran_out(error):
             raise
+        ignore_stop_requests()
         run, argv = progress.run, progress.argv
         shortage = memory.shortage(error)  # before anything is freed
         facts: Json = {

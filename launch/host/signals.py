@@ -85,7 +85,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def _end_with_launcher() -> None:
     """Receive SIGTERM when the launcher dies.
 
-    `accelerate launch` forwards no signal to a single process.
+    `accelerate launch` forwards no signal to a single process, and no launcher that is killed does.
     """
     if launcher_argv():  # a shell may exit and leave the run in the background
         end_with_parent(signal.SIGTERM)

@@ -71,11 +71,10 @@ def find_yaml(name: str | Path) -> Path:
     if path.exists() and not path.is_dir():
         return path
     known = sorted(file.stem for file in shipped("fast.yaml").parent.glob("*.yaml"))
-    asked = path.name.removesuffix(".yaml")
-    if asked in known and path.name == str(path):
-        return shipped(f"{asked}.yaml")
-    nearest = difflib.get_close_matches(asked, known, n=1)
-    fix = nearest[0] if nearest else f"the path of a file, or one of {', '.join(known)}"
+    if str(name).removesuffix(".yaml") in known:
+        return shipped(path.name if path.suffix else f"{name}.yaml")
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    fix = nearest[0] if nearest else f"the path of an existing file, or one of {', '.join(known)}"
     raise mistake("--accelerate_config", f"there is no file {name}, and no shipped YAML of that name", fix)
 
 

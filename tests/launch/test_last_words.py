@@ -59,7 +59,7 @@ MISTAKES = {
     "a misspelt flag": Mistake("--lerning_rate 1e-4", "--learning_rate"),
     "a word that is not a flag": Mistake("fast", "is not a flag"),
     "text for a number": Mistake("--learning_rate high", "takes a number"),
-    "a value that is none of the choices": Mistake("--optim adam", "adamw_torch"),
+    "a value that is none of the choices": Mistake("--eval_strategy always", "one of no, steps"),
     "JSON that is not valid": Mistake("--accelerator_config {{even_batches:1}}", "JSON"),
     "a batch that does not divide": Mistake("--per_device_train_batch_size 5", "global_batch_size"),
     "a batch of nothing": Mistake("--global_batch_size 0", "from 1 up"),

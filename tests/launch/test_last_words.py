@@ -15,6 +15,7 @@ COLUMNS, ROWS = 100, 24
 CONFIGS = ROOT / "accelerate_configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 TWO = ["--config_file", str(CONFIGS / "standard.yaml"), "--num_processes", "2", "--main_process_port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OUR_LAUNCHER = [sys.executable, str(ROOT / "launch" / "host" / "launcher.py")]
 RECIPES = [sys.executable, "-m", "launch"]
 
@@ -22,16 +23,7 @@ LAUNCHERS = {
     "python": [sys.executable, str(SCRIPT)],
     "accelerate launch": [*ACCELERATE, "--config_file", str(CONFIGS / "single.yaml"), str(SCRIPT)],
     "accelerate launch, 2 processes": [*ACCELERATE, *TWO, str(SCRIPT)],
-    "torchrun": [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        "0",
-        str(SCRIPT),
-    ],
+    "torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node", "2", str(SCRIPT)],
     "our launcher": [*OUR_LAUNCHER, *TWO, str(SCRIPT)],
     "recipes train": [*RECIPES, "train", "--num_processes", "2"],
     "recipes submit local": [*RECIPES, "submit", "local", "--processes_per_node", "2", "--"],

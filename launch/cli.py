@@ -39,6 +39,7 @@ GROUPS = {
         "list": Command("the recipes, one line each", _SHOW),
         "show": Command("every setting of a recipe or a run, its value and the reason", _SHOW),
         "copy": Command("write a recipe as a YAML for --config", _SHOW),
+        "where": Command("paths of train.py and of the YAMLs, of the installed package", ("launch.commands.where",)),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
     "check": {
@@ -47,6 +48,7 @@ GROUPS = {
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
+        "train": Command("train here: accelerate launch with the recipe's YAML", ("launch.commands.train",), True),
         "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", ("launch.commands.submit",)),
         "status": Command("how submitted runs are doing", _STATUS),

@@ -13,7 +13,7 @@ from launch.terminal import console, plural, print_problems
 from recipes.errors import Problem, mistake
 from recipes.rules.check import check, check_deep
 from recipes.run import FIT, RunSpec, resolve, with_fit
-from recipes.run.engine import from_yaml
+from recipes.run.engine import find_yaml, from_yaml
 from recipes.run.gpus import find
 from recipes.run.hardware import Gpu, Hardware
 
@@ -22,10 +22,12 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "check",
         allow_abbrev=False,
-        usage="recipes check [--recipe NAME] [--config FILE] [--accelerate_config FILE] [--num_processes N] "
+        usage="recipes check [--recipe NAME] [--config FILE] [--accelerate_config FILE|NAME] [--num_processes N] "
         "[--gpu NAME] [--deep] [--json] [any train.py flags] | --azureml FILE",
     )
-    parser.add_argument(*spellings("accelerate_config"), metavar="FILE", help="the Accelerate YAML")
+    parser.add_argument(
+        *spellings("accelerate_config"), metavar="FILE", help="the Accelerate YAML, or the name of a shipped one"
+    )
     parser.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
     gpu = "judge for such cards, one per process, elsewhere: H100 80GB, L4, ... [this machine]"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
@@ -71,7 +73,7 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
 
 def _cards(options: argparse.Namespace) -> Hardware:
     """A node with the named card for each process, as --num_processes or the YAML counts them."""
-    yaml = from_yaml(options.accelerate_config) if options.accelerate_config else None
+    yaml = from_yaml(find_yaml(options.accelerate_config)) if options.accelerate_config else None
     processes = max(1, options.num_processes or (yaml and yaml.num_processes) or 1)
     known = find(options.gpu, "name a card of its generation")
     card = Gpu(known.name, known.capability, known.torch_bytes)

@@ -36,8 +36,8 @@ def add_parser(commands: Commands) -> None:
         "plan",
         allow_abbrev=False,
         usage="recipes plan --model ID|FOLDER|config.json|SIZE [--gpu NAME | --gpu_memory GB] [--host_memory GB] "
-        "[--num_processes N] [--nodes N] [--recipe NAME] [--accelerate_config FILE] [--mfu SHARE] [--bandwidth GB/s] "
-        "[--plot FILE] [--json] [any train.py flags]",
+        "[--num_processes N] [--nodes N] [--recipe NAME] [--accelerate_config FILE|NAME] [--mfu SHARE] "
+        "[--bandwidth GB/s] [--plot FILE] [--json] [any train.py flags]",
     )
     parser.add_argument("--model", required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
     parser.add_argument("--gpu", metavar="NAME", help="a card: A100 80GB, H100, L4, ...")
@@ -50,7 +50,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--accelerate_config",
         "--accelerate-config",
-        metavar="FILE",
+        metavar="FILE|NAME",
         help="instead of the recipe's own YAML",
     )
     share = f"share of the GPU's peak that a step reaches [{ASSUMED_MFU}]"

@@ -17,7 +17,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "submit",
         allow_abbrev=False,
-        usage=f"recipes submit {'|'.join(TARGETS)} [--recipe NAME] [--accelerate_config FILE] [--nodes N] "
+        usage=f"recipes submit {'|'.join(TARGETS)} [--recipe NAME] [--accelerate_config FILE|NAME] [--nodes N] "
         "[--processes_per_node G] [--dry_run] [--output FILE] [target flags] -- [train.py flags]",
     )
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
@@ -37,7 +37,7 @@ def _add_target(targets: Commands, name: str, target: Target) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", help="one of `recipes list`, or a file of your own [--config's, or standard]")
-    parser.add_argument(*spellings("accelerate_config"), metavar="FILE", help="instead of the recipe's own YAML")
+    parser.add_argument(*spellings("accelerate_config"), metavar="FILE|NAME", help="instead of the recipe's own YAML")
     parser.add_argument("--nodes", type=count, default=1, help="[1]")
     parser.add_argument(*spellings("processes_per_node"), type=count, help="one per GPU")
     parser.add_argument(*spellings("dry_run"), action="store_true", help="print what would be sent, send nothing")

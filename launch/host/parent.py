@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 
 THREADS = "OMP_NUM_THREADS"
+LAUNCHER = Path(__file__).with_name("launcher.py")  # ours
+_LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,6 @@ class Parent:
         return None
 
 
-@cache
 def parent() -> Parent | None:
     """None if the system does not tell."""
     try:
@@ -41,6 +42,28 @@ def parent() -> Parent | None:
         return Parent(tuple(process.cmdline()), process.environ()) if process else None
     except (psutil.Error, OSError):
         return None
+
+
+def launcher() -> Parent | None:
+    """The launcher that started this process; None if none did, or the system does not tell."""
+    found = parent()
+    if found is None:
+        return None
+    names = {Path(word).name for word in found.argv}
+    return found if str(LAUNCHER) in found.argv or _LAUNCHERS & names else None
+
+
+def first_environment() -> Mapping[str, str]:
+    """The variables that the user has set: those that the launcher was started with, or this
+    process if there is none. Since then launchers, libraries and we have set more.
+    """
+    found = launcher()
+    if found:
+        return found.environment
+    try:
+        return psutil.Process().environ()
+    except (psutil.Error, OSError):
+        return os.environ
 
 
 def threads_per_process(cores: int, processes: int) -> int:

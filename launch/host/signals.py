@@ -7,18 +7,17 @@ some time later.
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from types import FrameType
+
+from launch.host.parent import launcher
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 
 
 class Preempted(BaseException):
@@ -56,28 +55,11 @@ class StopRequest:
             raise Preempted(f"told to stop by {self.signal}")
 
 
-def launcher_argv() -> list[str]:
-    """The command line of the launcher that started this process.
-
-    Empty if there is none or it cannot be read.
-    """
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []
-    return parent if _LAUNCHERS & {Path(word).name for word in parent} else []
-
-
-def first_environment() -> dict[str, str]:
-    """The variables that the user has set: those that the launcher was started with, or this
-    process if there is none. Since then launchers, libraries and we have set more.
-    """
-    try:
-        content = Path(f"/proc/{os.getppid() if launcher_argv() else 'self'}/environ").read_bytes()
-    except OSError:
-        return dict(os.environ)
-    pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0") if entry)
-    return {name: value for name, _, value in pairs}
+def ignore_stop_requests() -> None:
+    """From now on: this process has failed and says why, while the launcher ends all ranks."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -89,7 +71,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def _end_with_launcher() -> None:
     """Receive SIGTERM when the launcher dies.
 
-    `accelerate launch` forwards no signal to a single process.
+    `accelerate launch` forwards no signal to a single process, and no launcher that is killed does.
     """
-    if launcher_argv():  # a shell may exit and leave the run in the background
+    if launcher():  # a shell may exit and leave the run in the background
         end_with_parent(signal.SIGTERM)

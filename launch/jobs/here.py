@@ -12,7 +12,6 @@ from pathlib import Path
 from shlex import quote
 from typing import IO
 
-from launch.host.signals import EXIT_CODE
 from launch.jobs.job import Job, Node, checked_job
 from launch.jobs.tail import follow
 from launch.output import record
@@ -40,11 +39,11 @@ def run_script(text: str, job: Job) -> int:
 
     The output goes through a file and not a pipe: a run can outlive this process, and
     `recipes logs` reads the file. Signals sent to this process reach the script.
-    Returns the script's exit code, or 75 if the run was told to stop.
+    Returns the script's exit code.
     Raises `UserError` if another run writes to the folder.
     """
     record.forget_out_of_memory(job.folder)  # of an earlier run
-    path, before = job.folder / LOCAL_LOG, record.read(job.folder)
+    path = job.folder / LOCAL_LOG
     with _locked_log(path) as log:
         submission = Submission("local", job.title, str(path.resolve()))
         note(job.folder, submission)
@@ -61,9 +60,7 @@ def run_script(text: str, job: Job) -> int:
     signal.signal(signal.SIGHUP, lambda received, frame: process.send_signal(signal.SIGTERM))
     follow(path, lambda: process.poll() is not None, start)
     note(job.folder, replace(submission, exit_code=process.returncode))
-    after = record.read(job.folder)
-    told_to_stop = process.returncode != 0 and after != before and after.get("status") == "preempted"
-    return EXIT_CODE if told_to_stop else process.returncode
+    return process.returncode
 
 
 def is_written(log: Path) -> bool:

@@ -11,16 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.host.parent import LAUNCHER
 from launch.jobs.secrets import refuse_secrets
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve, with_fit
-from recipes.run.engine import from_yaml, shipped
+from recipes.run.engine import find_yaml, from_yaml, shipped
 from recipes.run.hardware import Gpu, Hardware
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
-THIS_ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")  # works without an activated environment
+THIS_ACCELERATE = (sys.executable, str(LAUNCHER))  # works without an activated environment
 
 # A node that cannot be looked at from here. train.py checks again on the node itself.
 ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
@@ -93,9 +94,22 @@ def checked_job(
 ) -> Job:
     """The job of a legal run on `nodes` such nodes. Advice is printed.
 
-    `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is an
-    Accelerate YAML that replaces the recipe's own.
     Raises `UserError` with every problem.
+    """
+    run = run_on(node, recipe, argv, nodes, accelerate_config)
+    advice = require_legal(run)
+    if advice:
+        print_problems(advice, console(stderr=True))
+    return job_of(run, nodes, node.processes, argv, preflight, accelerate_config)
+
+
+def run_on(
+    node: Node, recipe: str | None, argv: Sequence[str], nodes: int = 1, accelerate_config: str | None = None
+) -> RunSpec:
+    """The run of train.py on `nodes` such nodes, not yet checked.
+
+    `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is
+    the file or name of an Accelerate YAML that replaces the recipe's own.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     data = {"dataset_name": node.data} if node.data else {}
@@ -110,11 +124,7 @@ def checked_job(
         accelerate_config=accelerate_config or str(launch_yaml(chosen)),
         elsewhere=node.packages,
     )
-    run = with_fit(run)
-    advice = require_legal(run)
-    if advice:
-        print_problems(advice, console(stderr=True))
-    return job_of(run, nodes, node.processes, argv, preflight, accelerate_config)
+    return with_fit(run)
 
 
 def launch_yaml(run: RunSpec) -> Path:
@@ -131,20 +141,23 @@ def job_of(
     argv: Sequence[str],
     preflight: bool = False,
     accelerate_config: str | None = None,
+    is_stored: bool = True,
 ) -> Job:
     """The job of a legal run.
 
-    Raises `UserError` for a world the engine cannot start, or a secret in `argv`.
+    Raises `UserError` for a world the engine cannot start; and for a secret in `argv`, if the job's
+    text `is_stored`.
     """
     if run.engine.kind == "single" and run.world_size > 1:
         raise mistake(
             "processes_per_node",
             f"{run.recipe.name} trains in one process, {run.world_size} are asked for",
-            "--nodes 1 --processes_per_node 1, or --recipe standard",
+            "one process, or --recipe standard",
         )
     argv = ("--recipe", run["recipe"], *argv)
-    refuse_secrets(run, argv)
-    config = Path(accelerate_config).resolve() if accelerate_config else launch_yaml(run)
+    if is_stored:
+        refuse_secrets(run, argv)
+    config = find_yaml(accelerate_config).resolve() if accelerate_config else launch_yaml(run)
     return Job(run, nodes, processes_per_node, argv, str(config), preflight=preflight)
 
 
@@ -159,16 +172,22 @@ def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str,
 
     `rank`, `address` and `port` are bash expressions.
     """
-    argv = [*quoted(accelerate), "--config_file", shlex.quote(job.config)]
-    argv += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
+    argv = quoted(launch_words(job, accelerate))
     if job.nodes > 1:
         argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
         argv += ["--rdzv_backend", "static", "--same_network"]
         if job.launched == "deepspeed":
             argv += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
-    elif job.launched != "single":
-        argv += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return argv
+
+
+def launch_words(job: Job, accelerate: Sequence[str] = THIS_ACCELERATE) -> list[str]:
+    """`accelerate launch` and its options, as far as they are the same on every node."""
+    words = [*accelerate, "--config_file", job.config]
+    words += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
+    if job.nodes == 1 and job.launched != "single":
+        words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
+    return words
 
 
 def preflight_command(job: Job, python: str, rank: str, address: str, port: str) -> list[str]:

@@ -39,15 +39,14 @@ FLAGS: type = Local
 
 
 _FORWARD = """\
-tell() {  # the training processes themselves: accelerate forwards nothing to a single one
-    local pid training
-    for pid in "${launchers[@]}"; do
-        read -r -d '' -a training < "/proc/$pid/task/$pid/children"
-        kill -s "$1" "${training[@]:-$pid}"
-    done 2>/dev/null
+set +m  # or bash reports their ends
+
+tell() {  # each process group: a launcher passes it on to its training processes
+    local pid
+    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
 }
-trap 'tell TERM' TERM USR1
-trap 'trap "tell KILL" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
+trap 'tell TERM' TERM USR1 HUP
+trap 'trap "tell QUIT" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
 
 code=0
 for pid in "${launchers[@]}"; do
@@ -63,12 +62,12 @@ exit "$code"
 def render(job: Job, flags: Local | None = None) -> str:
     """A bash script. Several nodes all start on this machine, as a rehearsal."""
     words = launch_command(job, THIS_ACCELERATE, '"$rank"', "127.0.0.1", '"$port"')
-    start = " ".join([*words, "--quiet", '"${command[@]}"'])
+    start = " ".join([*words, '"${command[@]}"'])
     preflight = preflight_command(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
     start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
     lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
-    lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown_seconds}", ""]
-    lines += [*arguments(job), "launchers=()"]
+    lines += ["set -m  # a process group for each launcher"]
+    lines += ["", *arguments(job), "launchers=()"]
     if job.nodes == 1:
         lines += [start, "launchers+=($!)"]
     else:
@@ -82,7 +81,7 @@ def render(job: Job, flags: Local | None = None) -> str:
             "    launchers+=($!)",
             "done",
         ]
-    return "\n".join(lines) + "\n\n" + _FORWARD
+    return "\n".join(lines) + "\n" + _FORWARD
 
 
 def node(flags: Local, processes: int | None) -> Node:

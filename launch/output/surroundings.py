@@ -11,8 +11,8 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
+from launch.host.parent import first_environment, launcher
 from launch.host.secrets import SECRET_NAME
-from launch.host.signals import first_environment, launcher_argv
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded
@@ -124,13 +124,14 @@ def _git(folder: Path, *words: str) -> str:
 
 def launcher_words() -> list[str]:
     """The launcher's command line up to our script; empty if none started this process."""
-    words = launcher_argv()
+    started_by = launcher()
+    words = list(started_by.argv) if started_by else []
     return words[: words.index(sys.argv[0])] if sys.argv[0] in words else words
 
 
-def by_accelerate(launcher: list[str]) -> bool:
+def by_accelerate(words: list[str]) -> bool:
     """Whether the launcher is `accelerate launch` in one of its spellings, and not torchrun."""
-    names = {Path(word).name for word in launcher}
+    names = {Path(word).name for word in words}
     return bool(names & {"accelerate", "accelerate-launch", "accelerate.commands.launch", "launcher.py"})
 
 

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import shutil
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from rich.markup import escape
 from safetensors import SafetensorError
 
 from launch.host.caches import cache_problem
-from launch.host.signals import EXIT_CODE, Preempted
+from launch.host.elastic import is_reporter, write_error_file
+from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.world import World
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
@@ -27,15 +30,21 @@ class NotANumber(Failure):
 
 def report(error: BaseException, progress: TrainingProgress) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
-    run, world = progress.run, progress.world
+    run, world, since = progress.run, progress.world, time.time()
+    ignore_stop_requests()
     problems = _problems(error, run)
     if problems:
-        print_problems(problems, console(world.is_local_main, stderr=True))
+        text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
+        if is_reporter(world, text):
+            print_problems(problems, console(stderr=True))
+            write_error_file(text)
         return 2
     message = _explained(error, run)
     if message is None:
+        is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
+        write_error_file(f"{type(error).__name__}: {error}")
         raise error
-    _print(message, error, world)
+    _print(message, error, world, since)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -115,8 +124,8 @@ def _is_full(folder: Path) -> bool:
 
 
 def _lost_a_rank(error: BaseException) -> bool:
-    if "Connection closed by peer" in str(error):
-        return True
+    if any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
+        return True  # of gloo
     # Importing it takes seconds, and without it the error is not torch's.
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():
@@ -124,11 +133,16 @@ def _lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def _print(message: str, error: BaseException, world: World) -> None:
+def _print(message: str, error: BaseException, world: World, since: float) -> None:
     """On the rank that failed. What happens to all ranks together is printed by rank 0 alone."""
     own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
-    out = console(world.is_main or own, stderr=True)
-    out.print(escape(f"{_rank(world)}{message}"), style="red", highlight=False)
+    if not (world.is_main or own):
+        return
+    text = f"{_rank(world)}{message}"
+    console(stderr=True).print(escape(text), style="red", highlight=False)
+    is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
+    if not is_consequence:
+        write_error_file(text, since=since)
 
 
 def _rank(world: World) -> str:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from launch.host import memory
 from launch.host.memory import Shortage
+from launch.host.parent import launcher
 from launch.host.secrets import hide
-from launch.host.signals import launcher_argv
+from launch.host.signals import ignore_stop_requests
 from launch.host.world import World
 from launch.output import record
 from launch.output.record import OUT_OF_MEMORY
@@ -82,6 +83,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
     except Exception as error:
         if progress.run is None or not memory.ran_out(error):
             raise
+        ignore_stop_requests()
         run, argv = progress.run, progress.argv
         shortage = memory.shortage(error)  # before anything is freed
         facts: Json = {
@@ -273,9 +275,10 @@ def _command(run: RunSpec, argv: list[str]) -> str:
     if run.world_size > run.local_world_size:
         start = ["train.py"]
     else:
-        launcher = launcher_argv()
-        scripts = [place for place, word in enumerate(launcher) if Path(word).name == Path(sys.argv[0]).name]
-        start = launcher[: scripts[0] + 1] if scripts else [sys.executable, sys.argv[0]]
+        started_by = launcher()
+        words = started_by.argv if started_by else ()
+        scripts = [place for place, word in enumerate(words) if Path(word).name == Path(sys.argv[0]).name]
+        start = list(words[: scripts[0] + 1]) if scripts else [sys.executable, sys.argv[0]]
         if scripts and run.engine.kind != "single":
             argv = [word.replace("$", "$$") for word in argv]  # torch elastic reads $$ as $
     return shlex.join([*start, *hide(argv, record.secrets_of(run))])

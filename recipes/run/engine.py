@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -52,11 +53,27 @@ class Engine:
 KINDS = {"NO": "single", "MULTI_GPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
 
 
-def shipped(name: str) -> Path:
+def shipped(name: str, folder: str = "accelerate_configs") -> Path:
     """A shipped Accelerate YAML: in the installed package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
-    inside = package / "accelerate_configs" / name
-    return inside if inside.exists() else package.parent / "accelerate_configs" / name
+    inside = package / folder / name
+    return inside if inside.exists() else package.parent / folder / name
+
+
+def find_yaml(name: str | Path) -> Path:
+    """The Accelerate YAML of that path; or if there is none, the shipped one of that name.
+
+    Raises `UserError` for anything else.
+    """
+    path = Path(name).expanduser()
+    if path.exists() and not path.is_dir():
+        return path
+    known = sorted(file.stem for file in shipped("fast.yaml").parent.glob("*.yaml"))
+    if str(name).removesuffix(".yaml") in known:
+        return shipped(path.name if path.suffix else f"{name}.yaml")
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    fix = nearest[0] if nearest else f"the path of an existing file, or one of {', '.join(known)}"
+    raise mistake("--accelerate_config", f"there is no file {name}, and no shipped YAML of that name", fix)
 
 
 def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:

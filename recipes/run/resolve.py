@@ -15,7 +15,7 @@ from recipes.errors import Problem, UserError
 from recipes.run import recorded
 from recipes.run.batch import Batch, data_parallel_size, split
 from recipes.run.command_line import accept, parse, read_config
-from recipes.run.engine import Engine, from_deepspeed, from_environment, from_yaml, shipped, with_fsdp
+from recipes.run.engine import Engine, find_yaml, from_deepspeed, from_environment, from_yaml, shipped, with_fsdp
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 from recipes.run.own_recipe import find_recipe, own_settings
@@ -54,7 +54,7 @@ def resolve(
     given |= accept(settings or {}, settings_source, problems)
     environment = os.environ if environment is None else environment
     hardware = hardware if hardware is not None else read_hardware()
-    yaml_engine = from_yaml(accelerate_config) if accelerate_config else None
+    yaml_engine = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
     in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
     world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
     if "config" in given and given["config"].value is not None:

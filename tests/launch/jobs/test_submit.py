@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from launch.cli import main
+from launch.host.signals import EXIT_CODE
 from launch.jobs import local, slurm
 from launch.jobs.job import job_of
 from launch.jobs.slurm import Slurm
@@ -127,7 +128,7 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
                 break
         job.send_signal(number)
         job.communicate(timeout=PATIENCE)
-    assert job.returncode != 0
+    assert job.returncode == EXIT_CODE
     assert read_record(tmp_path)["status"] == "preempted"
     assert list(tmp_path.glob("checkpoint-*/trainer_state.json"))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # fast on DDP, 1 node x 1 process, batch 8 x 2 x 1 = 16, on CPU, 8 cores
 set -uo pipefail
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
+set -m  # a process group for each launcher
 
 command=(
     /checkout/launch/train.py
@@ -9,18 +9,16 @@ command=(
     --run_name 'a b'
 )
 launchers=()
-python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/fast.yaml --num_machines 1 --num_processes 1 --main_process_port 0 --quiet "${command[@]}" &
+python /checkout/launch/host/launcher.py --config_file /checkout/accelerate_configs/fast.yaml --num_machines 1 --num_processes 1 --main_process_port 0 "${command[@]}" &
 launchers+=($!)
+set +m  # or bash reports their ends
 
-tell() {  # the training processes themselves: accelerate forwards nothing to a single one
-    local pid training
-    for pid in "${launchers[@]}"; do
-        read -r -d '' -a training < "/proc/$pid/task/$pid/children"
-        kill -s "$1" "${training[@]:-$pid}"
-    done 2>/dev/null
+tell() {  # each process group: a launcher passes it on to its training processes
+    local pid
+    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
 }
-trap 'tell TERM' TERM USR1
-trap 'trap "tell KILL" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
+trap 'tell TERM' TERM USR1 HUP
+trap 'trap "tell QUIT" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
 
 code=0
 for pid in "${launchers[@]}"; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # standard on DDP, 2 nodes x 2 processes, batch 4 x 1 x 4 = 16, on CPU, 8 cores
 set -uo pipefail
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
+set -m  # a process group for each launcher
 
 command=(
     /checkout/launch/train.py
@@ -11,19 +11,17 @@ launchers=()
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # the nodes share these cores
 port=$((20000 + $$ % 20000))
 for rank in {0..1}; do
-    python -m accelerate.commands.launch --config_file /checkout/accelerate_configs/standard.yaml --num_machines 2 --num_processes 4 --machine_rank "$rank" --main_process_ip 127.0.0.1 --main_process_port "$port" --rdzv_backend static --same_network --quiet "${command[@]}" &
+    python /checkout/launch/host/launcher.py --config_file /checkout/accelerate_configs/standard.yaml --num_machines 2 --num_processes 4 --machine_rank "$rank" --main_process_ip 127.0.0.1 --main_process_port "$port" --rdzv_backend static --same_network "${command[@]}" &
     launchers+=($!)
 done
+set +m  # or bash reports their ends
 
-tell() {  # the training processes themselves: accelerate forwards nothing to a single one
-    local pid training
-    for pid in "${launchers[@]}"; do
-        read -r -d '' -a training < "/proc/$pid/task/$pid/children"
-        kill -s "$1" "${training[@]:-$pid}"
-    done 2>/dev/null
+tell() {  # each process group: a launcher passes it on to its training processes
+    local pid
+    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
 }
-trap 'tell TERM' TERM USR1
-trap 'trap "tell KILL" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
+trap 'tell TERM' TERM USR1 HUP
+trap 'trap "tell QUIT" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
 
 code=0
 for pid in "${launchers[@]}"; do

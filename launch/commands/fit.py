@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from shlex import join
 
 from launch.flags import Commands, count, spellings
+from launch.host.secrets import without_secrets
 from launch.jobs import here, local
-from launch.jobs.secrets import without_secrets
 from launch.jobs.submit import refuse_while_in_use
 from recipes.run import with_flags
 

@@ -1,13 +1,14 @@
-"""What looks like a secret, and how it is kept out of what is written and shown."""
+"""What looks like a secret, and how it is kept out of records, and out of jobs that others read."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from recipes.run import HIDDEN
+from recipes.errors import UserError, mistake
+from recipes.run import HIDDEN, RunSpec
 
 # Tokens of Hugging Face, GitHub, GitLab, OpenAI and AWS, web tokens, keys of Azure storage, and
 # passwords in addresses, by how each starts and how long it is.
@@ -38,3 +39,27 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
     for secret in secrets:
         content = content.replace(secret, HIDDEN)
     return SECRET.sub(HIDDEN, content)
+
+
+def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:
+    """Raises `UserError` if a token is set, or an argument of train.py looks like a secret."""
+    tokens = [name for name in run.given if name.endswith("_token") and run[name]]
+    similar = [word.partition("=")[0] if word.startswith("--") else "argument" for word in argv if SECRET.search(word)]
+    if tokens or similar:
+        raise _refused((tokens or similar)[0])
+
+
+def without_secrets(text: str) -> str:
+    """A job's text, unchanged.
+
+    Raises `UserError` if a flag of the target has put a secret into it.
+    """
+    found = SECRET.search(text)
+    if found:
+        raise _refused(f"{found.group()[:6]}...")
+    return text
+
+
+def _refused(subject: str) -> UserError:
+    what = "looks like a secret, and would be written into the job, where others can read it"
+    return mistake(subject, what, "HF_TOKEN or the like in the environment of the job, or `hf auth login` there")

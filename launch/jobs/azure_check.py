@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.jobs.secrets import SECRET
+from launch.host.secrets import SECRET
 from recipes.errors import Problem
 from recipes.run import Json
 from recipes.run.command_line import nearest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.host.parent import LAUNCHER
-from launch.jobs.secrets import refuse_secrets
+from launch.host.secrets import refuse_secrets
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
 
+from launch.host.secrets import without_secrets
 from launch.host.signals import EXIT_CODE
 from launch.jobs import here, tail
 from launch.jobs.job import THIS_ACCELERATE, Job, Node, arguments, checked_job, launch_command, preflight_command
-from launch.jobs.secrets import without_secrets
 from launch.output.submission import Submission
 from launch.terminal import plural
 from launch.training import out_of_memory

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.host.secrets import without_secrets
 from launch.jobs import container, tail
 from launch.jobs.job import (
     ASSUMED_GPU,
@@ -22,7 +23,6 @@ from launch.jobs.job import (
     quoted,
     refuse_fresh,
 )
-from launch.jobs.secrets import without_secrets
 from launch.jobs.slurm_flags import Slurm, ignored, require_valid
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems

@@ -23,10 +23,10 @@ from typing import IO
 
 from launch.flags import Commands, count
 from launch.host import processes
+from launch.host.secrets import without_secrets
 from launch.jobs import local as local_job
 from launch.jobs.here import job_here
 from launch.jobs.job import Job
-from launch.jobs.secrets import without_secrets
 from launch.output import record
 from launch.terminal import plural
 from recipes import legal

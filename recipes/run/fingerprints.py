@@ -67,7 +67,8 @@ def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str:
     sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
     step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)
     for file, size in sizes.items():
-        name = file.relative_to(folder) if folder and folder != file else file.name
+        # A single file is the same data under another name, but not under another ending.
+        name = file.suffix if file == folder else file.relative_to(folder) if folder else file.name
         digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
         with file.open("rb") as stream:
             for start in [*range(0, size, step), max(0, size - _BLOCK_BYTES)]:

@@ -1,12 +1,10 @@
 """A recipe of a user's own goes wherever a shipped one goes: every command, a job, a training."""
 
 import json
-import shutil
 
 import pytest
 
 from launch.cli import main
-from launch.jobs import azure as azure_job
 from tests.support.running import ROOT, train_here
 
 MINE = "base: standard\npurpose: For our tickets.\nchanges:\n  logging_steps: [3, we watch it closely]\n"
@@ -87,26 +85,22 @@ def test_a_job_here_or_on_a_shared_disk_names_the_file(target, capsys):
     assert "--recipe mine.yaml" in capsys.readouterr().out
 
 
-def test_a_job_on_azure_needs_the_file_in_the_checkout(tmp_path, monkeypatch, capsys):
-    words = ["submit", "azureml", "--recipe", "mine.yaml", "--compute", "c", "--dry_run"]
-    assert main(words) == 2
-    assert "mine.yaml is not in the checkout" in capsys.readouterr().err
-    tmp_path.joinpath("a.yaml").write_text(MINE)
-    assert main(["submit", "azureml", "--recipe", str(tmp_path / "a.yaml"), "--compute", "c", "--dry_run"]) == 2
-    assert "submit there: --recipe a.yaml" in capsys.readouterr().err
-
-    checkout = tmp_path / "checkout"
-    shutil.copytree(ROOT / "accelerate_configs", checkout / "accelerate_configs")
-    shutil.copytree(ROOT / "azureml", checkout / "azureml")
-    checkout.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
-    checkout.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
-    monkeypatch.chdir(checkout)
-    for name, folder in {"_CHECKOUT": checkout, "FOLDER": checkout / "azureml"}.items():
-        monkeypatch.setattr(azure_job, name, folder)
-    monkeypatch.setattr(azure_job.azure_read, "SCRIPT", checkout / "launch" / "train.py")
+def test_a_job_on_azure_takes_the_files_of_a_recipe_along(tmp_path, monkeypatch, capsys):
+    tmp_path.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
+    tmp_path.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
+    words = ["submit", "azureml", "--recipe", "mine.yaml", "--compute", "c", "--dry_run", "--output", "job.yaml"]
     assert main(words) == 0
-    job = capsys.readouterr().out
+    job = tmp_path.joinpath("job.yaml").read_text()
     assert "--config_file engine.yaml" in job and "--recipe mine.yaml" in job
+    assert {"engine.yaml", "mine.yaml"} <= {file.name for file in tmp_path.joinpath("recipes-code").iterdir()}
+
+
+def test_a_recipe_outside_the_current_folder_stays_on_this_machine(tmp_path, monkeypatch, capsys):
+    tmp_path.joinpath("a.yaml").write_text(MINE)
+    tmp_path.joinpath("here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["submit", "azureml", "--recipe", "../a.yaml", "--compute", "c", "--dry_run"]) == 2
+    assert "a.yaml is not in the current folder" in capsys.readouterr().err
 
 
 def test_a_training_records_it_and_its_file(tiny_model, texts, tmp_path):

@@ -71,7 +71,7 @@ def test_caches_are_left_out(project):
         "recipes",
     ]
     names = [path.name for path in (project / CODE).rglob("*")]
-    assert not [name for name in names if name.startswith(".") or "cache" in name or name.endswith(".pyc")]
+    assert not [name for name in names if name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")]
 
 
 def test_a_job_without_its_code_is_refused(project, capsys):

@@ -17,7 +17,7 @@ from recipes.errors import UserError, mistake
 from recipes.quiet import silence
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, Settings, find_recipe, resolve
-from recipes.run.engine import from_environment, shipped
+from recipes.run.engine import from_environment, launch_with
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -123,7 +123,7 @@ def _warn_without_engine(run: RunSpec) -> None:
     what += ": on a CPU it shards nothing" * shards_nothing
     file = "standard.yaml" if own_json else run.recipe.engine
     script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
-    command = f"accelerate launch --config_file {shipped(file)} --num_processes {run.world_size} {script}"
+    command = f"{launch_with(file)} --num_processes {run.world_size} {script}"
     warnings.warn(f"{what}. Fix: {command}{', with GPUs' * shards_nothing}", stacklevel=3)
 
 
@@ -136,7 +136,7 @@ def _require_a_place(args_class: type, given: Iterable[str]) -> None:
     for name in given:
         if name in legal.run_flags() and name != "global_batch_size" and not _has(args_class, name):
             what = f"{args_class.__name__} has no such field, so it would be ignored"
-            raise mistake(name, what, "do it in your script, or train with launch/train.py")
+            raise mistake(name, what, "do it in your script, or train with `recipes train`")
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:

@@ -8,8 +8,8 @@ from recipes import legal
 from recipes.catalog import RECIPES
 
 _INTRODUCTION = """\
-usage: accelerate launch [--config_file accelerate_configs/X.yaml] [--num_processes N] launch/train.py
-                         [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
+usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
+       accelerate launch [--config_file YAML] [--num_processes N] train.py [the same flags]
 
 With no model and data it trains a small byte-level decoder on the Python standard library's own source.
 Precedence: command line > --config file > recipe > library default.

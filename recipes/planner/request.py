@@ -59,8 +59,8 @@ class Request:
             model = []
         launch = []
         if self.accelerate_config:
-            launch = ["accelerate", "launch", "--config_file", self.accelerate_config]
-            launch += ["--num_processes", str(self.num_processes), "launch/train.py"]
+            launch = ["recipes", "train", "--accelerate_config", self.accelerate_config]
+            launch += ["--num_processes", str(self.num_processes)]
         return shlex.join([*launch, "--recipe", recipe, *model, *self._with(flags)])
 
     def _with(self, flags: Settings) -> list[str]:

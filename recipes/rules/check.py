@@ -110,7 +110,7 @@ def stray_accelerate_config(environment: Mapping[str, str]) -> Iterator[Problem]
     for name in ("default_config.yaml", "default_config.json"):
         file = (Path(home) / "accelerate" / name).expanduser()
         if file.is_file():
-            fix = "accelerate launch --config_file FILE, with one of accelerate_configs/"
+            fix = "accelerate launch --config_file FILE, with one of `recipes where`; or `recipes train`"
             what = f"accelerate launch reads this file if it is given none: {_summary(file)}"
             yield Problem(str(file), what, fix, "the user's own default", "advice")
 

@@ -60,6 +60,16 @@ def shipped(name: str, folder: str = "accelerate_configs") -> Path:
     return inside if inside.exists() else package.parent / folder / name
 
 
+def launch_with(name: str) -> str:
+    """The start of a command that launches with a shipped YAML, as a person would type it: its path
+    is relative if it is below the current folder.
+    """
+    path = shipped(name)
+    return (
+        f"accelerate launch --config_file {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
+    )
+
+
 def find_yaml(name: str | Path) -> Path:
     """The Accelerate YAML of that path; or if there is none, the shipped one of that name.
 
@@ -140,7 +150,7 @@ def from_yaml(path: str | Path) -> Engine:
     """
     raw = read_yaml(path, "--accelerate_config")
     if not raw:
-        fix = "a file with compute_environment, distributed_type and num_processes, or one of accelerate_configs/"
+        fix = "a file with compute_environment, distributed_type and num_processes, or one of `recipes where`"
         raise mistake("--accelerate_config", f"{path} is empty, which accelerate launch refuses", fix)
     dynamo = _section(raw, "dynamo_config")
     kind = str(raw.get("distributed_type") or "NO").upper()  # YAML reads NO without quotes as false

@@ -19,7 +19,7 @@ from recipes.rules.facts import (
     uses_deepspeed,
 )
 from recipes.run import RunSpec, nearest
-from recipes.run.engine import Json, read_json
+from recipes.run.engine import Json, launch_with, read_json
 
 _BELONGS_IN_JSON = (
     "gradient_accumulation_steps",
@@ -48,7 +48,7 @@ def deepspeed_is_configured_once(run):
         written += [name for name in (*_BELONGS_IN_JSON, "mixed_precision") if name in handed_on]
         if written:
             what = f"sets {', '.join(written)}, which cannot be set together with --deepspeed"
-            fix = "accelerate launch --config_file accelerate_configs/standard.yaml, or leave --deepspeed out"
+            fix = f"{launch_with('standard.yaml')}, or leave --deepspeed out"
             yield Problem("deepspeed_config", what, fix, run.engine.source if section else "the launcher")
     elif section.get("deepspeed_config_file"):
         what = "cannot be set together with deepspeed_config_file"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from recipes.errors import Problem
 from recipes.rules.facts import advice, in_yaml, on_gpu, problem, rule, uses_deepspeed
 from recipes.run import RunSpec
-from recipes.run.engine import from_environment, from_yaml, shipped
+from recipes.run.engine import from_environment, from_yaml, launch_with, shipped
 
 
 @rule
@@ -77,7 +76,7 @@ def one_process_uses_one_gpu(run):
     if run.engine.kind != "single" or run.world_size > 1 or len(run.hardware.gpus) < 2 or run["use_cpu"]:
         return
     count = len(run.hardware.gpus)
-    fix = f"accelerate launch --config_file accelerate_configs/standard.yaml --num_processes {count}"
+    fix = f"{launch_with('standard.yaml')} --num_processes {count}"
     yield Problem("num_processes", f"1 uses one of {count} GPUs", fix, "the launch", "advice")
 
 
@@ -91,15 +90,10 @@ def recipe_has_its_own_engine(run):
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
     if not wanted.get(own.kind, True):
         what = f"is made for {own.title}, and the launch uses {run.engine.title}"
-        fix = f"accelerate launch --config_file {_short(shipped(run.recipe.engine))}"
+        fix = launch_with(run.recipe.engine)
         if run["deepspeed"]:
             what, fix = f"is made for {own.title}, and --deepspeed trains {run.engine.title}", "leave --deepspeed out"
         yield advice(run, "recipe", what, fix)
-
-
-def _short(path: Path) -> str:
-    """A path as a person would type it: relative if it is below the current folder."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @rule
@@ -125,7 +119,7 @@ def fsdp_and_deepspeed_exclude_each_other(run):
 def fsdp_argument_needs_a_distributed_launch(run):
     """`ValueError: Using fsdp only works in distributed training.`"""
     if run["fsdp"] and _is_started_alone(run):
-        fix = f"accelerate launch --config_file {_short(shipped('sharded.yaml'))}"
+        fix = launch_with("sharded.yaml")
         fix = fix if run.hardware.shards else "leave it out: it shards nothing on a CPU"
         yield problem(run, "fsdp", "needs a distributed launch", fix)
 

@@ -57,6 +57,8 @@ def resolve(
     yaml_engine = from_yaml(find_yaml(accelerate_config)) if accelerate_config else None
     in_yaml = (yaml_engine.num_processes if yaml_engine else None) or 1
     world = world_size or max(1, in_yaml)  # accelerate_yaml reports a count below 1
+    if yaml_engine and world_size:
+        yaml_engine = replace(yaml_engine, num_processes=world_size)
     if "config" in given and given["config"].value is not None:
         given = {**_settings_of_file(given, world, hardware, environment, problems), **given}
     recipe = _find_recipe(given, problems)

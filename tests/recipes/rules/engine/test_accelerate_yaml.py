@@ -106,6 +106,7 @@ LEGAL_AFTER_ALL = [
     ("mixed_precision_is_known", Run(yaml=yaml("MULTI_GPU", "mixed_precision: BF16"))),
     ("num_processes_is_given", Run(yaml=yaml("'NO'", processes=None), world=None)),
     ("num_processes_is_given", Run(yaml=yaml("MULTI_GPU", processes=0), world=2)),
+    ("num_processes_is_given", Run("--recipe memory", yaml=yaml("MULTI_GPU", processes=0), world=2)),
     ("top_level_values_have_the_right_type", Run(yaml=yaml("'NO'", processes="'2'"), world=1)),
     ("gpu_ids_name_enough_gpus", Run(world=4, yaml=yaml("MULTI_GPU", "gpu_ids: '0,1'"))),  # on a CPU
 ]

@@ -304,8 +304,10 @@ def nested_yaml_values_are_legal(run):
 
 
 def _is_unread(run: RunSpec, key: str) -> bool:
-    """Whether FSDP does not look at this key of its section."""
+    """Whether nothing in this run looks at this key of its section."""
     name = key.removeprefix("fsdp_")
+    if name == "deepspeed_multinode_launcher":
+        return run.engine.raw.get("num_machines", 1) == 1
     if name == "min_num_params":
         return str(fsdp_section(run).get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP"
     return name == "sharding_strategy" and fsdp_version(run) == 2

@@ -175,6 +175,13 @@ def test_a_wrong_value_that_fsdp2_does_not_read_is_only_advice(line, tmp_path, m
     assert found == ["advice"]
 
 
+def test_one_machine_needs_no_multinode_launcher(tmp_path, monkeypatch):
+    for machines, severity in (("", "advice"), ("num_machines: 2\n", "error")):
+        file = deepspeed("deepspeed_multinode_launcher: srun") + machines
+        found = nested_yaml_values_are_legal(Run(yaml=file).resolve(tmp_path, monkeypatch))
+        assert [problem.severity for problem in found] == [severity]
+
+
 def test_a_section_that_is_a_file_name_breaks_the_launcher(write_yaml):
     file = write_yaml("DEEPSPEED", "deepspeed_config: ds.json")
     with pytest.raises(AttributeError, match="keys"):

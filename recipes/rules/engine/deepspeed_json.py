@@ -219,6 +219,18 @@ def _defaults(content: Json) -> Json:
 
 
 @rule
+def deepspeed_sections_have_a_type(run):
+    """`zero stage 2 requires an optimizer`, `'DummyScheduler' object has no attribute`: Trainer
+    leaves both to their sections, and a section without a type builds none.
+    """
+    for name, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        section = (deepspeed_file(run) or {}).get(name)
+        if uses_deepspeed(run) and isinstance(section, dict) and section.get("type") is None:
+            fix = f'"type": "{example}", or leave {name} out: the run has one'
+            yield Problem(f"{name}.type", f"is missing, and without it there is no {name}", fix, _json_source(run))
+
+
+@rule
 def deepspeed_schedulers_have_their_parameters(run):
     """`WarmupDecayLR.__init__() missing 1 required positional argument: 'total_num_steps'`, `got an
     unexpected keyword argument`, and without `params`: `argument after ** must be a mapping`

@@ -129,6 +129,15 @@ def fsdp2_has_no_local_state(run):
 
 
 @rule
+def fsdp_state_is_of_a_known_kind(run):
+    """`KeyError: 'FULL'`, when the Trainer is built. Of a YAML, nested_yaml_values_are_legal tells."""
+    value = fsdp_section(run).get("state_dict_type")
+    known = legal.accelerate_choices()["FSDP_STATE_DICT_TYPE"]
+    if run["fsdp"] and isinstance(value, str) and value.upper() not in known and value not in ("1", "2", "3"):
+        yield _of_key(run, "state_dict_type", f"{value!r} is not one of its values", f"one of {', '.join(known)}")
+
+
+@rule
 def fsdp_checkpoints_activations_once(run):
     """`activation_checkpointing in FSDP config and ... argument can't both be set to True`"""
     if not uses_fsdp(run) or not run["gradient_checkpointing"]:

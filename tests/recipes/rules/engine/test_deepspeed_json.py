@@ -47,6 +47,10 @@ CASES = {
         Run(DS, files=ds_json(scheduler={"type": "WarmupLR", "params": {}})),
         Run(DS, files=ds_json(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}})),
     ),
+    "deepspeed_sections_have_a_type": (
+        Run(DS, files=ds_json(optimizer={"params": {}})),
+        Run(DS, files=ds_json(optimizer={"type": "AdamW", "params": {"lr": "auto"}})),
+    ),
     "deepspeed_schedulers_have_their_parameters": (
         Run(DS, files=ds_json(scheduler={"type": "WarmupCosineLR", "params": {}})),
         Run(DS, files=ds_json(scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}})),
@@ -113,6 +117,7 @@ ALSO_FIRES = [
         Run(DS, files=ds_json(scheduler={"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}})),
         "scheduler.params.warmup_max_lr",
     ),
+    ("deepspeed_sections_have_a_type", Run(DS, files=ds_json(scheduler={"params": {}})), "scheduler.type"),
     ("deepspeed_schedulers_have_their_parameters", Run(DS, files=ds_json(scheduler={"type": "StepLR"})), "params"),
     (
         "deepspeed_schedulers_have_their_parameters",

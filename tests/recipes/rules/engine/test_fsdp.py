@@ -54,6 +54,10 @@ CASES = {
         on_gpus(yaml=version_2("fsdp_sharding_strategy: NO_SHARD")),
         on_gpus(yaml=fsdp("fsdp_version: 1", "fsdp_sharding_strategy: NO_SHARD")),
     ),
+    "fsdp_state_is_of_a_known_kind": (
+        on_gpus('--fsdp full_shard --fsdp_config {"state_dict_type":"FULL"}', yaml="standard.yaml"),
+        on_gpus('--fsdp full_shard --fsdp_config {"state_dict_type":"full_state_dict"}', yaml="standard.yaml"),
+    ),
     "fsdp2_has_no_local_state": (
         on_gpus(yaml=version_2("fsdp_state_dict_type: LOCAL_STATE_DICT")),
         on_gpus(yaml=version_2("fsdp_state_dict_type: FULL_STATE_DICT")),

@@ -65,6 +65,9 @@ def show_difference(names: Sequence[str], options: argparse.Namespace) -> int:
         print_heading(next(iter(specs.values())))
     rows = [[name, *values, ""] for name, values in surroundings(runs).items()]
     rows += [[name, *(entry["value"] for entry in entries), _reason(name, runs)] for name, entries in settings.items()]
+    if not rows:
+        print("nothing differs")
+        return 0
     print_table(["setting", *titles, "reason"], [[*map(text, row)] for row in rows])
     return 0
 

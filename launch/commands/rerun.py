@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
+from itertools import count as count_from
 from pathlib import Path
 
 from launch.flags import Commands, count, spellings
@@ -12,6 +14,7 @@ from launch.jobs.local import Local
 from launch.jobs.submit import submit
 from launch.jobs.targets import TARGETS
 from launch.output.differences import differences
+from launch.output.record import read
 from launch.output.restore import restore
 from launch.terminal import console, print_problems
 from recipes.errors import UserError, mistake
@@ -83,11 +86,17 @@ def _title(record: Json, file: Path) -> str:
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:
     """Where the run writes. Raises `UserError` for the folder of the recorded run itself."""
     then = Path(str(record["settings"].get("output_dir", {}).get("value") or file.parent.name))
-    output_dir = str(typed.get("output_dir") or Path("outputs", f"{then.name or 'run'}-rerun"))
+    output_dir = str(typed.get("output_dir") or _unfinished(Path("outputs", f"{then.name or 'run'}-rerun")))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):
         what = f"{output_dir} is the folder of the recorded run"
         raise mistake("output_dir", what, "another one; the command of that run, given again, continues it")
     return output_dir
+
+
+def _unfinished(folder: Path) -> Path:
+    """The folder, or the next with a number that holds no finished run. Others are continued."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count_from(2))
+    return next(path for path in chain([folder], numbered) if read(path).get("status") != "finished")
 
 
 def _commit(record: Json, typed: Settings) -> Json:

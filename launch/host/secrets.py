@@ -17,7 +17,19 @@ SECRET = re.compile(
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
 # Variables that hold one. Not TOKENIZERS_PARALLELISM.
-SECRET_NAME = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|_KEY\b|APIKEY", re.IGNORECASE)
+_NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|_KEY\b|APIKEY)"
+SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+# `DB_PASSWORD = "..."`, `api_key: str = "..."`, `{"api_key": "..."}`, `environ["API_KEY"] = "..."`,
+# and the value of a pair such as `hub_token: [value, reason]`. Not `pad_token = "<pad>"`.
+_LEFT = rf"(?<![\w.-])[\w.-]*{_NAME}[\w.-]*[\"']?\]?\s*(?::[ \t]*[\w |.]+(?==))?[:=]"
+_QUOTED = [
+    re.compile(rf"({_LEFT}\s*[\[(]?\s*[rbfu]{{0,2}}{quote})(?![<\[])(?:\\.|(?!{quote}){character})+(?={quote})", re.I)
+    for quote, character in ((3 * '"', r"[\s\S]"), (3 * "'", r"[\s\S]"), ('"', "."), ("'", "."))
+]
+# The same without quotes, which is text in YAML, and code in Python. Not numbers: counts of tokens.
+_PLAIN = re.compile(
+    rf"""({_LEFT}[ \t]*\[?)(?![-+\d._]+\s*(?:[,\]\n]|$))[^\s"'#,\[\](){{}}<>|&*$]{{8,}}""", re.IGNORECASE
+)
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
 
 
@@ -39,6 +51,13 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
     for secret in secrets:
         content = content.replace(secret, HIDDEN)
     return SECRET.sub(HIDDEN, content)
+
+
+def hide_assigned(text: str, is_python: bool = False) -> str:
+    """The text of a file, with what it assigns to a name of a secret as `***`."""
+    for pattern in _QUOTED if is_python else (*_QUOTED, _PLAIN):
+        text = pattern.sub(rf"\g<1>{HIDDEN}", text)
+    return text
 
 
 def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:

@@ -15,6 +15,9 @@ _NOT_RECORDED = "not recorded"
 _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 
+_MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}  # their contents count, not their paths
+
+
 def differences(record: Json, run: RunSpec, restored: Collection[str]) -> list[Problem]:
     """One problem for each difference that can change what is trained, as an error: with its fix
     the run repeats exactly. `restored` are settings whose files have their recorded content.
@@ -22,7 +25,10 @@ def differences(record: Json, run: RunSpec, restored: Collection[str]) -> list[P
     What cannot be compared is advice.
     """
     found = [*_versions(record), *_code(record), *_hardware(record, run), *_world(record, run)]
-    found += [*_inputs(record, run), *_environment(record), *_settings(record, run, restored)]
+    model = fingerprints.of_model(run["model_name_or_path"], run["model_revision"])
+    now = {"data": fingerprints.of_data(run["dataset_name"]), "model": model}
+    same = {name for name, what in _MATERIAL.items() if now[what] and now[what] == record.get(what)}
+    found += [*_inputs(record, run, now), *_environment(record), *_settings(record, run, {*restored, *same})]
     return found
 
 
@@ -88,15 +94,14 @@ def _world(record: Json, run: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _inputs(record: Json, run: RunSpec) -> Iterator[Problem]:
-    data, model = run["dataset_name"], run["model_name_or_path"]
-    now = {"data": fingerprints.of_data(data), "model": fingerprints.of_model(model, run["model_revision"])}
-    setting = {"data": "dataset_name", "model": "model_name_or_path"}
-    for what, name in setting.items():
+def _inputs(record: Json, run: RunSpec, now: dict[str, str | None]) -> Iterator[Problem]:
+    for name, what in _MATERIAL.items():
+        if not run[name] and record["settings"].get(name, {}).get("value"):
+            continue  # it is missing here, which is a problem of the record itself, or left out by the user
         subject = run[name] or ("Python's standard library" if what == "data" else "the model")
         if fingerprints.differ(record.get(what), now[what]):
             fix = f"the {what} as it was, or --{name} with its path"
-            if what == "data" and not data:
+            if what == "data" and not run[name]:
                 fix = f"Python {(record.get('versions') or {}).get('python')}: the demonstration trains on its source"
             yield Problem(name, f"{subject} has other contents than then ({record[what]}, here {now[what]})", fix)
         elif run[name] and (record.get(what) is None or now[what] is None):
@@ -118,8 +123,8 @@ def _environment(record: Json) -> Iterator[Problem]:
         yield Problem(name, f"was {then.get(name, 'not set')}, is {now} here", fix)
 
 
-def _settings(record: Json, run: RunSpec, restored: Collection[str]) -> Iterator[Problem]:
-    at_its_place, skipped = set(record.get("paths") or {}), {*NO_DIFFERENCE, *restored}
+def _settings(record: Json, run: RunSpec, same: Collection[str]) -> Iterator[Problem]:
+    at_its_place, skipped = set(record.get("paths") or {}), {*NO_DIFFERENCE, *same}
     if record.get("world_size") not in (None, run.world_size):
         skipped |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # they follow from it
     for name, entry in record["settings"].items():
@@ -131,6 +136,8 @@ def _settings(record: Json, run: RunSpec, restored: Collection[str]) -> Iterator
             continue
         fix = f"leave --{name} out" if typed else f"--{name} {quote(_text(entry['value']))}"
         if not recorded.is_legal(name, entry["value"]):
+            if not typed and not recorded.is_derived(entry["source"]):
+                continue  # it is given again, and refused for that
             fix = "the libraries' versions of then: these do not take it"
         why = f" ({setting.reason})" if setting.reason and not typed else ""
         yield _is_not(name, _text(entry["value"]), f"{_text(here)}{why}", fix)

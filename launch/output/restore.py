@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.host.files import write_whole
-from launch.host.secrets import hide, in_environment
+from launch.host.secrets import hide, hide_assigned, in_environment
 from launch.output.surroundings import by_accelerate
 from recipes import legal
 from recipes.errors import Problem, mistake
@@ -111,7 +111,8 @@ def _reads(path: str, content: str) -> bool:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
-    return content in (text, hide(text), hide(text, in_environment()))
+    hidden = hide_assigned(text, path.endswith(".py"))
+    return content in (text, hidden, hide(hidden), hide(hidden, in_environment()))
 
 
 # --- The Accelerate YAML --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from launch.host.parent import first_environment, launcher
-from launch.host.secrets import SECRET_NAME
+from launch.host.secrets import SECRET_NAME, hide_assigned
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded
@@ -158,7 +158,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     if yaml:
         paths.append(_deepspeed_file(yaml))
     contents = {str(Path(path).expanduser().resolve()): _text(Path(path).expanduser()) for path in paths if path}
-    return {path: text for path, text in contents.items() if text is not None}
+    return {path: hide_assigned(text, path.endswith(".py")) for path, text in contents.items() if text is not None}
 
 
 def _deepspeed_file(yaml: str) -> str | None:

@@ -26,8 +26,8 @@ INPUTS = (
     "recipe", "model_name_or_path", "dataset_name", "deepspeed", "fsdp_config", "accelerator_config",
     "resume_from_checkpoint",
 )  # fmt: skip
-# They said what to do on the day, with a folder or before the training.
-_OF_THE_DAY = ("config", "fresh", "fit_only")
+# They said what to do on the day: with a folder, which belongs to the run, or before the training.
+_OF_THE_DAY = ("config", "fresh", "fit_only", "output_dir")
 _DERIVED = (BATCH, FIT, BEST_MODEL, LIBRARY, "hardware", "limit", "default", "demonstration")
 _TYPES: dict[str, tuple[type, ...]] = {
     "status": (str,), "recipe": (str,), "recipe_files": (list,), "engine": (str,), "world_size": (int,),
@@ -115,8 +115,8 @@ def _fault(content: object) -> str:
 def written(record: Json, same_world: bool) -> Json:
     """What the user of the run wrote, on the command line or in a file, and its global batch."""
     settings = record["settings"]
-    values = {name: entry["value"] for name, entry in settings.items() if not _is_derived(entry["source"])}
-    for name in _OF_THE_DAY:
+    values = {name: entry["value"] for name, entry in settings.items() if not is_derived(entry["source"])}
+    for name in _of_the_day(settings):
         values.pop(name, None)
     for name in ("recipe", "global_batch_size"):
         if name in settings:
@@ -126,7 +126,13 @@ def written(record: Json, same_world: bool) -> Json:
     return values
 
 
-def _is_derived(source: str) -> bool:
+def _of_the_day(settings: Json) -> set[str]:
+    """Names of settings that do not count again. A run may be named after its folder."""
+    run_name, output_dir = (settings.get(name, {}).get("value") for name in ("run_name", "output_dir"))
+    return {*_OF_THE_DAY, "run_name"} if run_name == output_dir else {*_OF_THE_DAY}
+
+
+def is_derived(source: str) -> bool:
     return source in _DERIVED or source.startswith("recipe ")
 
 
@@ -165,16 +171,24 @@ def path_of(name: str, value: object) -> str | None:
     return str(path.resolve()) if path else None
 
 
-def without_secrets(values: Json, replaced: Collection[str], has_token: bool, problems: list[Problem]) -> Json:
-    """`values` without what is hidden in a record. Each is a problem, unless it is given now, or is
-    a token and the environment `has_token`.
+def without_secrets(
+    values: Json, replaced: Collection[str], has_token: bool, pushes: object, problems: list[Problem]
+) -> Json:
+    """`values` without what is hidden in a record. Each is a problem, unless it is given now.
+
+    A token is only advice, as a login stands for it, and it may be set only where the run goes. Not
+    even that without `push_to_hub`, for which alone it is used, or if the environment `has_token`.
     """
     hidden = [name for name, value in values.items() if HIDDEN in json.dumps(value)]
     for name in hidden:
-        is_token = name.endswith("_token")
-        if name not in replaced and not (is_token and has_token):
-            fix = "HF_TOKEN in the environment" if is_token else f"--{name} with its value"
-            problems.append(Problem(name, f"holds a secret, which {NAME} does not keep", fix))
+        what, given = f"holds a secret, which {NAME} does not keep", f"--{name} with its value"
+        if name in replaced:
+            continue
+        if not name.endswith("_token"):
+            problems.append(Problem(name, what, given))
+        elif pushes and not has_token:
+            fix = f"any HF_TOKEN in the environment, or `hf auth login`, or {given}"
+            problems.append(Problem(name, what, fix, severity="advice"))
     return {name: value for name, value in values.items() if name not in hidden}
 
 
@@ -183,7 +197,7 @@ def otherwise_here(record: Json, derived: RunSpec, same_world: bool) -> Json:
     everything else derived here, for the recorded number of processes.
     """
     values = {}
-    skipped = {"output_dir", "fit", *_OF_THE_DAY, *BATCH_FIELDS, *(record.get("paths") or {})}
+    skipped = {"fit", *_of_the_day(record["settings"]), *BATCH_FIELDS, *(record.get("paths") or {})}
     same_machine = is_same_machine(record, derived.hardware)
     for name, entry in record["settings"].items():
         if name not in derived or name in skipped:

@@ -111,7 +111,9 @@ def _settings_of_file(
     processes = record.get("world_size") or 1
     same_world = world == processes
     values = recorded.at_their_place(recorded.written(record, same_world), record, given, problems, path)
-    values = recorded.without_secrets(values, given, bool(environment.get("HF_TOKEN")), problems)
+    pushed = record["settings"].get("push_to_hub", {}).get("value")
+    pushes = given["push_to_hub"].value if "push_to_hub" in given else pushed
+    values = recorded.without_secrets(values, given, bool(environment.get("HF_TOKEN")), pushes, problems)
     derived = resolve(
         settings=values,
         world_size=processes,
@@ -120,7 +122,7 @@ def _settings_of_file(
         environment=environment,
     )
     values |= recorded.otherwise_here(record, derived, same_world)
-    return accept(values, path, problems)
+    return accept({name: value for name, value in values.items() if name not in given}, path, problems)
 
 
 def _chosen_engine(recipe: Recipe, given: Settings) -> Engine:

@@ -164,6 +164,45 @@ def test_a_flag_that_changes_something_is_listed(place, capsys):
     assert dry(capsys, str(folder), "--seed", "8", "--exact")[0] == 2
 
 
+def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, capsys):
+    folder = recorded(place / "out")
+    moved = {name: tmp_path / f"moved-{name}" for name in ("tiny", "texts.jsonl")}
+    for name, path in moved.items():
+        (place / name).rename(path)
+    words = ["--model_name_or_path", str(moved["tiny"]), "--dataset_name", str(moved["texts.jsonl"])]
+    code, script, said = dry(capsys, str(folder), "--exact", *words)
+    assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
+
+
+def test_data_that_are_missing_are_said_to_be_missing_and_no_more(place, capsys):
+    folder = recorded(place / "out")
+    (place / "texts.jsonl").unlink()
+    code, _, said = dry(capsys, str(folder))
+    assert code == 2 and said.count("dataset_name: ") == 1 and "Fix: --dataset_name with its path" in said
+
+
+@pytest.mark.parametrize("words", [(), ("--exact",)])
+def test_a_value_of_the_user_that_is_not_legal_is_an_error_of_the_record(words, place, capsys):
+    folder = recorded(place / "out", "--learning_rate", "1e-4")
+    settings = json.loads((folder / "run.json").read_text())["settings"]
+    change(folder, settings={**settings, "learning_rate": {**settings["learning_rate"], "value": "abc"}})
+    code, _, said = dry(capsys, str(folder), *words)
+    assert code == 2 and said.count("learning_rate: ") == 1
+    assert f"error learning_rate: takes a number, got 'abc' ({folder}/run.json)" in said
+    assert dry(capsys, str(folder), "--learning_rate", "1e-4")[0] == 0
+
+
+def test_a_token_is_advised_only_where_the_run_is_pushed(place, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    folder = recorded(place / "out", "--hub_token", "mine")
+    assert "hub_token" not in dry(capsys, str(folder), "--exact")[2]
+    folder = recorded(place / "out", "--hub_token", "mine", "--push_to_hub")
+    code, _, said = dry(capsys, str(folder))
+    assert code == 0 and "advice hub_token: " in said and "any HF_TOKEN in the environment" in said
+    monkeypatch.setenv("HF_TOKEN", "another")
+    assert "hub_token" not in dry(capsys, str(folder))[2]
+
+
 def test_more_processes_share_the_same_global_batch(place, capsys):
     code, script, said = dry(capsys, str(recorded(place / "out")), "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
@@ -191,6 +230,15 @@ def test_a_record_of_an_older_version_can_be_repeated(place, capsys):
 def test_it_never_writes_to_the_folder_of_the_run(words, place, capsys):
     code, _, said = dry(capsys, str(recorded(place / "out")), *words)
     assert code == 2 and "is the folder of the recorded run" in said
+
+
+def test_a_finished_rerun_is_not_run_into_again(place, capsys):
+    folder = str(recorded(place / "out"))
+    for status, name in (("preempted", "out-rerun"), ("finished", "out-rerun-2")):
+        record.write(place / "outputs" / "out-rerun", {"status": status})
+        assert f"--output_dir outputs/{name}\n" in dry(capsys, folder)[1]
+    record.write(place / "outputs" / "out-rerun-2", {"status": "finished"})
+    assert "--output_dir outputs/out-rerun-3\n" in dry(capsys, folder)[1]
 
 
 def test_a_config_beside_it_is_a_mistake(place, capsys):

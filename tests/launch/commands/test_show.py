@@ -1,6 +1,7 @@
 """`recipes list`, `show` and `copy`: they print what the catalogue holds, and a copy reads back."""
 
 import json
+import shutil
 
 import pytest
 
@@ -129,6 +130,12 @@ def test_two_runs_differ_in_settings_and_surroundings(runs, tmp_path, capsys):
     assert found["torch"] == {"one": here, tmp_path.name: "1.0"}
     assert found["world_size"] == {"one": 1, tmp_path.name: 2}
     assert "max_steps" not in found and "output_dir" not in found
+
+
+def test_two_equal_runs_have_no_table(runs, tmp_path, capsys):
+    shutil.copy(runs / "one" / "run.json", tmp_path)
+    assert main(["diff", str(runs / "one"), str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "nothing differs\n"
 
 
 def test_a_run_differs_from_its_recipe_in_what_its_user_wrote(runs, capsys):

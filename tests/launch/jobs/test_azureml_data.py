@@ -11,6 +11,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from launch.cli import main
 from launch.jobs.azure_stage import CODE
+from launch.output import record
+from recipes.run import resolve
 from tests.support.azure import NAMES, loopback
 from tests.support.azure_jobs import run_on_nodes, sent
 from tests.support.models import SMALL, save
@@ -50,6 +52,12 @@ def empty(tmp_path, monkeypatch):
 def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
     data = sent(dry_run("--data", uri))["inputs"]["data"]
     assert (data["jobInputType"], data["uri"]) == (kind, uri)
+
+
+def test_a_recorded_run_can_be_sent(empty):
+    record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl"]), 1))
+    data = sent(dry_run("--data", f"{STORE}/t.jsonl", training=["--config", "out/run.json"]))["inputs"]["data"]
+    assert data["uri"] == f"{STORE}/t.jsonl"
 
 
 def test_data_type_decides_where_the_uri_is_wrong(empty):

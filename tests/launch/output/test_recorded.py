@@ -95,6 +95,15 @@ def test_the_command_line_wins_over_the_record(tmp_path):
     assert (again["seed"], again["learning_rate"]) == (8, 1e-3)
 
 
+def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
+    run = resolve(["--output_dir", str(tmp_path), "--run_name", str(tmp_path)], hardware=CPU)
+    again = resolve(["--config", recorded(tmp_path, run)], hardware=CPU)
+    assert (again["output_dir"], again["run_name"]) == ("outputs/standard", None)
+    assert not again.explicit("output_dir")
+    named = resolve(["--config", recorded(tmp_path, resolve(["--run_name", "mine"], hardware=CPU))], hardware=CPU)
+    assert named["run_name"] == "mine"
+
+
 def test_the_global_batch_stays_in_another_world(tmp_path):
     file = recorded(tmp_path, resolve(world_size=2, hardware=CPU))
     assert resolve(["--config", file], world_size=4, hardware=CPU).batch.total == 16
@@ -259,6 +268,40 @@ def test_a_hidden_token_is_asked_for_in_one_line(tmp_path):
 def test_a_variable_that_is_secret_or_only_a_place_is_not_recorded(name, monkeypatch):
     monkeypatch.setattr(surroundings, "first_environment", lambda: {name: "x", "NCCL_DEBUG": "INFO"})
     assert surroundings.environment() == {"NCCL_DEBUG": "INFO"}
+
+
+ASSIGNED = [
+    'AWS_SECRET_ACCESS_KEY = "wJalr/XUtn"', "db_password: str = 'wJalr/XUtn'", 'API_KEY = """wJalr\nXUtn"""',
+    'os.environ["API_KEY"] = f"wJalr/XUtn"', '{"api_key": "wJalr/XUtn"}', "api_key: wJalr/XUtn",
+    "hub_token: [wJalr/XUtn, ours]", "hub_token=('wJalr/XUtn', 'ours')", "DB_PASSWORD=wJalr/XUtn",
+]  # fmt: skip
+HARMLESS = [
+    'pad_token = "<pad>"', 'token = ""; name = "it"', "num_tokens: 123456789", "tokenizer_name: org/name-of-it",
+    'token == "wJalr/XUtn"', "hub_token: null",
+]  # fmt: skip
+IN_PYTHON = ['token = os.environ["NAME"]', "token = settings.hub_token", "def f(token: TokenOfOurs) -> str:"]
+
+
+@pytest.mark.parametrize("text", ASSIGNED)
+def test_what_a_file_assigns_to_the_name_of_a_secret_is_hidden(text):
+    hidden = secrets.hide_assigned(text)
+    assert HIDDEN in hidden and "Jal" not in hidden and "XU" not in hidden
+    assert hidden.replace(HIDDEN, "") in text.replace("wJalr/XUtn", "").replace("wJalr\nXUtn", "")
+    assert secrets.hide_assigned(hidden) == hidden
+
+
+def test_other_assignments_stay():
+    assert [secrets.hide_assigned(text) for text in HARMLESS] == HARMLESS
+    assert [secrets.hide_assigned(text, is_python=True) for text in IN_PYTHON] == IN_PYTHON
+
+
+def test_a_recipe_is_recorded_without_the_secrets_that_it_assigns(tmp_path):
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from recipes.catalog import fast\nAPI_KEY = 'f3a9'\ndef ours():\n    return fast().but('ours', 'Ours.')\n"
+    )
+    text = Path(recorded(tmp_path, resolve(["--recipe", f"{recipe}:ours"], hardware=CPU))).read_text()
+    assert "f3a9" not in text and "API_KEY = '***'" in text
 
 
 def test_a_tokenizers_switch_is_not_a_secret():

@@ -6,11 +6,15 @@ from pathlib import Path
 
 def main() -> int:
     """The exit code of `recipes`."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # before a `launch` on PYTHONPATH
-    from launch.host.own_packages import import_own_packages
+    try:
+        sys.path.insert(0, str(Path(__file__).resolve().parent))  # before a `launch` on PYTHONPATH
+        from launch.host.own_packages import import_own_packages
 
-    del sys.path[0]
-    import_own_packages()
-    from launch.cli import main
+        del sys.path[0]
+        import_own_packages()
+        from launch.cli import main
 
-    return main()
+        return main()
+    except KeyboardInterrupt:  # while this imports
+        print("interrupted", file=sys.stderr)
+        return 130

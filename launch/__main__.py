@@ -3,13 +3,17 @@
 import sys
 from pathlib import Path
 
-if not __package__:  # `python launch`: import the packages beside launch/, not the files inside it
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.host.own_packages import import_own_packages
+try:
+    if not __package__:  # `python launch`: import the packages beside launch/, not the files inside it
+        sys.path[0] = str(Path(__file__).resolve().parent.parent)
+        from launch.host.own_packages import import_own_packages
 
-    del sys.path[0]
-    import_own_packages()
+        del sys.path[0]
+        import_own_packages()
 
-from launch.cli import main
+    from launch.cli import main
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 sys.exit(main())

@@ -68,7 +68,15 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 1 if the answer is no or something failed; 2 for a mistake; 130 interrupted."""
-    own, passed_on = _split_at_dashes(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # also while a command is imported
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(argv: list[str]) -> int:
+    own, passed_on = _split_at_dashes(argv)
     name = own[0] if own else ""
     if name in ("-h", "--help", "--version"):
         print(f"accelerate-recipes {__version__}" if name == "--version" else _help())
@@ -98,9 +106,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"the disk is full: {error.filename or 'make room'}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -42,13 +42,14 @@ def duration(seconds: float) -> str:
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:
-    """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns."""
+    """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns, and the `:b:`
+    of a file's name stays as it is.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=stream, quiet=not is_main, width=None if stream.isatty() else _WIDTH, soft_wrap=not stream.isatty()
-    )
+    wraps = stream.isatty()
+    return Console(file=stream, quiet=not is_main, width=None if wraps else _WIDTH, soft_wrap=not wraps, emoji=False)
 
 
 def print_table(headings: list[str], rows: list[list[str]]) -> None:

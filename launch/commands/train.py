@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from launch.flags import Commands, count, spellings
+from launch.host.signals import PASSED_ON
 from launch.jobs.here import this_node
 from launch.jobs.job import job_of, launch_words, run_on
 from launch.jobs.submit import refuse_while_in_use
@@ -48,6 +50,7 @@ def train(
     require_legal(run)
     job = job_of(run, 1, node.processes, argv, accelerate_config=accelerate_config, is_stored=False)
     refuse_while_in_use(job.folder)
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the launcher has imported what handles them
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from recipes.errors import Problem
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, *FULL)
+_UNWRITABLE = (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, *FULL)
 
 
 def cache_problem(error: BaseException) -> Problem | None:
@@ -46,7 +46,18 @@ def _concerns(error: OSError, folder: Path) -> bool:
         there = next(place for place in (folder, *folder.parents) if place.exists())
         return error.errno in FULL and shutil.disk_usage(there).free < 2**20
     path = Path(os.fsdecode(error.filename)).absolute()
+    if error.errno == errno.ENOENT and _can_be_made(folder):
+        return False  # a file that was looked for in the cache, and is not there
     return path.is_relative_to(folder) or (not path.exists() and folder.is_relative_to(path))
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Whether it exists now. /proc answers with ENOENT, whatever one makes there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def _caches() -> Iterator[tuple[str, Path]]:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,11 +27,12 @@ if __package__ in (None, ""):
     import_own_packages()
 
 from launch.host.elastic import PRINTED
-from launch.host.signals import EXIT_CODE
+from launch.host.signals import EXIT_CODE, PASSED_ON
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+_SLOW_SECONDS = 2
 _LATE_SECONDS = 10
 _KILLED = {
     signal.SIGKILL: ": the kernel does that when RAM runs out (`dmesg` tells)",
@@ -85,9 +87,10 @@ class Signals:
         signal.set_wakeup_fd(arrived)
 
     def listen(self) -> None:
-        for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in a shell's background
                 signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked them
         threading.Thread(target=self._pass_on_all, daemon=True).start()
 
     def _pass_on_all(self) -> None:
@@ -99,28 +102,36 @@ class Signals:
         self.received.add(number)
         ranks = _ranks()
         if not ranks:  # nothing has started yet
+            interrupted = self.exit_code == 130
+            _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
             os._exit(self.exit_code)
         if number == signal.SIGQUIT or (number == signal.SIGINT and again):
             _send(ranks, signal.SIGKILL)
         elif number == signal.SIGINT:
-            print("interrupted; Ctrl-C again kills", file=sys.stderr, flush=True)
             self._interrupt(ranks)
         else:
             _send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _interrupt(self, ranks: list[int]) -> None:
         """A terminal tells all processes of this one's session, but `kill -INT` only this one: a
-        rank that was not told goes on, and is then told to stop.
+        rank that was not told goes on, and is then told to stop. Most have ended before a second
+        Ctrl-C is possible.
         """
         _send([rank for rank in ranks if _session(rank) != os.getsid(0)], signal.SIGINT)
-        late = threading.Timer(_LATE_SECONDS, _send, (ranks, signal.SIGTERM))
-        late.daemon = True
-        late.start()
+        _later(_SLOW_SECONDS, _say, "interrupted; Ctrl-C again kills")
+        _later(_LATE_SECONDS, _send, ranks, signal.SIGTERM)
 
     @property
     def exit_code(self) -> int:
         """Of a run that was ended by the signals received."""
         return 130 if self.received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
+
+
+def _later(seconds: float, do: Callable[..., None], *arguments: object) -> None:
+    """Unless this process has ended by then."""
+    timer = threading.Timer(seconds, do, arguments)
+    timer.daemon = True
+    timer.start()
 
 
 def _session(rank: int) -> int | None:
@@ -193,7 +204,11 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _print(message: str) -> None:
-    print("accelerate launch:", " ".join(message.split()), file=sys.stderr, flush=True)
+    _say(f"accelerate launch: {' '.join(message.split())}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -78,11 +78,15 @@ def own_threads(environment: Mapping[str, str] = os.environ, launcher: Parent | 
     what `--num_cpu_threads_per_process` says), torchrun for several processes. Theirs is not in
     the environment that they were started with.
     """
-    text = environment.get(THREADS, "").split(",")[0]  # the levels of a nested loop: 4,2
-    if not text.strip().isdigit() or int(text) < 1:
-        return None
+    threads = _threads(environment)
     launched = {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(environment)
     launcher = launcher or parent()
-    if launched and launcher and THREADS not in launcher.environment:
-        return int(text) if launcher.flag("num_cpu_threads_per_process") else None
-    return int(text)
+    if launched and launcher and not _threads(launcher.environment):
+        return threads if launcher.flag("num_cpu_threads_per_process") else None
+    return threads
+
+
+def _threads(environment: Mapping[str, str]) -> int | None:
+    """None for what OpenMP ignores."""
+    first = environment.get(THREADS, "").split(",")[0].strip()  # the levels of a nested loop: 4,2
+    return int(first) if first.isdigit() and int(first) else None

@@ -16,6 +16,7 @@ from launch.host.parent import launcher
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, *SIGNALS)  # by the launcher, to the ranks
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -26,7 +26,7 @@ from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
 from recipes.rules.data import FILE_KINDS
-from recipes.run import Json
+from recipes.run import Json, with_flags
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -113,6 +113,8 @@ def body(job: Job, azure: Azure) -> Json:
     """The job as data, in the order a reader expects."""
     refuse_fresh(job, "another --output_uri")
     name = azure.job_name or job.run.recipe.name
+    if azure.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
+        raise mistake("data", "is the job's data set, and so is --dataset_name", "one of them")
     if job.run.explicit("output_dir"):
         raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
     if not azure.compute and not azure.instance_type:
@@ -214,8 +216,12 @@ def _login() -> str:
         raise mistake("output_uri", what, "--output_uri with a datastore's path, or USER=you") from None
 
 
+_ASSET = re.compile(r"azureml:([^:@/\s]+[:@][^:@/\s]+|/subscriptions/.+)")
+_URI = re.compile(r"(azureml|https?|wasbs?|abfss?|adl)://.+")  # the storage that Azure ML's documentation names
+
+
 def _remote(name: str, uri: str) -> str:
-    if re.match(r"azureml:|[a-z]+://", uri):
+    if _ASSET.fullmatch(uri) or _URI.fullmatch(uri):
         return uri
     raise mistake(
         name, f"{uri} is not a place in the cloud", "azureml:NAME:VERSION, or a uri: azureml://datastores/..."
@@ -246,9 +252,10 @@ def _input(azure: Azure) -> dict[str, str] | None:
     """The data as the job mounts it: a file under its own name, or a folder."""
     if not azure.data:
         return None
+    if re.fullmatch(r"azureml:[^:@/\s]+", azure.data):
+        what = f"{azure.data} is not a version of a data asset"
+        raise mistake("data", what, f"{azure.data}:VERSION or {azure.data}@latest")
     uri = _remote("data", azure.data)
-    if re.fullmatch(r"azureml:[^:@/]+", uri):
-        raise mistake("data", f"{uri} is not a version of a data asset", f"{uri}:VERSION or {uri}@latest")
     suffix = "" if _is_asset(uri) else PurePosixPath(uri.partition("?")[0]).suffix.lower()
     return {"type": azure.data_type or ("uri_file" if suffix in FILE_KINDS else "uri_folder"), "path": uri}
 

@@ -97,6 +97,7 @@ def resolve(
         launcher=yaml_engine if yaml_engine and yaml_engine.source != engine.source else None,
         elsewhere=elsewhere,
         own_script=own_script,
+        launched=launched,
     )
 
 

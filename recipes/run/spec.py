@@ -69,6 +69,7 @@ class RunSpec(Mapping):
     elsewhere: frozenset[str] | None = None
     model: Mapping[str, Any] | None = None
     own_script: bool = False
+    launched: bool = False
     batch_source: str = BATCH
     limits: Mapping[str, Setting] = field(default_factory=dict)
 

@@ -49,6 +49,29 @@ def test_an_unknown_flag_is_refused(capsys):
     assert "unrecognized arguments: --learning_rate" in capsys.readouterr().err
 
 
+def test_an_interruption_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.cli.import_module", interrupted)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("start", ["import accelerate_recipes as a; sys.exit(a.main())", "import launch.__main__"])
+def test_an_interruption_while_recipes_itself_is_imported_is_one_line(start):
+    """A module that raises stands for a signal while `launch.cli` is imported."""
+    code = f"""
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "launch.cli": raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+{start}"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 # --- Imports --------------------------------------------------------------------------------------
 
 LIBRARIES = ("torch", "transformers", "accelerate", "numpy")

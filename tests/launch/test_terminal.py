@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch.terminal import duration, memory_size, plural
+from launch.terminal import console, duration, memory_size, plural, print_note, print_problems, print_table
+from recipes.errors import Problem
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,20 @@ def test_memory_is_counted_in_powers_of_two(size, words):
 )
 def test_a_duration_has_three_digits(seconds, words):
     assert duration(seconds) == words
+
+
+VERBATIM = "data:b:1.jsonl [red]:smile:[/red]"
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda: print_problems([Problem("dataset_name", VERBATIM)], console()),
+        lambda: print_note(VERBATIM, console()),
+        lambda: print_table(["file", "again"], [[VERBATIM, VERBATIM]]),
+    ],
+    ids=["problem", "note", "table"],
+)
+def test_what_a_person_wrote_is_printed_as_it_is(say, capsys):
+    say()
+    assert VERBATIM in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 from recipes.errors import Problem
@@ -37,6 +38,39 @@ def mpirun_starts_no_ranks(run):
 def _mpirun_hostfile(run: RunSpec) -> object:
     section = run.engine.raw.get("mpirun_config")
     return section.get("mpirun_hostfile") if isinstance(section, dict) else None
+
+
+_COUNTS = re.compile(r"\s*\+?0*[1-9]\d*\s*(,\s*\+?0*[1-9]\d*\s*)*")  # 4,2: the levels of a nested loop
+
+
+@rule
+def cpu_threads_are_a_count(run):
+    """`ValueError: invalid literal for int() with base 10: 'abc'`, from accelerate launch; for 4,2
+    too, which OpenMP takes. OpenMP itself ignores what is not a count.
+    """
+    text = run.environment.get("OMP_NUM_THREADS")
+    if text is None or run.elsewhere is not None:
+        return
+    fix = "OMP_NUM_THREADS=4, or unset OMP_NUM_THREADS"
+    if _accelerate_reads_threads(run) and not _is_int(text):
+        what = f"{text!r} is not a whole number, and accelerate launch fails with it"
+        yield Problem("OMP_NUM_THREADS", what, fix, "environment")
+    elif not _COUNTS.fullmatch(text):
+        what = f"{text!r} is not a count of threads from 1 up, and is ignored"
+        yield Problem("OMP_NUM_THREADS", what, fix, "environment", "advice")
+
+
+def _accelerate_reads_threads(run: RunSpec) -> bool:
+    yaml = (run.launcher or run.engine).raw
+    return not run.launched and not run.own_script and yaml.get("num_cpu_threads_per_process") is None
+
+
+def _is_int(text: str) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
 
 
 _ON_GPUS = 'To judge it for GPUs: recipes check --gpu "H100 80GB"'

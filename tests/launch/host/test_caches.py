@@ -1,6 +1,8 @@
 """A cache that cannot be written is told with the variable that moves it."""
 
 import errno
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,20 @@ def test_the_variable_that_moves_the_folder_is_named(folder, variable, home):
 def test_what_a_person_has_set_is_named(home, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(home / ".cache" / "mine"))
     assert cache_problem(error_in(home / ".cache" / "mine" / "json")).subject == "HF_DATASETS_CACHE"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_a_folder_in_which_nothing_can_be_made_is_named(monkeypatch):
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", "/proc/x")
+    problem = cache_problem(error_in(Path("/proc/x/datasets")))
+    assert str(problem).startswith("HF_HOME: /proc/x/datasets cannot be written: No such file or directory.")
+
+
+def test_a_file_that_a_cache_lacks_is_not_the_caches_fault(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    missing = tmp_path / "cache" / "hub" / "model.safetensors"
+    assert cache_problem(FileNotFoundError(errno.ENOENT, "No such file or directory", str(missing))) is None
 
 
 def test_another_folder_is_no_cache(home):

@@ -86,12 +86,22 @@ def test_signals_reach_the_ranks_and_their_exit_code_comes_back(world, number, a
     assert told == (0 if arrives == signal.SIGKILL else ranks)
 
 
-def test_a_signal_before_the_ranks_are_started_ends_at_once():
-    code = (
-        "import os, time; from launch.host.launcher import Signals; "
-        "Signals().listen(); os.kill(os.getpid(), 15); time.sleep(600)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 75
+@pytest.mark.parametrize("blocked", [False, True], ids=["while it listens", "before it listens"])
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGTERM, 75, "told to stop before the training began: run the same command again\n"),
+        (signal.SIGINT, 130, "interrupted\n"),
+    ],
+)
+def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line, blocked):
+    """`recipes train` blocks signals until the launcher listens."""
+    send, listen = f"os.kill(os.getpid(), {int(number)})", "Signals().listen()"
+    block = f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}])"
+    steps = [block, send, listen] if blocked else [listen, send]
+    words = "; ".join(["import os, signal, time; from launch.host.launcher import Signals", *steps, "time.sleep(600)"])
+    done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (code, line)
 
 
 ACCELERATES_OWN = {

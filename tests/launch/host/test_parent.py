@@ -72,6 +72,7 @@ def test_without_a_launcher_it_is_a_persons():
 def test_what_a_launcher_was_started_with_is_a_persons():
     assert own_threads(LAUNCHED, Parent()) is None
     assert own_threads(LAUNCHED, Parent(environment={"OMP_NUM_THREADS": "1"})) == 1
+    assert own_threads(LAUNCHED, Parent(environment={"OMP_NUM_THREADS": "-1"})) is None  # accelerate makes 1 of it
 
 
 @pytest.mark.parametrize(("text", "threads"), [("4,2", 4), ("0", None), ("all", None), ("", None)])

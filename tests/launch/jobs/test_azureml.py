@@ -174,7 +174,7 @@ def test_the_environment_pins_what_ci_tests():
         ("--compute c --output_uri ./here", "azureml://datastores"),
         ("--compute c -- --dataset_name ./here.jsonl", "--data with an asset or uri"),
         ("--compute c -- --model_name_or_path ~/model", "on this machine only"),
-        ("--compute c --data azureml:d:1 -- --dataset_name x/y", "is given twice"),
+        ("--compute c --data azureml:d:1 -- --dataset_name x/y", "and so is --dataset_name"),
         ("--compute c -- --fresh", "--output_uri"),
         ("--compute c -- --run_name AccountKey=abcdefghijklmnopqrstuvwxyz==", "looks like a secret"),
     ],

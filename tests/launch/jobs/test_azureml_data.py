@@ -80,9 +80,17 @@ def test_data_counts_as_the_data_set_and_is_named_as_its_source(empty, capsys):
     dry_run("--data", "azureml:texts:1", training=CLASSIFY)
     assert main([*SUBMIT, "--dry_run", "--", *CLASSIFY]) == 2
     assert "needs labelled data" in capsys.readouterr().err
-    words = ["--data", "azureml:texts:1", "--dry_run", "--", "--dataset_name", "other/data"]
+    words = ["--data", "azureml:texts:1", "--dry_run", "--", "--dataset-name=other/data"]
     assert main([*SUBMIT, *words]) == 2
-    assert "is given twice" in capsys.readouterr().err
+    assert "data: is the job's data set, and so is --dataset_name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["azureml:", "azureml:texts:x:y", "azureml:texts@", "azureml::1", "hf://x", "s3://x/y"]
+)
+def test_what_azure_cannot_mount_is_refused(words, capsys):
+    assert main([*SUBMIT, "--data", words, "--dry_run"]) == 2
+    assert "is not a place in the cloud" in capsys.readouterr().err
 
 
 # --- Assets of a workspace ------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recipes.rules.check import check
+from recipes.run import resolve
 from recipes.run.engine import shipped
 from tests.support.real_failures import ZERO_2, assert_fires, run_launch_command, torchrun, train
 from tests.support.runs import A100, TWO_GPUS, Run, machine, yaml
@@ -43,6 +45,10 @@ CASES = {
         Run("--recipe baseline --ddp_backend gloo"),
         Run("--recipe standard --ddp_backend gloo", world=2),
     ),
+    "cpu_threads_are_a_count": (
+        Run(environment={"OMP_NUM_THREADS": "4,2"}),
+        Run(environment={"OMP_NUM_THREADS": "4"}),
+    ),
     "nccl_needs_a_gpu": (
         Run("--ddp_backend nccl", world=2),
         Run("--ddp_backend nccl", world=2, hardware=TWO_GPUS),
@@ -51,6 +57,8 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    ("cpu_threads_are_a_count", Run(environment={"OMP_NUM_THREADS": ""}), "OMP_NUM_THREADS"),
+    ("cpu_threads_are_a_count", Run(environment={"OMP_NUM_THREADS": "-1"}), "OMP_NUM_THREADS"),
     ("single_engine_starts_one_process", Run(yaml=yaml("MULTI_CPU", processes=2), world=2), "distributed_type"),
     ("single_engine_starts_one_process", Run("--recipe baseline", world=2), "distributed_type"),
     (
@@ -124,3 +132,19 @@ def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
     output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2
     assert_fires("fsdp_needs_a_gpu", {}, world=2, config=shipped("sharded.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "launched", "severity"),
+    [("abc", False, "error"), ("4,2", False, "error"), ("0", False, "advice"), ("abc", True, "advice")],
+)
+def test_threads_that_accelerate_launch_cannot_read_are_an_error(text, launched, severity):
+    run = resolve([], environment={"OMP_NUM_THREADS": text}, launched=launched)
+    assert [problem.severity for problem in check(run) if problem.subject == "OMP_NUM_THREADS"] == [severity]
+
+
+@pytest.mark.parametrize("text", ["abc", "", "4,2"])
+def test_accelerate_launch_fails_with_such_threads(text, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        run_launch_command(shipped("single.yaml"))

@@ -130,7 +130,7 @@ def fsdp2_has_no_local_state(run):
 
 @rule
 def fsdp_state_is_of_a_known_kind(run):
-    """`KeyError: 'FULL'`, when the Trainer is built. Of a YAML, nested_yaml_values_are_legal tells."""
+    """`KeyError: 'FULL'` of `--fsdp`; nested_yaml_values_are_legal tells of a YAML's."""
     value = fsdp_section(run).get("state_dict_type")
     known = legal.accelerate_choices()["FSDP_STATE_DICT_TYPE"]
     if run["fsdp"] and isinstance(value, str) and value.upper() not in known and value not in ("1", "2", "3"):

@@ -6,6 +6,7 @@ Without a model and data it trains a small byte-level decoder on Python's own so
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if __package__ in (None, ""):
 
     del sys.path[0]
     import_own_packages()
+    from launch.host.signals import PASSED_ON
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until they are handled: an import ends in a traceback
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest

@@ -102,8 +102,7 @@ class Signals:
         self.received.add(number)
         ranks = _ranks()
         if not ranks:  # nothing has started yet
-            interrupted = self.exit_code == 130
-            _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
+            self.say_why()
             os._exit(self.exit_code)
         if number == signal.SIGQUIT or (number == signal.SIGINT and again):
             _send(ranks, signal.SIGKILL)
@@ -120,6 +119,11 @@ class Signals:
         _send([rank for rank in ranks if _session(rank) != os.getsid(0)], signal.SIGINT)
         _later(_SLOW_SECONDS, _say, "interrupted; Ctrl-C again kills")
         _later(_LATE_SECONDS, _send, ranks, signal.SIGTERM)
+
+    def say_why(self) -> None:
+        """In place of ranks that could not."""
+        interrupted = self.exit_code == 130
+        _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
 
     @property
     def exit_code(self) -> int:
@@ -191,6 +195,8 @@ def _exit_code(rank: int, code: int, signals: Signals) -> int:
     if code >= 0:
         return code
     if signals.received:
+        if -code in signals.received:  # it did not handle the signal yet
+            signals.say_why()
         return signals.exit_code
     how = signal.Signals(-code)
     print(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}", file=sys.stderr, flush=True)

@@ -43,6 +43,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._request_stop)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # train.py blocks them while it imports
             _end_with_launcher()
 
     def defer(self) -> None:

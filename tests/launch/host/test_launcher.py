@@ -104,6 +104,15 @@ def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line, 
     assert (done.returncode, done.stderr) == (code, line)
 
 
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "told to stop before"), (signal.SIGKILL, "")])
+def test_a_rank_that_a_signal_has_ended_while_it_started_is_spoken_for(number, said, capsys):
+    signals = SimpleNamespace(received={signal.SIGTERM}, exit_code=75)
+    signals.say_why = lambda: launcher.Signals.say_why(signals)
+    assert launcher._exit_code(0, -number, signals) == 75
+    printed = capsys.readouterr().err
+    assert printed.startswith(said) and bool(printed) == bool(said)
+
+
 ACCELERATES_OWN = {
     "an unknown flag": (["--num_proceses", "2"], "num_proceses"),
     "a file that is not there": (["--config_file", "nowhere.yaml"], "nowhere.yaml"),

@@ -21,7 +21,7 @@ tell() {  # each process group: a launcher passes it on to its training processe
     for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
 }
 trap 'tell TERM' TERM USR1 HUP
-trap 'trap "tell QUIT" INT; echo "stopping after this step; Ctrl-C again kills" >&2; tell TERM' INT
+trap 'trap "tell QUIT" INT; echo "stopping, after the step in progress if any; Ctrl-C again kills" >&2; tell TERM' INT
 
 code=0
 for pid in "${launchers[@]}"; do

@@ -7,6 +7,7 @@ on many clusters.
 from __future__ import annotations
 
 import errno
+import getpass
 import os
 import shutil
 import tempfile
@@ -60,6 +61,14 @@ def _can_be_made(folder: Path) -> bool:
     return True
 
 
+def _user() -> str:
+    """As torch names the folder of its compiled kernels (_inductor/runtime/cache_dir_utils.py)."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
+
+
 def _caches() -> Iterator[tuple[str, Path]]:
     """The variable that somebody has set, or that moves the most, and the folder."""
     environment, home = os.environ, Path.home()
@@ -71,6 +80,6 @@ def _caches() -> Iterator[tuple[str, Path]]:
     for own, default in (
         ("TORCH_EXTENSIONS_DIR", cache / "torch_extensions"),
         ("TRITON_CACHE_DIR", home / ".triton" / "cache"),
-        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir())),
+        ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir(), f"torchinductor_{_user()}")),
     ):
         yield own, Path(environment.get(own) or default)

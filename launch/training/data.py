@@ -79,9 +79,15 @@ def repeated_longest(rows: Dataset, count: int) -> Dataset:
 
 
 def compute_accuracy(prediction) -> dict[str, float]:
-    """For `Trainer(compute_metrics=...)`. If a model returns more than logits, they come first."""
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+    """For `Trainer(compute_metrics=...)`. If a model returns more than logits, they come first.
+
+    With `--eval_do_concat_batches false` both are lists, of an entry for each batch.
+    """
+    separate = isinstance(prediction.predictions, list)
+    given = prediction.predictions if separate else [prediction.predictions]
+    labels = prediction.label_ids if separate else [prediction.label_ids]
+    logits = [batch[0] if isinstance(batch, tuple) else batch for batch in given]
+    return {"accuracy": float((np.argmax(np.concatenate(logits), axis=-1) == np.concatenate(labels)).mean())}
 
 
 @contextmanager

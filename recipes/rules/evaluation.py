@@ -140,13 +140,10 @@ def evaluating_needs_data(run):
 @rule
 @of_train_py
 def accuracy_is_computed_at_the_end(run):
-    """train.py's accuracy needs one array of all predictions, and takes no `compute_result`."""
-    if run["task"] != "sequence_classification":
-        return
-    separate = run["eval_strategy"] != "no" and not run["eval_do_concat_batches"]
-    for name, fails in (("batch_eval_metrics", run["batch_eval_metrics"]), ("eval_do_concat_batches", separate)):
-        if fails:
-            yield problem(run, name, "cannot be combined with the accuracy of train.py", "leave it out")
+    """train.py's accuracy needs all predictions, and takes no `compute_result`."""
+    if run["task"] == "sequence_classification" and run["batch_eval_metrics"]:
+        what = "cannot be combined with the accuracy of train.py"
+        yield problem(run, "batch_eval_metrics", what, "leave it out")
 
 
 @rule

@@ -136,6 +136,13 @@ def test_accuracy_of_a_model_that_returns_more_than_logits():
     assert compute_accuracy(SimpleNamespace(predictions=(logits, "more"), label_ids=right)) == {"accuracy": 1.0}
 
 
+def test_the_accuracy_of_separate_batches_counts_each_example_once():
+    batches = [np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([[1.0, 0.0]])]
+    labels = [np.array([0, 1]), np.array([1])]
+    outcome = compute_accuracy(SimpleNamespace(predictions=batches, label_ids=labels))
+    assert outcome == {"accuracy": pytest.approx(2 / 3)}
+
+
 def test_classes_with_huge_gaps_between_their_numbers_are_refused(tokenizer, tmp_path):
     rows = [{"text": "a", "label": 900_000}, {"text": "b", "label": 900_001}]
     run = run_with(task="sequence_classification", dataset_name=str(jsonl(tmp_path, rows)))

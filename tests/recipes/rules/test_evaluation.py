@@ -42,7 +42,7 @@ CASES = {
     "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
     "accuracy_is_computed_at_the_end": (
         Run(f"--batch_eval_metrics {CLASSIFY}"),
-        Run(f"--eval_do_concat_batches false {CLASSIFY}"),
+        Run(f"--eval_do_concat_batches false {CLASSIFY} {EVAL}"),
     ),
     "labels_have_one_name": (Run(f"--label_names foo {EVAL}"), Run(f"--label_names labels {EVAL}")),
     "a_training_trains": (Run("--do_train false"), Run("--do_train")),

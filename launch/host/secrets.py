@@ -21,14 +21,19 @@ _NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|_KEY\b|APIKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # `DB_PASSWORD = "..."`, `api_key: str = "..."`, `{"api_key": "..."}`, `environ["API_KEY"] = "..."`,
 # and the value of a pair such as `hub_token: [value, reason]`. Not `pad_token = "<pad>"`.
-_LEFT = rf"(?<![\w.-])[\w.-]*{_NAME}[\w.-]*[\"']?\]?\s*(?::[ \t]*[\w |.]+(?==))?[:=]"
+# Each part is bounded, or a file of one long word would take minutes.
+_LEFT = rf"(?<![\w.-])[\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}}[\"']?\]?\s{{0,20}}(?::[ \t]{{0,20}}[\w |.]{{1,60}}(?==))?[:=]"
 _QUOTED = [
-    re.compile(rf"({_LEFT}\s*[\[(]?\s*[rbfu]{{0,2}}{quote})(?![<\[])(?:\\.|(?!{quote}){character})+(?={quote})", re.I)
-    for quote, character in ((3 * '"', r"[\s\S]"), (3 * "'", r"[\s\S]"), ('"', "."), ("'", "."))
+    re.compile(
+        rf"({_LEFT}\s{{0,20}}[\[(]?\s{{0,20}}[rbfu]{{0,2}}{quote})"
+        rf"(?![<\[])(?:\\[\s\S]|(?!{quote}){character})++(?={quote})",
+        re.IGNORECASE,
+    )
+    for quote, character in ((3 * '"', r"[^\\]"), (3 * "'", r"[^\\]"), ('"', r"[^\\\n]"), ("'", r"[^\\\n]"))
 ]
 # The same without quotes, which is text in YAML, and code in Python. Not numbers: counts of tokens.
 _PLAIN = re.compile(
-    rf"""({_LEFT}[ \t]*\[?)(?![-+\d._]+\s*(?:[,\]\n]|$))[^\s"'#,\[\](){{}}<>|&*$]{{8,}}""", re.IGNORECASE
+    rf"""({_LEFT}[ \t]{{0,20}}\[?)(?![-+\d._]+\s*(?:[,\]\n]|$))[^\s"'#,\[\](){{}}<>|&*$]{{8,}}""", re.IGNORECASE
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
 

@@ -139,6 +139,22 @@ def evaluating_needs_data(run):
 
 @rule
 @of_train_py
+def evaluations_gather_tensors(run):
+    """`zero-dimensional arrays cannot be concatenated`: train.py's losses are tensors.
+
+    In a process that no launcher started, nothing is gathered.
+    """
+    if not run["eval_use_gather_object"] or run["eval_strategy"] == "no" or run.engine.kind == "single":
+        return
+    what, fix = "gathers objects, and train.py evaluates tensors", "leave it out"
+    if run.world_size > 1 or run.launched:
+        yield problem(run, "eval_use_gather_object", what, fix)
+    else:
+        yield advice(run, "eval_use_gather_object", f"{what}: it fails if a launcher starts the process", fix)
+
+
+@rule
+@of_train_py
 def accuracy_is_computed_at_the_end(run):
     """train.py's accuracy needs all predictions, and takes no `compute_result`."""
     if run["task"] == "sequence_classification" and run["batch_eval_metrics"]:

@@ -1,6 +1,7 @@
 """`recipes train` checks a run, and becomes its launcher; `recipes where` names the files."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from launch.cli import main
 from launch.host.parent import LAUNCHER
+from launch.host.signals import PASSED_ON
 from tests.support.running import ROOT, SCRIPT, model_flags, run
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -23,7 +25,8 @@ def becomes(monkeypatch):
         main(["train", *words])
         return replaced[0]
 
-    return words_of
+    yield words_of
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # as the launcher does, which has not come
 
 
 def test_the_recipes_yaml_one_process_without_gpus_and_the_flags(becomes, tmp_path):

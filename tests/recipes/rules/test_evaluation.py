@@ -40,6 +40,10 @@ CASES = {
         Run(f'{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy --lr_scheduler_kwargs {{"mode":"max"}}'),
     ),
     "evaluating_needs_data": (Run("--eval_on_start"), Run(f"--eval_on_start {EVAL}")),
+    "evaluations_gather_tensors": (
+        Run(f"--eval_use_gather_object {EVAL}", world=2),
+        Run("--eval_use_gather_object", world=2),
+    ),
     "accuracy_is_computed_at_the_end": (
         Run(f"--batch_eval_metrics {CLASSIFY}"),
         Run(f"--eval_do_concat_batches false {CLASSIFY} {EVAL}"),

@@ -10,7 +10,6 @@ def main() -> int:
         sys.path.insert(0, str(Path(__file__).resolve().parent))  # before a `launch` on PYTHONPATH
         from launch.host.own_packages import import_own_packages
 
-        del sys.path[0]
         import_own_packages()
         from launch.cli import main
 

@@ -8,7 +8,6 @@ try:
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
         from launch.host.own_packages import import_own_packages
 
-        del sys.path[0]
         import_own_packages()
 
     from launch.cli import main

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from recipes import __version__
 from recipes.errors import Problem, UserError, mistake
-from recipes.quiet import quiet_loggers
 
 
 class Command(NamedTuple):
@@ -84,7 +83,6 @@ def _main(argv: list[str]) -> int:
     if name not in COMMANDS:
         _print_problems(_no_command(name).problems)
         return 2
-    quiet_loggers()
     parser = _parser(name)
     options, rest = parser.parse_known_args(own)
     if rest and not COMMANDS[name].train_flags:

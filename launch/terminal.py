@@ -5,6 +5,7 @@ rich is imported only to print: the quick commands use the numbers alone.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -36,6 +37,11 @@ def duration(seconds: float) -> str:
     value, unit = (seconds, "s") if seconds >= 0.9995 else (seconds * 1000, "ms")
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f} {unit}"
+
+
+def value_text(value: object) -> str:
+    """A setting's value as one would type it: words without quotes, the rest as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 # --- Where it is printed -------------------------------------------------------------------------

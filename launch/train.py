@@ -16,7 +16,6 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from launch.host.own_packages import import_own_packages
 
-    del sys.path[0]
     import_own_packages()
     from launch.host.signals import PASSED_ON
 

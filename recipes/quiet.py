@@ -33,11 +33,6 @@ def quiet_libraries(verbose: bool) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's reducer warns in C++
     warnings.filterwarnings("ignore")
-    quiet_loggers()
-
-
-def quiet_loggers() -> None:
-    """Errors only from libraries that remark on what they did not find, such as a kernel."""
     for name in ("DeepSpeed", "deepspeed", "accelerate", "torch.distributed", "datasets", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

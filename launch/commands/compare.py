@@ -13,8 +13,9 @@ from typing import Any
 
 from launch.flags import Commands
 from launch.output import record
+from launch.output.differences import gpu_names
 from launch.output.surroundings import PACKAGES
-from launch.terminal import memory_size, plural, print_table
+from launch.terminal import memory_size, plural, print_table, value_text
 from recipes.errors import mistake
 from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
 
@@ -218,7 +219,7 @@ def surroundings(runs: list[Run]) -> dict[str, list]:
         names = [name for name in inner[0] if all(name in entries for entries in inner)]
         found |= {name: [entries[name] for entries in inner] for name in names}
     if all("gpus" in content.get("hardware", {}) for content in records):
-        found["gpus"] = [_gpus(content["hardware"]) for content in records]
+        found["gpus"] = [gpu_names(content["hardware"]) for content in records]
     known = {name: values for name, values in found.items() if name in PACKAGES or None not in values}
     if all("environment" in content for content in records):
         variables = sorted({name for content in records for name in content["environment"]})
@@ -230,11 +231,6 @@ def _contents(records: list[Json], name: str) -> list[Any]:
     """The fingerprints of data or model; all the same if they cannot be compared."""
     prints = [content.get(name) for content in records]
     return prints if any(fingerprints.differ(prints[0], other) for other in prints[1:]) else [None] * len(prints)
-
-
-def _gpus(hardware: Json) -> str:
-    names = [gpu["name"] for gpu in hardware.get("gpus", [])]
-    return f"{len(names)} x {names[0]}" if names else "none"
 
 
 def results(runs: list[Run]) -> dict[str, list[float | None]]:
@@ -307,7 +303,7 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
     names = [run.name for run in runs]
     settings = _setting_rows(runs)
     _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
-    _table(["ran with", *names], [[name, *map(text, values)] for name, values in surroundings(runs).items()])
+    _table(["ran with", *names], [[name, *map(value_text, values)] for name, values in surroundings(runs).items()])
     rows = [[name, *_cells(name, values)] for name, values in results(runs).items()]
     _table(["result", *names], [["status", *(run.record["status"] for run in runs)], *rows])
     for run in runs:
@@ -331,13 +327,9 @@ def _setting_rows(runs: list[Run]) -> list[list[str]]:
     for source, settings in differing_settings(runs).items():
         for index, (name, entries) in enumerate(settings.items()):
             one_source = not _differs([entry["source"] for entry in entries])
-            cells = [text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
+            cells = [value_text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
             rows.append(["" if index else source, name, *cells])
     return rows
-
-
-def text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _cells(name: str, values: list[float | None]) -> list[str]:
@@ -365,7 +357,7 @@ def result_rows(content: Json) -> list[list[str]]:
 def hardware(content: Json) -> str:
     """The GPUs of a record's machine, or its CPU."""
     machine = content.get("hardware", {})
-    return _gpus(machine) if machine.get("gpus") else f"CPU, {plural(machine.get('cores', 1), 'core')}"
+    return gpu_names(machine) if machine.get("gpus") else f"CPU, {plural(machine.get('cores', 1), 'core')}"
 
 
 def _format(name: str) -> Callable[[float], str]:

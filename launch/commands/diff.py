@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.commands.compare import Run, differing_settings, finite, names_of, surroundings, text
+from launch.commands.compare import Run, differing_settings, finite, names_of, surroundings
 from launch.commands.named import is_run, print_heading, resolve_recipe
 from launch.flags import Commands, count, spellings
-from launch.terminal import print_table
+from launch.terminal import print_table, value_text
 from recipes.run import Json, RunSpec, recorded, shown
 
 _MATERIAL = ("model_name_or_path", "dataset_name")
@@ -68,7 +68,7 @@ def show_difference(names: Sequence[str], options: argparse.Namespace) -> int:
     if not rows:
         print("nothing differs")
         return 0
-    print_table(["setting", *titles, "reason"], [[*map(text, row)] for row in rows])
+    print_table(["setting", *titles, "reason"], [[*map(value_text, row)] for row in rows])
     return 0
 
 

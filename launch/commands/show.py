@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from launch.flags import Commands, count, spellings
 from launch.output.fields import FIELDS
-from launch.terminal import plural, print_table
+from launch.terminal import plural, print_table, value_text
 from recipes.catalog import RECIPES, Recipe
 from recipes.errors import mistake
 
@@ -104,7 +104,8 @@ def _show_run(options: argparse.Namespace) -> int:
 
 
 def _print_settings(rows: list[list]) -> None:
-    print_table(["setting", "value", "from", "reason"], [[name, _text(value), *rest] for name, value, *rest in rows])
+    shown = [[name, value_text(value), *rest] for name, value, *rest in rows]
+    print_table(["setting", "value", "from", "reason"], shown)
 
 
 def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
@@ -155,7 +156,3 @@ def _as_yaml(recipe: Recipe, given: str) -> str:
             value, reason = setting
             lines += [f"# {reason}", f"{name}: {json.dumps(value)}", ""]  # JSON is YAML
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _text(value: object) -> str:
-    return json.dumps(value) if isinstance(value, (bool, dict, list)) or value is None else str(value)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recipes.errors import Problem
+from recipes.run.engine import hf_home
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, *FULL)
@@ -47,9 +48,10 @@ def _concerns(error: OSError, folder: Path) -> bool:
         there = next(place for place in (folder, *folder.parents) if place.exists())
         return error.errno in FULL and shutil.disk_usage(there).free < 2**20
     path = Path(os.fsdecode(error.filename)).absolute()
-    if error.errno == errno.ENOENT and _can_be_made(folder):
-        return False  # a file that was looked for in the cache, and is not there
-    return path.is_relative_to(folder) or (not path.exists() and folder.is_relative_to(path))
+    if not path.is_relative_to(folder) and (path.exists() or not folder.is_relative_to(path)):
+        return False
+    # Or a file was looked for in the cache, and is not there.
+    return error.errno != errno.ENOENT or not _can_be_made(folder)
 
 
 def _can_be_made(folder: Path) -> bool:
@@ -73,7 +75,7 @@ def _caches() -> Iterator[tuple[str, Path]]:
     """The variable that somebody has set, or that moves the most, and the folder."""
     environment, home = os.environ, Path.home()
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    hugging_face = Path(environment.get("HF_HOME") or cache / "huggingface")
+    hugging_face = hf_home(environment)
     for own, folder in (("HF_DATASETS_CACHE", "datasets"), ("HF_HUB_CACHE", "hub"), ("HF_MODULES_CACHE", "modules")):
         yield (own, Path(environment[own])) if environment.get(own) else ("HF_HOME", hugging_face / folder)
     yield "HF_HOME", hugging_face

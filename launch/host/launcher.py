@@ -23,7 +23,6 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     from launch.host.own_packages import import_own_packages
 
-    del sys.path[0]
     import_own_packages()
 
 from launch.host.elastic import PRINTED
@@ -187,7 +186,7 @@ def _print_untold(error: ChildFailedError) -> None:
     told = [failure.error_file_data.get(PRINTED) for failure in error.failures.values()]
     if False in told and True not in told:
         untold = list(error.failures.values())[told.index(False)]
-        print(untold.error_file_data["message"]["message"], file=sys.stderr, flush=True)
+        _say(untold.error_file_data["message"]["message"])
 
 
 def _exit_code(rank: int, code: int, signals: Signals) -> int:
@@ -199,7 +198,7 @@ def _exit_code(rank: int, code: int, signals: Signals) -> int:
             signals.say_why()
         return signals.exit_code
     how = signal.Signals(-code)
-    print(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}", file=sys.stderr, flush=True)
+    _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
     return 128 - code
 
 

@@ -21,16 +21,16 @@ _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds them
 def import_own_packages() -> None:
     """Import ours, whatever else is on sys.path. Exit with code 2 if they are no longer whole.
 
-    The order of the path is the user's: a library on PYTHONPATH stays before an installed one.
+    A script calls this once it has imported this file, with their folder first on the path. The
+    order of the path is the user's: a library on PYTHONPATH stays before an installed one.
     """
     problems = list(_overwritten(_ROOT))
     if problems:
         print("\n".join(problems), file=sys.stderr)
         sys.exit(2)
-    sys.path.insert(0, str(_ROOT))
     import_module("launch")
     import_module("recipes")
-    sys.path.remove(str(_ROOT))
+    del sys.path[0]
     if str(_ROOT) not in sys.path:  # a clone that is not installed
         sys.path.append(str(_ROOT))
 

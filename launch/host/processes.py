@@ -96,7 +96,6 @@ def _run_module(parent: str, module: str, *arguments: str) -> int | None:
     sys.path.insert(0, str(_ROOT))
     from launch.host.own_packages import import_own_packages
 
-    del sys.path[0]
     import_own_packages()
     from launch.host.signals import end_with_parent
 

@@ -7,13 +7,13 @@ from shlex import quote
 
 from launch.output import surroundings
 from launch.output.record import NO_DIFFERENCE
+from launch.terminal import value_text
 from recipes.errors import Problem
 from recipes.run import COMMAND_LINE, HIDDEN, Json, RunSpec, fingerprints, recorded
 
 _NOT_RECORDED = "not recorded"
 # Where the Hub is, and which GPUs are seen: model, data and GPUs are compared themselves.
 _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
-
 
 _MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}  # their contents count, not their paths
 
@@ -68,7 +68,7 @@ def _describe(code: Json) -> str:
 
 def _hardware(record: Json, run: RunSpec) -> Iterator[Problem]:
     then, here = record.get("hardware") or {}, {**run.hardware.as_dict(), "cpu": surroundings.cpu()}
-    gpus_then, gpus = (_gpus(hardware.get("gpus") or ()) for hardware in (then, here))
+    gpus_then, gpus = (gpu_names(hardware) for hardware in (then, here))
     if gpus_then != gpus:
         yield _is_not("GPUs", gpus_then, gpus, "a machine with those GPUs")
     for name, what in (("cpu", "such a CPU"), ("cores", "as many cores: threads add up in another order")):
@@ -76,8 +76,9 @@ def _hardware(record: Json, run: RunSpec) -> Iterator[Problem]:
             yield _is_not(name, then[name], here[name], f"a machine with {what}")
 
 
-def _gpus(gpus: Collection[Json]) -> str:
-    names = [str(gpu["name"]) for gpu in gpus]
+def gpu_names(hardware: Json) -> str:
+    """A machine's GPUs by name: `2 x NVIDIA H100`, or `none`."""
+    names = [str(gpu["name"]) for gpu in hardware.get("gpus") or ()]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
 
 
@@ -134,16 +135,10 @@ def _settings(record: Json, run: RunSpec, same: Collection[str]) -> Iterator[Pro
         typed = setting.source == COMMAND_LINE
         if here == entry["value"] or (name in at_its_place and not typed):
             continue
-        fix = f"leave --{name} out" if typed else f"--{name} {quote(_text(entry['value']))}"
+        fix = f"leave --{name} out" if typed else f"--{name} {quote(value_text(entry['value']))}"
         if not recorded.is_legal(name, entry["value"]):
             if not typed and not recorded.is_derived(entry["source"]):
                 continue  # it is given again, and refused for that
             fix = "the libraries' versions of then: these do not take it"
         why = f" ({setting.reason})" if setting.reason and not typed else ""
-        yield _is_not(name, _text(entry["value"]), f"{_text(here)}{why}", fix)
-
-
-def _text(value: object) -> str:
-    import json
-
-    return value if isinstance(value, str) else json.dumps(value)
+        yield _is_not(name, value_text(entry["value"]), f"{value_text(here)}{why}", fix)

@@ -16,7 +16,7 @@ from launch.host.secrets import SECRET_NAME, hide_assigned
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded
-from recipes.run.engine import deepspeed_json, read_yaml
+from recipes.run.engine import deepspeed_json, default_accelerate_config, read_yaml
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed", "tokenizers", "safetensors",
@@ -142,11 +142,8 @@ def _accelerate_config(launcher: list[str]) -> str | None:
             return str(Path(word.partition("=")[2]).resolve())
         if word == "--config_file":
             return str(Path("".join(launcher[number + 1 : number + 2])).resolve())
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    defaults = [(Path(home) / "accelerate" / f"default_config.{ending}").expanduser() for ending in ("yaml", "json")]
-    if by_accelerate(launcher):
-        return next((str(file.resolve()) for file in defaults if file.is_file()), None)
-    return None
+    default = default_accelerate_config(os.environ) if by_accelerate(launcher) else None
+    return str(default.resolve()) if default else None
 
 
 def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:

@@ -27,7 +27,7 @@ from recipes.rules import (
 from recipes.rules.engine import accelerate_yaml, deepspeed_json, fsdp, parallelism, processes
 from recipes.rules.facts import Rule
 from recipes.run import RunSpec
-from recipes.run.engine import read_yaml
+from recipes.run.engine import default_accelerate_config, read_yaml
 
 RULE_MODULES = (
     values,
@@ -106,13 +106,10 @@ def require_legal(run: RunSpec) -> list[Problem]:
 
 def stray_accelerate_config(environment: Mapping[str, str]) -> Iterator[Problem]:
     """The default configuration that `accelerate launch` silently reads if it is given none."""
-    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    for name in ("default_config.yaml", "default_config.json"):
-        file = (Path(home) / "accelerate" / name).expanduser()
-        if file.is_file():
-            fix = "accelerate launch --config_file FILE, with one of `recipes where`; or `recipes train`"
-            what = f"accelerate launch reads this file if it is given none: {_summary(file)}"
-            yield Problem(str(file), what, fix, "the user's own default", "advice")
+    if file := default_accelerate_config(environment):
+        fix = "accelerate launch --config_file FILE, with one of `recipes where`; or `recipes train`"
+        what = f"accelerate launch reads this file if it is given none: {_summary(file)}"
+        yield Problem(str(file), what, fix, "the user's own default", "advice")
 
 
 def _summary(file: Path) -> str:
@@ -133,7 +130,10 @@ def _summary(file: Path) -> str:
 
 def check_deep(run: RunSpec) -> list[Problem]:
     """What the classes of the installed libraries refuse. Importing them takes seconds."""
-    return [*_refused_by_trainer(run), *_refused_by_accelerate(run)]
+    from recipes.quiet import silence
+
+    with silence():  # bitsandbytes remarks on a kernel that it did not find
+        return [*_refused_by_trainer(run), *_refused_by_accelerate(run)]
 
 
 def _refused_by_trainer(run: RunSpec) -> Iterator[Problem]:

@@ -86,6 +86,18 @@ def find_yaml(name: str | Path) -> Path:
     raise mistake("--accelerate_config", f"there is no file {name}, and no shipped YAML of that name", fix)
 
 
+def hf_home(environment: Mapping[str, str]) -> Path:
+    """Where Hugging Face keeps what it downloads (huggingface_hub, constants.py)."""
+    around = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(environment.get("HF_HOME") or Path(around) / "huggingface").expanduser()
+
+
+def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
+    """The user's own default, which `accelerate launch` reads if it is given no YAML."""
+    names = ("default_config.yaml", "default_config.json")
+    return next((file for name in names if (file := hf_home(environment) / "accelerate" / name).is_file()), None)
+
+
 def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
     """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none.
 

@@ -9,6 +9,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from recipes.run.engine import hf_home
+
 _METHOD = "sha256-"
 _OLD_METHOD = re.compile("[0-9a-f]{16}")  # earlier versions read only both ends of a file
 _BLOCK_BYTES = 1 << 16
@@ -81,5 +83,4 @@ def _hub_cache() -> Path:
     """Where huggingface_hub keeps what it has downloaded."""
     if cache := os.environ.get("HF_HUB_CACHE"):
         return Path(cache)
-    around = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("HF_HOME") or Path(around) / "huggingface") / "hub"
+    return hf_home(os.environ) / "hub"

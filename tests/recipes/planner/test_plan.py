@@ -222,7 +222,7 @@ def test_eight_billion_on_eight_cards_of_80_gb_are_sharded_and_not_offloaded():
     assert plan.times["memory"].known > plan.times["sharded"].known
 
 
-@pytest.mark.parametrize("host_memory", [None, 64])
+@pytest.mark.parametrize("host_memory", [None, pytest.param(64, marks=pytest.mark.slow)])
 def test_eight_billion_on_one_card_of_24_gb_get_a_step_with_adapters(host_memory):
     plan = plan_memory("8B", gpu="L4", host_memory=host_memory, argv=["--max_length", "2048"])
     assert plan.recommended in (None, "memory_zero3")

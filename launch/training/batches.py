@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are not installed
     import pyarrow as pa
@@ -83,3 +84,23 @@ class Pad:
 
 def _padded(rows: list[list[int]], width: int, filler: int) -> torch.Tensor:
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
+
+
+class GroupedByLength(LengthGroupedSampler):
+    """Trainer's order of examples by length, but the same one on any hardware and after any resume.
+
+    Trainer groups what one process trains on in a step, and shuffles with the state of its random
+    numbers: another number of processes has another order, and so has a run that was resumed in
+    the middle of its second epoch.
+    """
+
+    def __init__(self, global_batch: int, lengths: list[int], seed: int):
+        super().__init__(global_batch, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        numbers = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=numbers))

@@ -11,9 +11,10 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.host.memory import ran_out
-from launch.training.batches import IGNORED
+from launch.training.batches import IGNORED, GroupedByLength
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
 from recipes.errors import mistake
@@ -36,6 +37,7 @@ class RecipeTrainer(Trainer):
     _checkpoint: str | None = None  # the last one that was saved or read
     _saved_step: int | None = None  # its step
     _owed: bool = False  # an evaluation of that step was cut short by a signal
+    _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -83,6 +85,13 @@ class RecipeTrainer(Trainer):
         """
         return 0
 
+    def _get_train_sampler(self, *args, **kwargs):
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return GroupedByLength(self.get_total_train_batch_size(self.args), sampler.lengths, seed)
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.tokens_seen = self.tokens_seen + sum(_tokens(batch) for batch in samples)
@@ -102,8 +111,7 @@ class RecipeTrainer(Trainer):
         """Mask the labels of the examples that only fill up this process's share of the last
         batch.
         """
-        # Examples in the last round of micro-batches, -1 or 0: all.
-        left = self.accelerator.gradient_state.remainder
+        left = self._last_round if self.model.training else self.accelerator.gradient_state.remainder
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
@@ -223,6 +231,10 @@ class RecipeTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
+        # In an epoch that a resume continues, accelerate's loader neither knows how many examples
+        # are left for its last batch, nor tells every sampler which epoch it is.
+        self._last_round = _examples_in_last_round(kwargs["train_dataloader"])
+        _set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, trial, *args, **kwargs):
@@ -255,6 +267,24 @@ def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing
         outputs["logits"].float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
     return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def _examples_in_last_round(loader: Any) -> int:
+    """The examples in the last round of micro-batches of all processes, as accelerate counts them
+    where it does; -1 or 0: all.
+    """
+    try:
+        return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
+    except (AttributeError, TypeError):  # batches of different sizes
+        return -1
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to the sampler, whatever wraps it."""
+    sampler = loader
+    while (sampler := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
 
 
 def _example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

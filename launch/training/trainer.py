@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Trainer
+from transformers import Trainer, trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.host.memory import ran_out
+from launch.output.other_world import AnyWorld
 from launch.training.batches import IGNORED, GroupedByLength
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
@@ -31,6 +33,7 @@ class RecipeTrainer(Trainer):
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+    any_world: AnyWorld | None = None  # reads DeepSpeed's checkpoints of another number of processes
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _loaded: bool = False  # whether Trainer has read weights from a checkpoint
     _evaluated: _Evaluated | None = None
@@ -49,7 +52,8 @@ class RecipeTrainer(Trainer):
         """
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            with self._checkpoints_of_any_world():
+                return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
                 what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
@@ -65,6 +69,16 @@ class RecipeTrainer(Trainer):
                 f"{resume_from_checkpoint} does not fit this model: {_in_one_line(error)}",
                 "another --output_dir, or --fresh to move that run aside",
             ) from None
+
+    @contextlib.contextmanager
+    def _checkpoints_of_any_world(self) -> Iterator[None]:
+        theirs = trainer.deepspeed_load_checkpoint
+        if self.any_world is not None:
+            trainer.deepspeed_load_checkpoint = self.any_world.load
+        try:
+            yield
+        finally:
+            trainer.deepspeed_load_checkpoint = theirs
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and trains on with random values in these weights.
@@ -190,6 +204,8 @@ class RecipeTrainer(Trainer):
     def _load_best_model(self) -> None:
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
         self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if self.any_world is not None and Path(self.state.best_model_checkpoint).is_dir():
+            self.any_world.prepare(Path(self.state.best_model_checkpoint))
         super()._load_best_model()
         if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
             self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])

@@ -7,17 +7,19 @@ each weight whole. The converted copy lies beside the checkpoints only until it 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.host.processes import group, how_it_ended, last_lines, start_module
 from launch.host.world import World
+from launch.output import manifest
 from launch.terminal import memory_size
 from recipes.errors import Failure, UserError, mistake
 
@@ -31,7 +33,9 @@ _POLL_SECONDS = 10
 
 
 def writers(checkpoint: Path) -> int | None:
-    """The processes that wrote a checkpoint. None if it holds no random states to tell."""
+    """The processes that wrote a checkpoint. None if neither manifest nor random states tell."""
+    if manifest.is_committed(checkpoint):
+        return manifest.read(checkpoint)["world_size"]
     return sum(1 for _ in checkpoint.glob("rng_state*.pth")) or None
 
 
@@ -71,7 +75,7 @@ class AnyWorld:
         with group() as processes:
             if not self.world.decide(lambda: self._start(checkpoint, processes)):
                 return
-            # Rank 0 answers every few seconds: a process group waits for no one as long as this may take.
+            # Rank 0 answers every few seconds: no process group waits as long as this may take.
             while not self.world.decide(lambda: _has_ended(processes[0], self._copy(checkpoint), checkpoint)):
                 pass
 
@@ -83,7 +87,7 @@ class AnyWorld:
         if not self._differs(Path(checkpoint)):
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
             return
-        # Not in the DeepSpeed configuration: later checkpoints, the best one too, are read as usual.
+        # Not in DeepSpeed's configuration: the best checkpoint, read at the end, may be another's.
         engine._config.load_universal_checkpoint = True
         try:
             deepspeed_load_checkpoint(engine, str(copy), load_module_strict)
@@ -100,13 +104,14 @@ class AnyWorld:
 
     def _start(self, checkpoint: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
         """Start the conversion, if there is one to wait for. Rank 0 calls it."""
-        remove_leftovers(self.folder)
         if not self._differs(checkpoint):
             return False
         source, copy = _newest_tag(checkpoint), self._copy(checkpoint)
         needed, free = _bytes_needed(source), shutil.disk_usage(self.folder).free
         if free < needed:
-            what = f"{self.folder} has {memory_size(free)} free, and {checkpoint.name} needs {memory_size(needed)} there"
+            what = (
+                f"{self.folder} has {memory_size(free)} free, and {checkpoint.name} needs {memory_size(needed)} there"
+            )
             raise _refused(checkpoint, f"{what} to be converted for {self.ranks} processes")
         self.say(
             f"{checkpoint.name} is in {shards(checkpoint)} shards: converting it for {self.ranks} processes, "
@@ -117,8 +122,21 @@ class AnyWorld:
         return True
 
 
+@contextlib.contextmanager
+def read_by(reader: AnyWorld | None) -> Iterator[None]:
+    """Have Trainer load DeepSpeed's checkpoints by `reader`: it calls a function of its module."""
+    from transformers import trainer
+
+    theirs = trainer.deepspeed_load_checkpoint
+    trainer.deepspeed_load_checkpoint = reader.load if reader else theirs
+    try:
+        yield
+    finally:
+        trainer.deepspeed_load_checkpoint = theirs
+
+
 def shards(checkpoint: Path) -> int:
-    """Among how many data-parallel ranks DeepSpeed's ZeRO has parted the optimizer; 0 if it has not."""
+    """The data-parallel ranks among which DeepSpeed's ZeRO has parted the optimizer; 0 if none."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 

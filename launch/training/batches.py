@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,3 +105,30 @@ class GroupedByLength(LengthGroupedSampler):
     def __iter__(self):
         numbers = torch.Generator().manual_seed(self.seed + self.epoch)
         return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=numbers))
+
+
+def examples_in_last_round(loader: Any) -> int:
+    """The examples in the last round of micro-batches of all processes, as accelerate counts them
+    where it does; -1 or 0: all.
+    """
+    try:
+        return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
+    except (AttributeError, TypeError):  # batches of different sizes
+        return -1
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to the sampler, whatever wraps it."""
+    sampler = loader
+    while (sampler := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """For each label the number of its example: the row, or the position in a padding-free row."""
+    labels = batch["labels"]
+    if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
+        return (batch["position_ids"] == 0).cumsum(-1) - 1
+    rows = torch.arange(len(labels), device=labels.device)
+    return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)

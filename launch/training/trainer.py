@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,24 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Trainer, trainer
+from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.host.memory import ran_out
-from launch.output.other_world import AnyWorld
-from launch.training.batches import IGNORED, GroupedByLength
+from launch.output.checkpoints import inspect, numbered
+from launch.output.other_world import AnyWorld, read_by
+from launch.output.saving import CommittingTrainer
+from launch.terminal import console, print_note
+from launch.training.batches import IGNORED, GroupedByLength, example_numbers, examples_in_last_round, set_epoch
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
 from recipes.errors import mistake
 from recipes.run import Settings
 
 
-class RecipeTrainer(Trainer):
-    """Trainer without flop counting in every micro-batch, with a token count that never waits for
-    the GPU.
+class RecipeTrainer(CommittingTrainer):
+    """Trainer with complete checkpoints, without flop counting in every micro-batch, and with a
+    token count that never waits for the GPU.
 
     accelerate fills up the last batch of an epoch or evaluation with examples that were used
     already. Here each example counts once, on any number of processes.
@@ -52,7 +54,7 @@ class RecipeTrainer(Trainer):
         """
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            with self._checkpoints_of_any_world():
+            with read_by(self.any_world):
                 return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
@@ -64,21 +66,15 @@ class RecipeTrainer(Trainer):
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or not _may_be_a_misfit(error):
                 raise
+            older = len(numbered(Path(resume_from_checkpoint).parent)) > 1
+            fix = "another --output_dir, or --fresh to move that run aside"
             raise mistake(
                 "output_dir",
                 f"{resume_from_checkpoint} does not fit this model: {_in_one_line(error)}",
-                "another --output_dir, or --fresh to move that run aside",
+                f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
+                if older
+                else fix,
             ) from None
-
-    @contextlib.contextmanager
-    def _checkpoints_of_any_world(self) -> Iterator[None]:
-        theirs = trainer.deepspeed_load_checkpoint
-        if self.any_world is not None:
-            trainer.deepspeed_load_checkpoint = self.any_world.load
-        try:
-            yield
-        finally:
-            trainer.deepspeed_load_checkpoint = theirs
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and trains on with random values in these weights.
@@ -129,7 +125,7 @@ class RecipeTrainer(Trainer):
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
-        number = _example_numbers(batch)
+        number = example_numbers(batch)
         size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
         group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
         own = min(max(left - group * size, 0), size)
@@ -202,10 +198,18 @@ class RecipeTrainer(Trainer):
             self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        is_main = self.args.process_index == 0
+        damage = gather_object([inspect(best, self.is_deepspeed_enabled).faults if is_main and best.is_dir() else ()])[
+            0
+        ]
+        if damage:
+            print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
+            return
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
         self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if self.any_world is not None and Path(self.state.best_model_checkpoint).is_dir():
-            self.any_world.prepare(Path(self.state.best_model_checkpoint))
+        if self.any_world is not None:
+            self.any_world.prepare(best)
         super()._load_best_model()
         if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
             self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
@@ -249,8 +253,8 @@ class RecipeTrainer(Trainer):
             return None
         # In an epoch that a resume continues, accelerate's loader neither knows how many examples
         # are left for its last batch, nor tells every sampler which epoch it is.
-        self._last_round = _examples_in_last_round(kwargs["train_dataloader"])
-        _set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        self._last_round = examples_in_last_round(kwargs["train_dataloader"])
+        set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, trial, *args, **kwargs):
@@ -283,33 +287,6 @@ def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing
         outputs["logits"].float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
     return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-
-
-def _examples_in_last_round(loader: Any) -> int:
-    """The examples in the last round of micro-batches of all processes, as accelerate counts them
-    where it does; -1 or 0: all.
-    """
-    try:
-        return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
-    except (AttributeError, TypeError):  # batches of different sizes
-        return -1
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the epoch to the sampler, whatever wraps it."""
-    sampler = loader
-    while (sampler := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-
-
-def _example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """For each label the number of its example: the row, or the position in a padding-free row."""
-    labels = batch["labels"]
-    if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
-        return (batch["position_ids"] == 0).cumsum(-1) - 1
-    rows = torch.arange(len(labels), device=labels.device)
-    return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
 
 
 def _may_be_a_misfit(error: Exception) -> bool:

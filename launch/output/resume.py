@@ -219,7 +219,7 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
 
 
 def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> list[str]:
-    of_other_world = other_world.note(checkpoint.path, world.size, run.engine.offload_optimizer == "cpu")
+    of_other_world = other_world.note(checkpoint.path, world.size)
     return [*checkpoint.notes, *([of_other_world] if of_other_world else []), *_changes(run, old)]
 
 

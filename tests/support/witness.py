@@ -1,7 +1,7 @@
 """train.py on CPU ranks that writes down what every step trains on, and stops where it is told to.
 
 `examples-RANK.jsonl` beside the results gets a line per micro-batch: the step, and a name for each
-of its examples. FSDP is not refused here (tests/support/fsdp_on_cpu.py), which reads STOP_AT_STEP.
+of its examples. FSDP trains, too (tests/support/fsdp_on_cpu.py); STOP_AT_STEP is read as there.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 from launch import train
+from launch.output import other_world
 from launch.training.batches import IGNORED
 from launch.training.trainer import RecipeTrainer
 from tests.support.fsdp_on_cpu import lift_the_refusal, stop_the_last_rank
@@ -37,9 +39,16 @@ def _name(tokens: list[int]) -> str:
     return hashlib.sha256(str(tokens).encode()).hexdigest()[:8]
 
 
+def kill_while_converting() -> None:
+    """SIGKILL to rank 0 as soon as it waits for a checkpoint that is being converted."""
+    other_world._has_ended = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     lift_the_refusal()
     write_down_examples()
     if "STOP_AT_STEP" in os.environ:
         stop_the_last_rank(int(os.environ["STOP_AT_STEP"]))
+    if "KILL_WHILE_CONVERTING" in os.environ:
+        kill_while_converting()
     sys.exit(train.main())

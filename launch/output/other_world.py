@@ -80,6 +80,7 @@ class AnyWorld:
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
         """As transformers' `deepspeed_load_checkpoint`. All ranks call it."""
+        import torch
         from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
         copy = self._copy(Path(checkpoint))
@@ -95,13 +96,16 @@ class AnyWorld:
             engine._config.load_universal_checkpoint = False
         _complete(engine, copy)
         _repeat_steps(engine)
-        self.world.decide(lambda: shutil.rmtree(copy, ignore_errors=True))
+        if self.world.size > 1:
+            torch.distributed.barrier()  # all have read it
+        if self.world.is_main:
+            shutil.rmtree(copy, ignore_errors=True)
 
     def _copy(self, checkpoint: Path) -> Path:
         return self.folder / f"converted-{checkpoint.name}"
 
     def _differs(self, checkpoint: Path) -> bool:
-        return shards(checkpoint) not in (0, self.ranks)
+        return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
 
     def _start(self, checkpoint: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
         """Start the conversion, if there is one to wait for. Rank 0 calls it."""
@@ -118,7 +122,7 @@ class AnyWorld:
             f"{checkpoint.name} is in {shards(checkpoint)} shards: converting it for {self.ranks} processes, "
             f"which takes {memory_size(needed)} of the disk for a while"
         )
-        copy.mkdir()
+        copy.mkdir(exist_ok=True)
         processes.append(start_module(__name__, source, copy / source.name, log=_log(copy)))
         return True
 

@@ -74,7 +74,7 @@ class CommittingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         is_first_of_node = self.args.local_process_index == 0
         if is_first_of_node and not self.args.should_save and folder.is_dir():
-            manifest.flush(folder, manifest.listed(folder))
+            manifest.flush_files(folder, manifest.listed(folder))
         own = manifest.begun(folder)
         seen = gather_object([(own, manifest.listed(folder))] if is_first_of_node else [])
         return sorted({name for save, names in seen if save == own for name in names})

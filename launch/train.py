@@ -127,6 +127,7 @@ def train_in_group(
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
+        trainer.flush_model()
         if data.eval is not None:
             trained.metrics.update(trainer.final_metrics())
         record.results = results(run, trainer, trained.metrics)

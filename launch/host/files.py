@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -46,4 +47,5 @@ def make_folder(folder: Path) -> None:
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
-        flush(path.parent)
+        with contextlib.suppress(OSError):  # one may write into a folder that one may not read
+            flush(path.parent)

@@ -37,6 +37,12 @@ class CommittingTrainer(Trainer):
         if saving is not None:
             saving.result()
 
+    def flush_model(self) -> None:
+        """Have the model at the end on the disk, before the run counts as finished."""
+        if self.args.should_save:
+            folder = Path(self.args.output_dir)
+            manifest.flush_files(folder, [file.name for file in folder.iterdir() if file.is_file()])
+
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
         step, limit = self.state.global_step, self.args.save_total_limit

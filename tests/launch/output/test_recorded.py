@@ -366,6 +366,8 @@ BROKEN = {
     "settings are a list": json.dumps({**WHOLE, "settings": [1]}),
     "a setting is a number": json.dumps({**WHOLE, "settings": {"seed": 1}}),
     "a source is a number": json.dumps({**WHOLE, "settings": {"seed": {"value": 1, "source": 2}}}),
+    "a reason is a number": json.dumps({**WHOLE, "settings": {"seed": {**WHOLE["settings"]["seed"], "reason": 2}}}),
+    "versions are null": json.dumps({**WHOLE, "versions": None}),
     "a world of text": json.dumps({**WHOLE, "world_size": "two"}),
     "a world of none": json.dumps({**WHOLE, "world_size": 0}),
     "a path of a number": json.dumps({**WHOLE, "paths": {"dataset_name": 1}}),

@@ -13,7 +13,7 @@ Span = tuple[int, int]
 def assigned(text: str, is_python: bool, is_secret: Callable[[str], object]) -> list[Span]:
     """Where each text begins and ends that is a value of such a name, without its quotes.
 
-    Empty if the file can not be read as what it is.
+    Empty if the file cannot be read as what it is.
     """
     import yaml
 

@@ -100,7 +100,10 @@ def is_committed(folder: Path) -> bool:
 
 def read(folder: Path) -> Json:
     """The manifest. Raises `OSError` or `ValueError` if it cannot be read, or is damaged."""
-    contents = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    try:
+        contents = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except RecursionError:
+        contents = None
     if not isinstance(contents, dict) or contents.pop("checksum", None) != _checksum_of(contents):
         raise ValueError(f"{folder / NAME} is damaged")
     if contents["version"] != VERSION:

@@ -188,14 +188,20 @@ def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
     """What DeepSpeed leaves out when it reads a universal checkpoint.
 
     ZeRO-3 gives all groups of weights the settings of the first, so that those without weight decay
-    would get it. And buffers that training changes, as BatchNorm's, are not read at all.
+    would get it, and torch's Adam one count of steps for all, which each of them would increase.
+    And buffers that training changes, as BatchNorm's, are not read at all.
     """
     import torch
 
+    optimizer = engine.optimizer.optimizer
     source = copy / (copy / "latest_universal").read_text().strip()
     saved = _load(source / "zero" / "optimizer_state.pt")["param_groups"]
-    for now, then in zip(engine.optimizer.optimizer.param_groups, saved, strict=True):
+    for now, then in zip(optimizer.param_groups, saved, strict=True):
         now.update({name: value for name, value in then.items() if name != "params"})
+    on_device = any(group.get("fused") or group.get("capturable") for group in saved)
+    for weight, state in optimizer.state.items():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone().to(weight.device if on_device else "cpu")
     weights = _load(min(source.glob("*_model_states.pt")))["module"]
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.host.files import make_folder
 from launch.host.world import World
 from launch.output import other_world, record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
@@ -73,7 +74,7 @@ def _make_folder(run: RunSpec) -> None:
     """Make the folder. Raises `UserError` if it is not writable."""
     folder = Path(run["output_dir"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / ".writable"
         probe.write_bytes(b"x")
         probe.unlink()
@@ -132,6 +133,7 @@ def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int)
     Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
     Call it last before training, once nothing else is wrong.
     """
+    other_world.remove_leftovers(Path(run["output_dir"]))
     _require_disk_space(run, checkpoint_bytes, model_bytes, steps)
     if run["fresh"]:
         _archive_older_run(run)

@@ -39,13 +39,13 @@ def flags(tiny_model, texts):
 def train(flags, tmp_path_factory):
     """Trains with a recipe in one world after the other; all but the last are stopped at a step."""
 
-    def start(recipe: str, *more: str, worlds=(4,), stops=(), output=None, env=None, ends="finished"):
+    def start(recipe: str, *more: str, worlds=(4,), stops=(), output=None, env=None, config=None, ends="finished"):
         folder = output or tmp_path_factory.mktemp(recipe)
         words = ["--recipe", recipe, *flags, *UNEVEN, *STEADY, *more]
         for processes, stop in zip(worlds, [*stops, None], strict=True):
             told = {"STOP_AT_STEP": str(stop)} if stop else {}
-            how = dict(processes=processes, config=f"{recipe}.yaml", script=SCRIPT, env={**told, **(env or {})})
-            outcome = launch_quickly(*words, output=folder, **how)
+            how = dict(processes=processes, script=SCRIPT, env={**told, **(env or {})})
+            outcome = launch_quickly(*words, output=folder, config=config or f"{recipe}.yaml", **how)
             assert outcome.record["status"] == ("preempted" if stop else ends), outcome.output
         return outcome, folder
 
@@ -83,12 +83,14 @@ def test_four_processes_then_two_then_one_then_three(recipe, more, train):
     assert said in " ".join(outcome.output.split())
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_without_offload(stage, train, tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": stage}}))
-    whole, _ = train("standard", "--deepspeed", str(file), worlds=(2,))
-    outcome, _ = train("standard", "--deepspeed", str(file), worlds=(2, 3), stops=(7,))
+@pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
+def test_zero_without_offload(recipe, train, tmp_path):
+    yaml = (ROOT / "accelerate_configs" / f"{recipe}.yaml").read_text()
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.replace("device: cpu", "device: none"))
+    whole, _ = train(recipe, *FP32, worlds=(2,), config=config)
+    outcome, _ = train(recipe, *FP32, worlds=(2, 3), stops=(7,), config=config)
+    assert "offload" not in outcome.record["engine"]
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
@@ -142,10 +144,12 @@ def test_what_batch_norm_has_seen_is_carried_over(tmp_path):
     data.write_text("".join(json.dumps({"text": f"row {n} of all", "label": n % 2}) + "\n" for n in range(48)))
     flags = "--recipe memory --task sequence_classification --trust_remote_code --global_batch_size 12".split()
     flags += [*model_flags(model, data), "--num_train_epochs", "2", *FP32, *STEADY]
+    flags += ["--per_device_train_batch_size", "2"]  # BatchNorm needs two
     seen = []
     for processes, stop in ((2, {"STOP_AT_STEP": "4"}), (1, {})):
         how = dict(processes=processes, config="memory.yaml", script=SCRIPT, env=stop)
         outcome = launch_quickly(*flags, output=tmp_path / "out", **how)
+        assert outcome.record["status"] == ("preempted" if stop else "finished"), outcome.output
         newest = numbered(tmp_path / "out")[0]
         seen.append(load_file(newest / "model.safetensors")["norm.num_batches_tracked"].item())
     accumulation = outcome.record["settings"]["gradient_accumulation_steps"]["value"]

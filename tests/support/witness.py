@@ -28,7 +28,10 @@ def write_down_examples() -> None:
         file = Path(self.args.output_dir, f"examples-{self.args.process_index}.jsonl")
         with file.open("a") as stream:
             for batch in samples:
-                rows = ([label for label in row if label != IGNORED] for row in batch["labels"].tolist())
+                rows = (
+                    [label for label in row if label != IGNORED]
+                    for row in batch["labels"].reshape(len(batch["labels"]), -1).tolist()
+                )
                 stream.write(json.dumps([self.state.global_step, [_name(row) for row in rows if row]]) + "\n")
         return samples, items
 

@@ -144,7 +144,7 @@ def test_what_batch_norm_has_seen_is_carried_over(tmp_path):
     data.write_text("".join(json.dumps({"text": f"row {n} of all", "label": n % 2}) + "\n" for n in range(48)))
     flags = "--recipe memory --task sequence_classification --trust_remote_code --global_batch_size 12".split()
     flags += [*model_flags(model, data), "--num_train_epochs", "2", *FP32, *STEADY]
-    flags += ["--per_device_train_batch_size", "2"]  # BatchNorm needs two
+    flags += "--per_device_train_batch_size 2 --gradient_checkpointing false".split()  # BatchNorm needs two
     seen = []
     for processes, stop in ((2, {"STOP_AT_STEP": "4"}), (1, {})):
         how = dict(processes=processes, config="memory.yaml", script=SCRIPT, env=stop)

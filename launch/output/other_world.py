@@ -45,8 +45,8 @@ def note(checkpoint: Path, processes: int) -> str | None:
     if before in (None, processes):
         return None
     return (
-        f"{checkpoint.name} was written by {before} processes, {processes} go on: same data in the same order, "
-        "other random numbers (dropout)"
+        f"{checkpoint.name} was written by {before} processes, {processes} go on: same data in the same order; "
+        "random numbers (dropout) and the rounding of sums differ"
     )
 
 
@@ -114,12 +114,10 @@ class AnyWorld:
         source, copy = _newest_tag(checkpoint), self._copy(checkpoint)
         needed, free = _bytes_needed(source), shutil.disk_usage(self.folder).free
         if free < needed:
-            what = (
-                f"{self.folder} has {memory_size(free)} free, and {checkpoint.name} needs {memory_size(needed)} there"
-            )
-            raise _refused(checkpoint, f"{what} to be converted for {self.ranks} processes")
+            what = f"{checkpoint.name} has to be converted, which takes {memory_size(needed)} of the disk"
+            raise _refused(checkpoint, f"{what}: {self.folder} has {memory_size(free)} free")
         self.say(
-            f"{checkpoint.name} is in {shards(checkpoint)} shards: converting it for {self.ranks} processes, "
+            f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
             f"which takes {memory_size(needed)} of the disk for a while"
         )
         copy.mkdir(exist_ok=True)

@@ -57,7 +57,7 @@ def test_a_failed_conversion_says_why_and_leaves_nothing(of_three, tmp_path):
     said = []
     with pytest.raises(RuntimeError, match=r"checkpoint-8 could not be converted.*: .*Error"):
         reader(tmp_path, 2, said).prepare(of_three)
-    assert "converting it for 2 processes" in said[0]
+    assert "is converted from 3 to 2 data-parallel ranks" in said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
 
 

@@ -103,6 +103,14 @@ def test_the_order_of_the_data_goes_on_in_the_second_epoch(order, worlds, train)
     assert examples(here) == examples(there)
 
 
+def test_a_sampler_without_a_seed_loses_the_order_and_is_advised_against(train):
+    unseeded = ["--accelerator_config", '{"use_seedable_sampler": false}']
+    _, there = train("standard", *unseeded, worlds=(1,))
+    outcome, here = train("standard", *unseeded, worlds=(1, 1), stops=(7,))
+    assert examples(here)[6] == examples(there)[6] and examples(here)[7] != examples(there)[7]
+    assert "a resume after the first epoch trains other examples" in " ".join(outcome.output.split())
+
+
 def test_packed_rows_go_on_in_the_second_epoch(train):
     whole, there = train("fast", "--packing", worlds=(2,))
     outcome, here = train("fast", "--packing", worlds=(2, 1), stops=(3,))

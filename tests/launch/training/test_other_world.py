@@ -94,6 +94,14 @@ def test_zero_without_offload(recipe, train, tmp_path):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
+def test_more_groups_that_divide_the_model_among_them(train, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))
+    whole, _ = train("standard", "--deepspeed", str(file), worlds=(2,))
+    outcome, _ = train("standard", "--deepspeed", str(file), worlds=(2, 4), stops=(7,))
+    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
+
+
 @pytest.mark.parametrize("order", ["group_by_length", "batch_rebalance"])
 @pytest.mark.parametrize("worlds", [(2, 2), (2, 3)])
 def test_the_order_of_the_data_goes_on_in_the_second_epoch(order, worlds, train):

@@ -57,7 +57,8 @@ def heartbeat(world: World, timeout: int) -> Iterator[None]:
     from torch.distributed import distributed_c10d
 
     beats = _Beats(world, distributed_c10d._get_default_store())
-    threading.Thread(target=beats.go_on, daemon=True).start()
+    thread = threading.Thread(target=beats.go_on, daemon=True)
+    thread.start()
     try:
         yield
     except Exception as error:
@@ -65,7 +66,8 @@ def heartbeat(world: World, timeout: int) -> Iterator[None]:
             raise
         raise beats.explained(timeout) from error
     finally:
-        beats.leave()
+        beats.left.set()
+        thread.join(_BEAT_SECONDS)  # or the last it says might be that it is here
 
 
 def limit_waits(seconds: int) -> None:
@@ -111,6 +113,7 @@ class _Beats:
         watched, last, since = (self.world.rank + 1) % self.world.size, _Beat(), time.monotonic()
         noted = False
         with contextlib.suppress(RuntimeError):
+            self._beat()
             while not self.left.wait(_BEAT_SECONDS) and os.getppid() == self.parent:
                 self._beat()
                 beat = self._last(watched)
@@ -119,11 +122,8 @@ class _Beats:
                 elif time.monotonic() - since > _SILENT_SECONDS and not noted:
                     noted = True
                     _say(f"{_named(watched, last)} has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?")
-
-    def leave(self) -> None:
-        self.left.set()
-        with contextlib.suppress(RuntimeError):
-            self._beat(has_left=True)
+            if self.left.is_set():
+                self._beat(has_left=True)
 
     def explained(self, timeout: int) -> RankHangs:
         """Look at all ranks twice: one that is alive has answered in between."""

@@ -27,8 +27,6 @@ from recipes.errors import Failure
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from launch.host.world import World
-
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
 
@@ -45,18 +43,18 @@ class RankHangs(Failure):
 
 
 @contextlib.contextmanager
-def heartbeat(world: World, timeout: int) -> Iterator[None]:
-    """Tell the others that this rank is alive, and note if the next one is not.
+def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
+    """Tell the other ranks of `size` that this one is alive, and note if the next one is not.
 
     Raises `RankHangs`, which names the ranks that did not answer, for an error that means that an
     exchange took longer than `timeout` seconds.
     """
-    if world.size == 1:
+    if size == 1:
         yield
         return
     from torch.distributed import distributed_c10d
 
-    beats = _Beats(world, distributed_c10d._get_default_store())
+    beats = _Beats(rank, size, distributed_c10d._get_default_store())
     thread = threading.Thread(target=beats.go_on, daemon=True)
     thread.start()
     try:
@@ -71,15 +69,13 @@ def heartbeat(world: World, timeout: int) -> Iterator[None]:
 
 
 def limit_waits(seconds: int) -> None:
-    """Have every process group wait so long for a rank and no longer.
+    """Have gloo wait so long for a rank and no longer. Call it before the process group is made.
 
-    With `use_cpu` Trainer hands `ddp_timeout` on to none, and gloo waits half an hour.
+    With `use_cpu` Trainer hands `ddp_timeout` on to nobody, and torch's own limit is half an hour.
     """
     from torch.distributed import distributed_c10d
 
-    if distributed_c10d.is_initialized():
-        for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    distributed_c10d.default_pg_timeout = timedelta(seconds=seconds)
 
 
 def _timed_out(error: Exception) -> bool:
@@ -100,8 +96,8 @@ class _Beat:
 
 
 class _Beats:
-    def __init__(self, world: World, store: Store) -> None:
-        self.world = world
+    def __init__(self, rank: int, size: int, store: Store) -> None:
+        self.rank, self.size = rank, size
         self.store = store.clone()  # the main thread may be waiting in the original
         self.parent = os.getppid()
         self.left = threading.Event()
@@ -110,7 +106,7 @@ class _Beats:
 
     def go_on(self) -> None:
         """Until this rank leaves, or its launcher ends, which holds the store."""
-        watched, last, since = (self.world.rank + 1) % self.world.size, _Beat(), time.monotonic()
+        watched, last, since = (self.rank + 1) % self.size, _Beat(), time.monotonic()
         noted = False
         with contextlib.suppress(RuntimeError):
             self._beat()
@@ -128,7 +124,7 @@ class _Beats:
     def explained(self, timeout: int) -> RankHangs:
         """Look at all ranks twice: one that is alive has answered in between."""
         self.explaining = True
-        ranks = range(self.world.size)
+        ranks = range(self.size)
         try:
             before = [self._last(rank) for rank in ranks]
             time.sleep(2 * _BEAT_SECONDS + 1)
@@ -137,14 +133,14 @@ class _Beats:
             return RankHangs(f"another rank did not answer within {timeout} s (ddp_timeout)", True)
         busy = [rank for rank in ranks if not before[rank].waits and not before[rank].has_left]
         hanging = silent or busy
-        first = min((rank for rank in ranks if rank not in hanging), default=self.world.rank)
-        return RankHangs(_message(before, silent, busy, timeout), first == self.world.rank)
+        first = min((rank for rank in ranks if rank not in hanging), default=self.rank)
+        return RankHangs(_message(before, silent, busy, timeout), first == self.rank)
 
     def _beat(self, has_left: bool = False) -> None:
         self.number += 1
         name = f"pid {os.getpid()} on {socket.gethostname()}"
         beat = _Beat(self.number, name, place(), self.explaining or waits_for_others(), has_left)
-        self.store.set(f"heartbeat/{self.world.rank}", json.dumps(asdict(beat)))
+        self.store.set(f"heartbeat/{self.rank}", json.dumps(asdict(beat)))
 
     def _last(self, rank: int) -> _Beat:
         key = f"heartbeat/{rank}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launch.host.heartbeat import heartbeat, limit_waits
+from launch.host.heartbeat import heartbeat
 from launch.host.parent import Parent, parent, threads_per_process
 from launch.host.processes import free_port
 from recipes.errors import Failure, Problem, UserError, mistake
@@ -151,7 +151,6 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
             run.setting("use_cpu").source,
         )
     if args.use_cpu:
-        limit_waits(args.ddp_timeout)
         torch.set_num_threads(threads_per_process(run.hardware.cores, world.local_size))
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     if not gc.get_freeze_count():  # once in a process
@@ -159,7 +158,7 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
         gc.freeze()
     try:
         _require_same_micro_batch(run, world)
-        with heartbeat(world, args.ddp_timeout):
+        with heartbeat(world.rank, world.size, args.ddp_timeout):
             yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)

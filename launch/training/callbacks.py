@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from launch.host.heartbeat import limit_waits
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
 from launch.terminal import print_problems
@@ -80,11 +78,7 @@ class StopWhenRequested(TrainerCallback):
         self.agreed = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.world.size > 1:
-            limit = timedelta(seconds=args.ddp_timeout)
-            self.group = torch.distributed.new_group(timeout=limit, backend="gloo")
-        if args.use_cpu:
-            limit_waits(args.ddp_timeout)  # of groups that DeepSpeed has made
+        self.group = torch.distributed.new_group(backend="gloo") if self.world.size > 1 else None
 
     def on_step_end(self, args, state, control, **kwargs):
         self.agreed = self._any_rank_was_asked()

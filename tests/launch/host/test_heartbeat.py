@@ -12,13 +12,12 @@ import os, signal, sys, time
 import torch
 from torch import distributed
 from launch.host import heartbeat
-from launch.host.world import World
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 heartbeat._BEAT_SECONDS = 0.2
 heartbeat._SILENT_SECONDS = float(sys.argv[2])
-distributed.init_process_group("gloo")
 heartbeat.limit_waits(4)
+distributed.init_process_group("gloo")
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -27,7 +26,7 @@ def read_slowly():
     time.sleep(60)
 
 try:
-    with heartbeat.heartbeat(World(2, rank, 2), 4):
+    with heartbeat.heartbeat(rank, 2, 4):
         distributed.all_reduce(torch.ones(1))
         if rank == 1:
             open(sys.argv[3], "w").write(str(os.getpid()))

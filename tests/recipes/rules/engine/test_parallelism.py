@@ -207,10 +207,11 @@ def timeout_of_the_world() -> timedelta:
     return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_with_use_cpu_the_world_has_the_timeout_of_torch_until_we_limit_it(one_rank, tmp_path):
-    arguments(tmp_path, ddp_timeout=77)
-    assert timeout_of_the_world() == timedelta(minutes=30)
+def test_with_use_cpu_the_world_has_the_timeout_that_we_give_to_torch(one_rank, tmp_path, monkeypatch):
+    """Trainer gives it none, and torch's own is half an hour."""
+    monkeypatch.setattr("torch.distributed.distributed_c10d.default_pg_timeout", timedelta(minutes=30))
     limit_waits(77)
+    arguments(tmp_path, ddp_timeout=99)
     assert timeout_of_the_world() == timedelta(seconds=77)
 
 

@@ -69,7 +69,7 @@ def _end_if_stuck(progress: Progress) -> None:
     step, since = progress.step, time.monotonic()
     while True:
         time.sleep(_LOOK_SECONDS)
-        patience = int(progress.run["ddp_timeout"]) if progress.run else _PATIENCE_SECONDS
+        patience = (progress.run and progress.run["ddp_timeout"]) or _PATIENCE_SECONDS
         if progress.step != step:
             step, since = progress.step, time.monotonic()
         if time.monotonic() - since > patience:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from launch.host.orphan import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import alone_by_mistake, launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
-from launch.terminal import console, print_problems
+from launch.terminal import console, print_note, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
@@ -100,6 +101,7 @@ def train_in_group(
 ) -> bool:
     """Data, model, Trainer, train, record. False if an earlier run has left nothing to train."""
     from launch.host import memory
+    from launch.output.other_world import AnyWorld
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_trainer
     from launch.training.callbacks import StopWhenRequested
@@ -123,6 +125,11 @@ def train_in_group(
     trainer = progress.trainer = build_trainer(run, args, model, tokenizer, data, out)
     trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
     banner.banner(run, model, data, out)
+    if run.engine.kind == "deepspeed":
+        trainer.any_world = AnyWorld(
+            Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out)
+        )
+        trainer.any_world.prepare(earlier.checkpoint)
 
     stop.defer()  # from here on a signal waits for the end of a step
     with kept_record(run, world, data.commit) as record:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.host.files import make_folder
 from launch.host.world import World
-from launch.output import record, submission
+from launch.output import other_world, record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
 from launch.terminal import memory_size
 from recipes.errors import Problem, UserError, mistake
@@ -133,6 +133,7 @@ def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int)
     Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
     Call it last before training, once nothing else is wrong.
     """
+    other_world.remove_leftovers(Path(run["output_dir"]))
     _require_disk_space(run, checkpoint_bytes, model_bytes, steps)
     if run["fresh"]:
         _archive_older_run(run)
@@ -191,14 +192,14 @@ def _earlier_run(run: RunSpec, world: World) -> Earlier:
         return _asked_for(run, world, finished)
     if not numbered(folder) and not finished:
         return Earlier()
-    _require_same_training(run, world, old)
+    _require_same_training(run, old)
     if finished and not _asks_for_more(run, old):
         return Earlier(finished=True, step=old.get("global_step", 0), notes=_changes(run, old, everything=True))
     newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed")
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"])
-    return Earlier(newest.path, newest.step, notes=[*notes, *newest.notes, *_changes(run, old)])
+    return Earlier(newest.path, newest.step, notes=[*notes, *_notes(newest, run, world, old)])
 
 
 def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
@@ -215,8 +216,13 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
             run.setting("resume_from_checkpoint").source,
         )
     old = record.read(path.parent)
-    _require_same_training(run, world, old)
-    return Earlier(path, checkpoint.step, notes=[*checkpoint.notes, *_changes(run, old)])
+    _require_same_training(run, old)
+    return Earlier(path, checkpoint.step, notes=_notes(checkpoint, run, world, old))
+
+
+def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> list[str]:
+    of_other_world = other_world.note(checkpoint.path, world.size)
+    return [*checkpoint.notes, *([of_other_world] if of_other_world else []), *_changes(run, old)]
 
 
 def _skip(checkpoint: Checkpoint) -> str:
@@ -225,7 +231,7 @@ def _skip(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
-def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
+def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     data = fingerprints.of_data(run["dataset_name"])
     if data and old.get("data") == data:  # Azure ML mounts the same data at another path at every start
@@ -241,21 +247,16 @@ def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
             "another --output_dir, or --fresh to move that run aside",
             run.setting("output_dir").source,
         )
-    then = (old.get("world_size"), old.get("engine"))
-    before, now = (str(title).partition(",")[0] for title in (then[1], run.engine.title))
-    same = before == now or (before == "FSDP" and now.startswith("FSDP"))  # older records lack its version
-    if old and not same and "FSDP" in before + now:  # its shards fit any number of processes
+    before, now = str(old.get("engine")), run.engine.title
+    if "DeepSpeed" not in before + now:  # FSDP's settings do not matter, and older records lack its version
+        before, now = before.partition(",")[0], now.partition(",")[0]
+    same = before == now or (before == "FSDP" and now.startswith("FSDP"))
+    sharded = "DeepSpeed" in before + now or "FSDP" in before + now
+    if old and sharded and not same:
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {now} cannot read them",
             "the same engine, another --output_dir, or --fresh",
-        )
-    sharded = "DeepSpeed" in before + now
-    if old and sharded and then != (world.size, run.engine.title):
-        raise mistake(
-            "num_processes",
-            f"the checkpoints were written by {then[0]} processes with {then[1]}, and are sharded for exactly these",
-            f"the same engine and --num_processes {then[0]}, another --output_dir, or --fresh",
         )
 
 

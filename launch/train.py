@@ -23,6 +23,7 @@ if __package__ in (None, ""):
     import_own_packages()
 
 from launch.fit.search import fit
+from launch.host.orphan import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import alone_by_mistake, launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
@@ -56,6 +57,7 @@ def fit_and_train(progress: TrainingProgress) -> None:
     """Resolve and check the run, which takes a fraction of a second; then fit and train it."""
     stop = StopRequest()
     stop.listen()
+    end_with_launcher(stop, progress)
     world = progress.world = launched()
     run = progress.run = resolve_launched(progress.argv, world)
     quiet_libraries(run["verbose"])

@@ -40,6 +40,16 @@ def is_reporter(world: World, text: str) -> bool:
     return True
 
 
+def wait_for_launcher() -> None:
+    """For a rank that another one's failure has ended: the launcher ends it before it can say so.
+
+    Returns without torch elastic, or if that takes too long.
+    """
+    if _FILE in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_PATIENCE_SECONDS)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     """Leave no message beside the first rank's, whose file is in a folder beside this rank's."""
     own = Path(os.environ[_FILE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,4 +21,5 @@ def write_whole(file: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         unfinished.replace(file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only disk it raises even for a file that is not there
+            unfinished.unlink()

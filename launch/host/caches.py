@@ -43,7 +43,7 @@ def _concerns(error: OSError, folder: Path) -> bool:
     if error.filename is None:
         return error.errno in FULL and shutil.disk_usage(_nearest(folder)).free < 2**20
     path = Path(os.fsdecode(error.filename)).absolute()
-    if not path.is_relative_to(folder) and (os.path.exists(path) or not folder.is_relative_to(path)):
+    if not path.is_relative_to(folder) and (_is_there(path) or not folder.is_relative_to(path)):
         return False
     # Or a file was looked for in the cache, and is not there.
     return error.errno != errno.ENOENT or not _can_be_made(folder)
@@ -51,7 +51,14 @@ def _concerns(error: OSError, folder: Path) -> bool:
 
 def _nearest(folder: Path) -> Path:
     """The folder, or the innermost one around it that is there and can be seen."""
-    return next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    return next(place for place in (folder, *folder.parents) if _is_there(place))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # in a folder that may not be searched
+        return False
 
 
 def _can_be_made(folder: Path) -> bool:

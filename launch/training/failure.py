@@ -16,7 +16,8 @@ from launch.host.elastic import is_reporter, wait_for_launcher, write_error_file
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
-from launch.output import record
+from launch.output import manifest, record
+from launch.output.checkpoints import inspect, numbered
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
 from recipes.errors import Failure, Problem, UserError
@@ -101,13 +102,17 @@ def _explained(error: BaseException, run: RunSpec | None, world: World) -> str |
 
 def _saved(run: RunSpec, remedy: str = "") -> list[str]:
     """What a resume starts from, and what to do before it."""
-    from launch.output.checkpoints import newest_valid
-
-    newest, _ = newest_valid(run["output_dir"])
-    first = f"{remedy}, then run" if remedy else "To resume, run"
+    newest = next(filter(_is_complete, numbered(run["output_dir"])), None)
+    saved = f"Saved: {newest or 'no checkpoint yet'}."
+    again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
     if newest is None:
-        return ["Saved: no checkpoint yet.", *([f"{remedy}, then run the same command again."] if remedy else [])]
-    return [f"Saved: {newest.path}.", f"{first} the same command again: it takes the newest valid checkpoint."]
+        return [saved, f"{again}."] if remedy else [saved]
+    return [saved, f"{again}: it takes the newest valid checkpoint."]
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether it was saved whole. A resume reads every byte; there may be no time for that now."""
+    return manifest.is_committed(checkpoint) if manifest.exists(checkpoint) else inspect(checkpoint).valid
 
 
 def _untrue_record(run: RunSpec, world: World) -> list[str]:

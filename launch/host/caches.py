@@ -24,18 +24,20 @@ _UNWRITABLE = (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTD
 def cache_problem(error: BaseException) -> Problem | None:
     """What to set if a library could not write to its cache; None if that is not what failed.
 
-    The system's error is often the cause of a library's own. The source says `environment` if a
-    person has chosen the folder, and it can never be written.
+    The system's error is often the cause of a library's own.
     """
     for failed in causes(error):
         if isinstance(failed, OSError) and failed.errno in _UNWRITABLE:
             for variable, folder in _caches():
                 if _concerns(failed, folder):
                     what = f"{folder} cannot be written: {failed.strerror}"
-                    fix = f"{variable}=FOLDER in the environment, a writable one with room"
-                    is_wrong = os.environ.get(variable) and failed.errno not in FULL
-                    return Problem(variable, what, fix, "environment" if is_wrong else "")
+                    return Problem(variable, what, f"{variable}=FOLDER in the environment, a writable one with room")
     return None
+
+
+def is_chosen(problem: Problem) -> bool:
+    """Whether a person has chosen the folder of a `cache_problem`: then it is a mistake."""
+    return bool(os.environ.get(problem.subject))
 
 
 def _concerns(error: OSError, folder: Path) -> bool:

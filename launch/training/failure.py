@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from launch.host.caches import cache_problem
+from launch.host.caches import cache_problem, is_chosen
 from launch.host.elastic import is_reporter, wait_for_launcher, write_error_file
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
@@ -39,7 +39,7 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
         if is_reporter(world, text):
             print_problems(problems, console(stderr=True))
             write_error_file(text)
-        return 1 if unwritable and not unwritable.source else 2  # nobody chose that folder
+        return 1 if unwritable and not is_chosen(unwritable) else 2
     message = _explained(error, run, world)
     if message is None:
         is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback

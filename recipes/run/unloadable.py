@@ -81,7 +81,8 @@ def missing_weights(run: Settings, base: str, in_model: Collection[str], missing
     is_head = run["task"] == "sequence_classification" and not any(weight.startswith(f"{base}.") for weight in lacking)
     if not lacking or is_head:
         return ""
-    return f"{len(lacking)} weights are not in {name} and start with random values, among them {lacking[0]}"
+    more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+    return f"{name} lacks {lacking[0]}{more}: random values to start with"
 
 
 def without_attention(text: str) -> UserError:

@@ -77,9 +77,8 @@ def happens(monkeypatch):
     return at
 
 
-BEFORE_A_CHECKPOINT = ("Trainer._save_checkpoint", 4)
 IN_A_CHECKPOINT = ("Trainer._save_optimizer_and_scheduler", 4)
-TROUBLES = {
+FAILURES = {
     "full": (Disk.fill, "the disk is full", "Make room", "failed"),
     "without inodes": (Disk.use_up_inodes, "the disk has no inodes left for files", "Make room", "failed"),
     "read-only": (Disk.turn_read_only, "cannot be written any more: Read-only file system", "Make it", "running"),
@@ -90,10 +89,10 @@ SLOW = ("without inodes", "limited")
 
 @needs_mounts
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TROUBLES]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FAILURES]
 )
 def test_a_save_that_the_disk_does_not_take_is_one_line(name, happens, disk, tiny_model, texts):
-    do, what, remedy, status = TROUBLES[name]
+    do, what, remedy, status = FAILURES[name]
     happens(*IN_A_CHECKPOINT, lambda: do(disk))
     failed = train_here(tiny_model, texts, disk.run, *STEPS)
     (line,) = [line for line in failed.output.splitlines() if what in line]
@@ -109,10 +108,10 @@ def test_a_save_that_the_disk_does_not_take_is_one_line(name, happens, disk, tin
 
 @needs_mounts
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("name", FAILURES)
 @pytest.mark.parametrize("method", ["_save_checkpoint", "_save_rng_state", "_finalize_training"])
 def test_at_whatever_moment_it_happens(method, name, happens, disk, tiny_model, texts):
-    do, what, remedy, _ = TROUBLES[name]
+    do, what, *_ = FAILURES[name]
     happens(f"Trainer.{method}", 4, lambda: do(disk))
     failed = train_here(tiny_model, texts, disk.run, *STEPS)
     assert failed.code == 1 and what in failed.output and "Traceback" not in failed.output
@@ -153,11 +152,12 @@ def test_of_several_ranks_all_end(name, disk, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *STEPS]
     failed = launch_quickly(*flags, output=disk.run, script=script)
     assert failed.code == 1 and "Traceback" not in failed.output
-    assert failed.output.count(TROUBLES[name][1]) == 1, failed.output
+    assert failed.output.count(FAILURES[name][1]) == 1, failed.output
     disk.mend()
     assert launch_quickly(*flags, output=disk.run).record["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_too_many_open_files_are_one_line(tiny_model, texts, tmp_path):
     """In a process of its own, since files stay open in a test's."""
     code = (

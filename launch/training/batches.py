@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are 
     from datasets import Dataset
     from transformers import PreTrainedModel
 
-    from launch.training.data import Data
     from recipes.run import Settings
 
 IGNORED = -100  # the label that cross-entropy skips
@@ -102,9 +101,9 @@ def _norms_a_batch(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
 
 
-def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, data: Data) -> None:
+def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
     """BatchNorm fails on one value per channel, as a lone example may be: try it with one."""
-    single = _lone_example(run, data)
+    single = _lone_example(run, examples)
     if not single or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
         return
     row = torch.arange(1, 9, device=model.device).unsqueeze(0)
@@ -123,14 +122,13 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, data: 
             buffer.copy_(buffers[name])
 
 
-def _lone_example(run: Settings, data: Data) -> tuple[str, str] | None:
+def _lone_example(run: Settings, examples: int) -> tuple[str, str] | None:
     """The setting that leaves a micro-batch of one example, and what to write; None without one."""
     micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
     if micro == 1:
         fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
         return "per_device_train_batch_size", fix
     # On several processes accelerate fills the last batch of an epoch up.
-    examples = len(data.train) if data.train is not None else 0
     is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
     if world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]:
         return "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"

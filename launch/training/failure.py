@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from launch.host.caches import cache_problem, is_chosen
-from launch.host.elastic import is_reporter, wait_for_launcher, write_error_file
+from launch.host.elastic import is_last_to_know, is_reporter, write_error_file
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
@@ -154,9 +154,9 @@ def _print(message: str, error: BaseException, run: RunSpec | None, world: World
         return
     text = f"{_rank(world)}{message}"
     lost = _lost_a_rank(error)
-    if lost:
-        wait_for_launcher()  # which ends this rank, once the one that failed has told why
-    elif _storage_failure(error, run) and not is_reporter(world, text):
+    if lost and not is_last_to_know():
+        return
+    if _storage_failure(error, run) and not is_reporter(world, text):
         return
     console(stderr=True).print(escape(text), style="red", highlight=False)
     is_consequence = lost or (isinstance(error, OutOfMemory) and not error.first)

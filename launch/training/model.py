@@ -86,7 +86,7 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     if run["padding_free"] and not waits:
         _require_separate_sequences(run, model)
     if not waits:
-        require_batches_for_batch_norm(run, model, data)
+        require_batches_for_batch_norm(run, model, len(data.train or ()))
     return _with_adapters(run, model) if run["use_peft"] else model
 
 

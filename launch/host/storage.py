@@ -38,6 +38,9 @@ class StorageFailure:
     remedy: str = ""
 
 
+_NO_ROOM_FOR_WORKERS = StorageFailure(f"{_SHARED_MEMORY} is full", "Make it larger or take --dataloader_num_workers 0")
+
+
 def storage_failure(error: BaseException, folder: Path | None = None) -> StorageFailure | None:
     """What the machine did to a file. None if it did nothing: then the error is another one.
 
@@ -46,7 +49,7 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
     """
     for failed in causes(error):
         if isinstance(failed, RuntimeError) and any(words in str(failed) for words in _NO_SHARED_MEMORY):
-            return StorageFailure(f"{_SHARED_MEMORY} is full", "Make it larger or take --dataloader_num_workers 0")
+            return _NO_ROOM_FOR_WORKERS
         code = _code(failed)
         if folder and code is None and _is_of_a_stream(failed):
             code = refusal(folder) or errno.EIO
@@ -104,7 +107,8 @@ def _is_changed(folder: Path, code: int | None, error: BaseException) -> bool:
 
 def _described(code: int | None, error: BaseException, folder: Path | None) -> StorageFailure:
     if code == errno.ENOSPC:
-        return StorageFailure(_what_is_full(error, folder), "Make room")
+        full = _what_is_full(error, folder)
+        return _NO_ROOM_FOR_WORKERS if str(_SHARED_MEMORY) in full else StorageFailure(full, "Make room")
     if code == errno.EDQUOT:
         return StorageFailure("the disk quota is used up", "Make room")
     if code == errno.EFBIG:

@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.host.storage import FULL, causes
 from recipes.errors import Problem
 from recipes.run.engine import hf_home
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, *FULL)
 
 
@@ -26,7 +26,7 @@ def cache_problem(error: BaseException) -> Problem | None:
 
     The system's error is often the cause of a library's own.
     """
-    for failed in _causes(error):
+    for failed in causes(error):
         if isinstance(failed, OSError) and failed.errno in _UNWRITABLE:
             for variable, folder in _caches():
                 if _concerns(failed, folder):
@@ -35,23 +35,32 @@ def cache_problem(error: BaseException) -> Problem | None:
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+def is_chosen(problem: Problem) -> bool:
+    """Whether a person has chosen the folder of a `cache_problem`: then it is a mistake."""
+    return bool(os.environ.get(problem.subject))
 
 
 def _concerns(error: OSError, folder: Path) -> bool:
     """Whether it happened there. Libraries that write a full disk rarely say where."""
     if error.filename is None:
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        return error.errno in FULL and shutil.disk_usage(there).free < 2**20
+        return error.errno in FULL and shutil.disk_usage(_nearest(folder)).free < 2**20
     path = Path(os.fsdecode(error.filename)).absolute()
-    if not path.is_relative_to(folder) and (path.exists() or not folder.is_relative_to(path)):
+    if not path.is_relative_to(folder) and (_is_there(path) or not folder.is_relative_to(path)):
         return False
     # Or a file was looked for in the cache, and is not there.
     return error.errno != errno.ENOENT or not _can_be_made(folder)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the innermost one around it that is there and can be seen."""
+    return next(place for place in (folder, *folder.parents) if _is_there(place))
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # in a folder that may not be searched
+        return False
 
 
 def _can_be_made(folder: Path) -> bool:
@@ -73,9 +82,10 @@ def _user() -> str:
 
 def _caches() -> Iterator[tuple[str, Path]]:
     """The variable that somebody has set, or that moves the most, and the folder."""
-    environment, home = os.environ, Path.home()
+    environment = os.environ
+    home = Path(os.path.expanduser("~")).absolute()  # noqa: PTH111 # without one, libraries make a folder `~`
     cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    hugging_face = hf_home(environment)
+    hugging_face = hf_home(environment).absolute()
     for own, folder in (("HF_DATASETS_CACHE", "datasets"), ("HF_HUB_CACHE", "hub"), ("HF_MODULES_CACHE", "modules")):
         yield (own, Path(environment[own])) if environment.get(own) else ("HF_HOME", hugging_face / folder)
     yield "HF_HOME", hugging_face

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from launch.host.signals import is_being_ended
+
 if TYPE_CHECKING:
     from launch.host.world import World
 
@@ -38,6 +40,19 @@ def is_reporter(world: World, text: str) -> bool:
     signal.signal(signal.SIGTERM, _end)
     time.sleep(_PATIENCE_SECONDS)
     return True
+
+
+def is_last_to_know() -> bool:
+    """Whether a rank that lost another one has to say so: the launcher does not end it in time.
+
+    It ends the ranks of a world as soon as one has failed, which has told why.
+    """
+    if _FILE not in os.environ:
+        return True
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < until and not is_being_ended():
+        time.sleep(0.1)
+    return not is_being_ended()
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -24,7 +24,8 @@ def write_whole(file: Path, content: bytes) -> None:
             os.fsync(stream.fileno())
         unfinished.replace(file)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a read-only disk it raises even for a file that is not there
+            unfinished.unlink()
 
 
 def flush(path: Path) -> None:

@@ -17,6 +17,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
 
+_received: set[int] = set()  # by this process, since it handles them
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -55,6 +56,7 @@ class StopRequest:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
+        _received.add(number)
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
             self.defer()  # a second signal must not interrupt the cleanup
@@ -65,7 +67,12 @@ def ignore_stop_requests() -> None:
     """From now on: this process has failed and says why, while the launcher ends all ranks."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)
+            signal.signal(number, lambda number, frame: _received.add(number))
+
+
+def is_being_ended() -> bool:
+    """Whether this process was told to end: by its launcher, once it has failed."""
+    return signal.SIGTERM in _received
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

@@ -21,6 +21,7 @@ from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, 
 
 NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
+_RUNNING = '"status": "running",'
 
 # With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
@@ -56,7 +57,37 @@ def read(folder: str | Path) -> Json:
 
 def write(folder: str | Path, record: Json, name: str = NAME) -> None:
     """Replace the record in one step, so that a reader or a crash never sees half of it."""
-    write_whole(Path(folder) / name, json.dumps(record, indent=2, default=str).encode())
+    write_whole(Path(folder) / name, _text(record))
+
+
+def _text(record: Json) -> bytes:
+    """A record as its file holds it, with room to change the status of a run in place."""
+    text = json.dumps(record, indent=2, default=str)
+    return text.replace(_RUNNING, _RUNNING + " " * len("out_of_memory"), 1).encode()
+
+
+def _write_end(folder: str | Path, record: Json) -> None:
+    """Replace the record at the end of a run. A disk that is full takes the status alone.
+
+    Raises `OSError` if that lost the results of a finished run, which then counts as failed.
+    """
+    try:
+        write(folder, record)
+    except OSError:
+        finished = record["status"] == "finished"
+        with contextlib.suppress(OSError):
+            _change_status(Path(folder) / NAME, "failed" if finished else record["status"])
+        if finished:
+            raise
+
+
+def _change_status(file: Path, status: str) -> None:
+    """Overwrite the status where it stands, which takes no room on a disk, and none of a quota."""
+    with file.open("r+b") as stream:
+        place = stream.read(100).find(_RUNNING.encode())
+        if place >= 0:
+            stream.seek(place)
+            stream.write(_RUNNING.replace("running", status).ljust(len(_RUNNING)).encode())
 
 
 def forget_out_of_memory(folder: Path) -> None:
@@ -99,7 +130,7 @@ def kept_record(run: RunSpec, world: World, data_commit: str | None = None) -> I
         if world.is_main:
             content |= {"status": status, "ended": now(), **record.results}
             failed = {"error": hide(error_text, secrets_of(run))} if error_text else {}
-            write(run["output_dir"], content | failed)
+            _write_end(run["output_dir"], content | failed)
 
 
 def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Json:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
-    from launch.training.model import has_batch_norm
+    from launch.training.batches import has_batch_norm
     from launch.training.results import parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+
+from recipes.errors import mistake
 
 if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are not installed
     import pyarrow as pa
     from datasets import Dataset
+    from transformers import PreTrainedModel
+
+    from recipes.run import Settings
 
 IGNORED = -100  # the label that cross-entropy skips
 MULTIPLE = 8  # tensor cores want lengths divisible by 8
@@ -132,3 +139,46 @@ def example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return (batch["position_ids"] == 0).cumsum(-1) - 1
     rows = torch.arange(len(labels), device=labels.device)
     return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
+
+
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    """Whether a layer normalises over the micro-batch of its own process."""
+    return any(_norms_a_batch(module) for module in model.modules())
+
+
+def _norms_a_batch(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+
+
+def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
+    """BatchNorm fails on one value per channel, as a lone example may be: try it with one."""
+    single = _lone_example(run, examples)
+    if not single or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
+        return
+    row = torch.arange(1, 9, device=model.device).unsqueeze(0)
+    was_training, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            model.train()(input_ids=row)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        setting, fix = single
+        raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix) from None
+    finally:
+        model.train(was_training)
+        for name, buffer in model.named_buffers():  # running means, which the trial has moved
+            buffer.copy_(buffers[name])
+
+
+def _lone_example(run: Settings, examples: int) -> tuple[str, str] | None:
+    """The setting that leaves a micro-batch of one example, and what to write; None without one."""
+    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
+    if micro == 1:
+        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
+        return "per_device_train_batch_size", fix
+    # On several processes accelerate fills the last batch of an epoch up.
+    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
+    if world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]:
+        return "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
+    return None

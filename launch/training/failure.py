@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import shutil
 import sys
 import time
 import traceback
@@ -12,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.markup import escape
-from safetensors import SafetensorError
 
-from launch.host.caches import cache_problem
-from launch.host.elastic import is_reporter, write_error_file
+from launch.host.caches import cache_problem, is_chosen
+from launch.host.elastic import is_last_to_know, is_reporter, write_error_file
 from launch.host.heartbeat import RankHangs
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
+from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
+from launch.output import manifest, record
+from launch.output.checkpoints import inspect, numbered
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
 from recipes.errors import Failure, Problem, UserError
@@ -33,35 +33,46 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run, world, since = progress.run, progress.world, time.time()
     ignore_stop_requests()
-    problems = _problems(error, run)
+    unwritable = _unwritable_cache(error, run)
+    problems = [unwritable] if unwritable else _problems(error, run)
     if problems:
         text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
         if is_reporter(world, text):
             print_problems(problems, console(stderr=True))
             write_error_file(text)
-        return 2
-    message = _explained(error, run)
+        return 1 if unwritable and not is_chosen(unwritable) else 2
+    message = _explained(error, run, world)
     if message is None:
         is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
         write_error_file(f"{type(error).__name__}: {error}")
         raise error
-    _print(message, error, world, since)
+    _print(message, error, run, world, since)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
-    """What the user can correct; empty if that is not why it failed.
+def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | None:
+    """A library's cache that cannot be written. A full disk of both is told of the output folder.
 
-    A mistake may be what a reader makes of a cache that it could not write: its own message, that
+    It comes before a mistake, which may be what a reader makes of its cache: its own message, that
     the file cannot be read, would be wrong.
     """
-    unwritable = None if run is not None and _is_full(Path(run["output_dir"])) else cache_problem(error)
-    if unwritable:
-        return [unwritable]
-    problems = error.problems if isinstance(error, UserError) else ()
+    is_full = run is not None and Path(run["output_dir"]).exists() and refusal(Path(run["output_dir"])) in FULL
+    return None if is_full else cache_problem(error)
+
+
+def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
+    """What the user can correct; empty if that is not why it failed."""
+    problems = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
     return [run.with_source(problem) if run else problem for problem in problems]
+
+
+def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailure | None:
+    """What the machine did to a file. A mistake may be what a reader makes of it."""
+    if isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, Exception):
+        return None
+    return storage_failure(error, Path(run["output_dir"]) if run else None)
 
 
 @contextlib.contextmanager
@@ -76,7 +87,7 @@ def only_noted(doing: str, world: World) -> Iterator[None]:
         print_note(text, console(world.is_main or not same_everywhere, stderr=True))
 
 
-def _explained(error: BaseException, run: RunSpec | None) -> str | None:
+def _explained(error: BaseException, run: RunSpec | None, world: World) -> str | None:
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
@@ -84,15 +95,31 @@ def _explained(error: BaseException, run: RunSpec | None) -> str | None:
         return str(error)
     if run is None:  # nothing was resolved yet
         return _stopped(error)
+    if failed := _storage_failure(error, run):
+        return " ".join([f"{failed.what}.", *_saved(run, failed.remedy), *_untrue_record(run, world)])
     message = _stopped(error) or _failed(error, run)
-    if message is None:
-        return None
-    saved = sorted(Path(run["output_dir"]).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    if not saved:
-        return f"{message}. Saved: no checkpoint yet."
-    return (
-        f"{message}. Saved: {saved[-1]}. To resume, run the same command again: it takes the newest valid checkpoint."
-    )
+    return message and " ".join([f"{message}.", *_saved(run)])
+
+
+def _saved(run: RunSpec, remedy: str = "") -> list[str]:
+    """What a resume starts from, and what to do before it."""
+    newest = next(filter(_is_complete, numbered(run["output_dir"])), None)
+    saved = f"Saved: {newest or 'no checkpoint yet'}."
+    again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
+    if newest is None:
+        return [saved, f"{again}."] if remedy else [saved]
+    return [saved, f"{again}: it takes the newest valid checkpoint."]
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether it was saved whole. A resume reads every byte; there may be no time for that now."""
+    return manifest.is_committed(checkpoint) if manifest.exists(checkpoint) else inspect(checkpoint).valid
+
+
+def _untrue_record(run: RunSpec, world: World) -> list[str]:
+    """Rank 0 changes run.json before this. A disk that takes nothing leaves it as it was."""
+    untrue = world.is_main and record.read(run["output_dir"]).get("status") == "running"
+    return ["run.json could not be changed: it says that the run is running."] if untrue else []
 
 
 def _stopped(error: BaseException) -> str | None:
@@ -106,24 +133,11 @@ def _failed(error: BaseException, run: RunSpec) -> str | None:
         return f"{error}; a lower learning rate or fp32 usually helps"
     if isinstance(error, RankHangs):
         return str(error)
-    if _disk_is_full(error, run):
-        return "the disk is full"
     if isinstance(error, NotImplementedError) and "underflow_overflow" in (run["debug"] or ""):
         return f"--debug underflow_overflow cannot look into this model ({error}): leave it out"
     if _lost_a_rank(error):
         return "another rank failed: see the error that it printed"
     return None
-
-
-def _disk_is_full(error: BaseException, run: RunSpec) -> bool:
-    """Libraries that save wrap the system's error in their own, if they keep it at all."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return isinstance(error, (OSError, RuntimeError, SafetensorError)) and _is_full(Path(run["output_dir"]))
-
-
-def _is_full(folder: Path) -> bool:
-    return folder.exists() and shutil.disk_usage(folder).free < 2**20
 
 
 def _lost_a_rank(error: BaseException) -> bool:
@@ -136,16 +150,21 @@ def _lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def _print(message: str, error: BaseException, world: World, since: float) -> None:
-    """On the rank that failed. What happens to all ranks together is printed by rank 0 alone."""
+def _print(message: str, error: BaseException, run: RunSpec | None, world: World, since: float) -> None:
+    """On the rank that failed. What happens to all ranks together is printed by one alone."""
     own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
     if isinstance(error, RankHangs):
         own = error.is_reporter
     if not (world.is_main or own):
         return
     text = f"{_rank(world)}{message}"
+    lost = _lost_a_rank(error)
+    if lost and not is_last_to_know():
+        return
+    if _storage_failure(error, run) and not is_reporter(world, text):
+        return
     console(stderr=True).print(escape(text), style="red", highlight=False)
-    is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
+    is_consequence = lost or (isinstance(error, OutOfMemory) and not error.first)
     if not is_consequence:
         write_error_file(text, since=since)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,6 +25,8 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
+from launch.terminal import console, print_note
+from launch.training.batches import require_batches_for_batch_norm
 from launch.training.data import Data
 from launch.training.demo import demo_config, demo_tokenizer
 from recipes.errors import Problem, UserError, mistake
@@ -31,7 +34,14 @@ from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.local_model import max_positions
-from recipes.run.unloadable import one_line, other_sizes, unloadable, without_attention, wrong_config
+from recipes.run.unloadable import (
+    missing_weights,
+    one_line,
+    other_sizes,
+    unloadable,
+    without_attention,
+    wrong_config,
+)
 
 # What transformers raises for a model it cannot load.
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError, StrictDataclassError)
@@ -76,7 +86,7 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     if run["padding_free"] and not waits:
         _require_separate_sequences(run, model)
     if not waits:
-        _require_batches_for_batch_norm(run, model, data)
+        require_batches_for_batch_norm(run, model, len(data.train or ()))
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -205,7 +215,8 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     if run["load_in_4bit"]:
         options |= _in_4_bits(run)
     try:
-        return _auto_class(run).from_pretrained(_expanded(run["model_name_or_path"]), config=config, **options)
+        name = _expanded(run["model_name_or_path"])
+        model, info = _auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise
@@ -214,9 +225,14 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         refused = _construction_error(run, config)
         if refused is not None:
             raise wrong_config(run, refused) from None
-        if not isinstance(error, (*UNLOADABLE, RuntimeError, SafetensorError)):
+        if not isinstance(error, (*UNLOADABLE, RuntimeError, TypeError, EOFError, UnpicklingError, SafetensorError)):
             raise
         raise unloadable(run, "model", error) from None
+    weights = [weight for weight, _ in model.named_parameters()]
+    note = missing_weights(run, model.base_model_prefix, weights, info["missing_keys"])
+    if note:
+        print_note(note, console(os.environ.get("RANK", "0") == "0"))
+    return model
 
 
 def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
@@ -241,50 +257,6 @@ def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
             f"a {model.config.model_type} model lets the sequences of a row see each other",
             "--padding_free false",
         )
-
-
-def has_batch_norm(model: torch.nn.Module) -> bool:
-    """Whether a layer normalises over the micro-batch of its own process."""
-    return any(_norms_a_batch(module) for module in model.modules())
-
-
-def _norms_a_batch(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
-
-
-def _require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, data: Data) -> None:
-    """BatchNorm fails on one value per channel, as a lone example may be: try it with one."""
-    single = _lone_example(run, data)
-    if not single or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
-        return
-    row = torch.arange(1, 9, device=model.device).unsqueeze(0)
-    was_training, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with torch.random.fork_rng(), torch.no_grad():
-            model.train()(input_ids=row)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        setting, fix = single
-        raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix) from None
-    finally:
-        model.train(was_training)
-        for name, buffer in model.named_buffers():  # running means, which the trial has moved
-            buffer.copy_(buffers[name])
-
-
-def _lone_example(run: Settings, data: Data) -> tuple[str, str] | None:
-    """The setting that leaves a micro-batch of one example, and what to write; None without one."""
-    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
-    if micro == 1:
-        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
-        return "per_device_train_batch_size", fix
-    # On several processes accelerate fills the last batch of an epoch up.
-    examples = len(data.train) if data.train is not None else 0
-    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
-    if world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]:
-        return "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
-    return None
 
 
 def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:

@@ -26,11 +26,12 @@ from recipes.run import RunSpec
 from recipes.run.engine import Json
 from recipes.run.local_model import (
     config_value,
+    damage,
     existing_path,
+    foreign_content,
     has_weights,
     max_positions,
     model_folder,
-    safetensors_header,
     tensor_names,
     weight_files,
 )
@@ -80,8 +81,9 @@ def the_folder_holds_a_model(run):
         fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
         yield _about_model(run, f"the folder {folder} {what}", fix)
     elif model_config(run) is None:
-        what = f"{folder / 'config.json'} is not a JSON object"
-        yield _about_model(run, what, "the config.json that save_pretrained wrote")
+        file = folder / "config.json"
+        what, fix = foreign_content(file) or ("is not a JSON object", "the config.json that save_pretrained wrote")
+        yield _about_model(run, f"{file} {what}", fix)
     elif not has_weights(folder):
         what = f"the folder {folder} has a config.json and no weights"
         yield _about_model(run, what, "a folder with model.safetensors too, as save_pretrained writes it")
@@ -94,14 +96,16 @@ def the_folder_holds_a_model(run):
 @rule
 @of_train_py
 def the_weights_are_whole(run):
-    """`SafetensorError: incomplete metadata, file not fully covered`, and others of that kind."""
+    """`SafetensorError: incomplete metadata, file not fully covered`, and others of that kind. A
+    download may have left a pointer or a web page in its place.
+    """
     folder = model_folder(run["model_name_or_path"])
     if folder is None or run.elsewhere is not None:
         return
     for file in weight_files(folder):
-        what = "is missing" if not file.is_file() else "is cut off, or not in the safetensors format"
-        if not file.is_file() or safetensors_header(file) is None:
-            yield _about_model(run, f"{file} {what}", "copy or download the file again")
+        found = damage(file)
+        if found:
+            yield _about_model(run, f"{file} {found[0]}", found[1])
 
 
 @rule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -87,9 +88,12 @@ def find_yaml(name: str | Path) -> Path:
 
 
 def hf_home(environment: Mapping[str, str]) -> Path:
-    """Where Hugging Face keeps what it downloads (huggingface_hub, constants.py)."""
+    """Where Hugging Face keeps what it downloads (huggingface_hub, constants.py).
+
+    A user without a home folder has a folder that is named `~`, in the current one.
+    """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(environment.get("HF_HOME") or Path(around) / "huggingface").expanduser()
+    return Path(os.path.expanduser(environment.get("HF_HOME") or f"{around}/huggingface"))  # noqa: PTH111
 
 
 def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:

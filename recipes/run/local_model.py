@@ -13,6 +13,18 @@ from recipes.run.engine import Json, read_json
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as get_text_config looks for them
 
+_AGAIN = "copy or download the file again"
+# How a file begins that a server, git or a program for archives has left in place of the real one.
+_FOREIGN = {
+    b"version https://git-lfs": ("is a git-lfs pointer to the file, not the file", "`git lfs pull` in its repository"),
+    b"<!doctype html": ("is a web page", _AGAIN),
+    b"<html": ("is a web page", _AGAIN),
+    b"<?xml": ("is an XML document, such as a server's error", _AGAIN),
+    b"\x1f\x8b": ("is compressed with gzip", "unpack it"),
+    b"\0" * 64: ("begins with zeros", _AGAIN),
+}
+_TORCH = (b"PK\x03\x04", b"\x80")  # a zip, or a pickle as torch wrote it before 1.6
+
 # These number positions from `pad_token_id + 1`, so that many of their position embeddings are
 # never used.
 OFFSET_POSITIONS = {
@@ -49,11 +61,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads from a folder, missing shards among them."""
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    shards = (read_json(folder / "model.safetensors.index.json")[0] or {}).get("weight_map")
-    return [folder / str(name) for name in sorted(set(map(str, shards.values())))] if isinstance(shards, dict) else []
+    """The files of weights that transformers loads from a folder, missing shards among them."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        shards = (read_json(folder / f"{whole}.index.json")[0] or {}).get("weight_map")
+        if isinstance(shards, dict):
+            return [folder / str(name) for name in sorted(set(map(str, shards.values())))]
+    return []
 
 
 def tensor_names(folder: Path) -> list[str]:
@@ -68,8 +83,12 @@ def safetensors_header(file: Path) -> Json | None:
     The format: 8 bytes, little-endian, with the header's length; the header in JSON; the data, in
     which `data_offsets` of each tensor count.
     """
-    size = file.stat().st_size
-    with file.open("rb") as opened:
+    try:
+        size = file.stat().st_size
+        opened = file.open("rb")
+    except OSError:
+        return None
+    with opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 + length:
             return None
@@ -79,6 +98,36 @@ def safetensors_header(file: Path) -> Json | None:
         except (ValueError, AttributeError, LookupError, TypeError):
             return None
     return header if max(ends, default=0) == size - 8 - length else None
+
+
+def damage(file: Path) -> tuple[str, str] | None:
+    """What is wrong with a file of weights, and what to do. None if nothing is that can be seen
+    without loading it.
+    """
+    if not file.is_file():
+        return "is missing", _AGAIN
+    foreign = foreign_content(file)
+    if foreign:
+        return foreign
+    if file.suffix == ".safetensors":
+        return ("is cut off, or not in the safetensors format", _AGAIN) if safetensors_header(file) is None else None
+    return None if _beginning(file).startswith(_TORCH) else ("is not in torch's format", _AGAIN)
+
+
+def foreign_content(file: Path) -> tuple[str, str] | None:
+    """What a file is instead of a model's, and what to do. None if its first bytes do not tell."""
+    try:
+        beginning = _beginning(file)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}", "make it readable"
+    if not beginning:
+        return "is empty", _AGAIN
+    return next((found for start, found in _FOREIGN.items() if beginning.lstrip().lower().startswith(start)), None)
+
+
+def _beginning(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(512)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """A cache that cannot be written is told with the variable that moves it."""
 
 import errno
+import os
 import sys
 from pathlib import Path
 
@@ -81,3 +82,46 @@ def test_a_file_is_not_blamed_for_the_cache_of_its_reader(tiny_model, texts, tmp
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "1")
     assert outcome.code == 2 and "cannot be read as json" not in outcome.output
     assert f"HF_DATASETS_CACHE: {tmp_path}/file/datasets cannot be written: Not a directory." in outcome.output
+
+
+def test_the_default_folder_is_the_machines_fault(home, monkeypatch, tiny_model, texts, tmp_path):
+    """Nobody has chosen it: the exit code is a failed run's, not that of a mistake."""
+    import datasets
+
+    default = home / ".cache" / "huggingface" / "datasets"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", default)
+    outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "1")
+    assert outcome.code == 1
+    assert f"HF_HOME: {default} cannot be written: Not a directory. Fix: HF_HOME=FOLDER" in outcome.output
+
+
+@pytest.fixture
+def nobody(tmp_path, monkeypatch):
+    """A user without a home folder, as in a container that runs as any number."""
+
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for variable in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "HF_DATASETS_CACHE", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable in ("USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_without_a_home_a_run_is_checked_and_trained(nobody, tiny_model, texts, tmp_path):
+    assert train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "1").code == 0
+
+
+def test_without_a_home_the_folder_is_named_where_libraries_make_it(nobody, tmp_path):
+    (tmp_path / "~").write_text("a file where the folder would be")
+    problem = cache_problem(error_in(tmp_path / "~" / ".cache" / "huggingface" / "datasets"))
+    assert str(problem).startswith(f"HF_HOME: {tmp_path}/~/.cache/huggingface/datasets cannot be written")
+
+
+def test_compiled_kernels_of_an_unknown_user_are_named_too(nobody, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    kernels = tmp_path / f"torchinductor_uid_{os.getuid()}"
+    kernels.write_text("a file where the folder would be")
+    assert cache_problem(error_in(kernels / "fx")).subject == "TORCHINDUCTOR_CACHE_DIR"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pickle import UnpicklingError
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -114,6 +115,11 @@ ALSO_FIRES = [
     ),
     ("the_weights_are_whole", Run(MODEL, files=model() | {"m/model.safetensors": "version https://"}), "model_name"),
     ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | INDEX), "model_name"),
+    *(
+        ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | {name: content}), "model_name")
+        for name in ("m/model.safetensors", "m/pytorch_model.bin")
+        for content in ("", "text", "<!DOCTYPE html>", "\0" * 99)
+    ),
     ("the_model_type_is_known", Run(MODEL, files=model() | {"m/config.json": {}}), "model_name"),
     (
         "lora_leaves_mambas_output_alone",
@@ -152,7 +158,7 @@ LEGAL_AFTER_ALL = [
     ("the_folder_holds_a_model", Run(MODEL, files=without("model.safetensors"), elsewhere=frozenset())),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="canine"))),
     ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json") | {"m/spiece.model": ""})),
-    ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | {"m/pytorch_model.bin": ""})),
+    ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | {"m/pytorch_model.bin": "PK\3\4"})),
     ("the_configuration_has_numbers", Run(MODEL, files=model(eos_token_id=[1, 2]))),
     (
         "lora_adapts_modules_of_the_model",  # fused as it is loaded
@@ -187,6 +193,18 @@ def test_weights_that_are_cut_off_are_not_loaded(tmp_path):
     assert not list(the_weights_are_whole(resolve(["--model_name_or_path", name], environment={})))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(SafetensorError, match="file not fully covered"):
+        AutoModelForCausalLM.from_pretrained(name)
+    assert_fires("the_weights_are_whole", {"model_name_or_path": name})
+
+
+@pytest.mark.parametrize(
+    ("content", "raised"), [(b"", EOFError), (b"<!DOCTYPE html>", UnpicklingError)], ids=["empty", "a web page"]
+)
+def test_a_file_in_place_of_torchs_is_not_loaded(content, raised, tmp_path):
+    name = saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(raised):
         AutoModelForCausalLM.from_pretrained(name)
     assert_fires("the_weights_are_whole", {"model_name_or_path": name})
 

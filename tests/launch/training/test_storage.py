@@ -1,0 +1,246 @@
+"""What a machine does to a run's files: one line, exit 1, and the same command finishes the run."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from launch.host.storage import storage_failure
+from tests.support.running import launch_quickly, model_flags, train_here
+
+STEPS = ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "2"]
+needs_mounts = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
+
+
+class Disk:
+    """A small file system in memory. Everything that happens to it is the kernel's doing."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.run = folder / "run"
+
+    def fill(self) -> None:
+        free = os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize
+        (self.folder / "filler").write_bytes(b"x" * free)
+
+    def use_up_inodes(self) -> None:
+        (self.folder / "filler").mkdir()
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(10_000):
+                (self.folder / "filler" / str(number)).touch()
+
+    def turn_read_only(self) -> None:
+        subprocess.run(["mount", "-o", "remount,ro", self.folder], check=True)
+
+    def limit_files(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+
+    def mend(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        subprocess.run(["mount", "-o", "remount,rw", self.folder], check=True)
+        subprocess.run(["rm", "-rf", self.folder / "filler"], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m,nr_inodes=4000", "tmpfs", folder]).returncode:
+        pytest.skip("mounting is not allowed here")
+    disk = Disk(folder)
+    yield disk
+    disk.mend()
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def happens(monkeypatch):
+    """Lets something happen once, as soon as a run calls a method at a step or later."""
+
+    def at(method: str, step: int, what) -> None:
+        owner, _, name = method.rpartition(".")
+        original, left = getattr(getattr(transformers, owner), name), [what]
+
+        def called(self, *args, **kwargs):
+            if self.state.global_step >= step and left:
+                left.pop()()
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(getattr(transformers, owner), name, called)
+
+    return at
+
+
+IN_A_CHECKPOINT = ("Trainer._save_optimizer_and_scheduler", 4)
+FAILURES = {
+    "full": (Disk.fill, "the disk is full", "Make room", "failed"),
+    "without inodes": (Disk.use_up_inodes, "the disk has no inodes left for files", "Make room", "failed"),
+    "read-only": (Disk.turn_read_only, "cannot be written any more: Read-only file system", "Make it", "running"),
+    "limited": (Disk.limit_files, "no file may be larger than 3,000 bytes here", "Run `ulimit -f", "failed"),
+}
+SLOW = ("without inodes", "limited")
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FAILURES]
+)
+def test_a_save_that_the_disk_does_not_take_is_one_line(name, happens, disk, tiny_model, texts):
+    do, what, remedy, status = FAILURES[name]
+    happens(*IN_A_CHECKPOINT, lambda: do(disk))
+    failed = train_here(tiny_model, texts, disk.run, *STEPS)
+    (line,) = [line for line in failed.output.splitlines() if what in line]
+    assert (failed.code, failed.record["status"]) == (1, status), failed.output
+    assert f"Saved: {disk.run}/checkpoint-2. {remedy}" in line and "Traceback" not in failed.output
+    assert ("it says that the run is running" in line) == (status == "running")
+
+    disk.mend()
+    resumed = train_here(tiny_model, texts, disk.run, *STEPS)
+    assert f"resuming from {disk.run}/checkpoint-2" in resumed.output
+    assert resumed.record["status"] == "finished"
+
+
+@needs_mounts
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("method", ["_save_checkpoint", "_save_rng_state", "_finalize_training"])
+def test_at_whatever_moment_it_happens(method, name, happens, disk, tiny_model, texts):
+    do, what, *_ = FAILURES[name]
+    happens(f"Trainer.{method}", 4, lambda: do(disk))
+    failed = train_here(tiny_model, texts, disk.run, *STEPS)
+    assert failed.code == 1 and what in failed.output and "Traceback" not in failed.output
+    disk.mend()
+    assert train_here(tiny_model, texts, disk.run, *STEPS).record["status"] == "finished"
+
+
+@needs_mounts
+def test_a_full_disk_changes_the_status_of_run_json_where_it_stands(monkeypatch, disk, tiny_model, texts):
+    """The results do not fit, and the run that is started again writes them."""
+    from launch.training import results
+
+    original = results.results
+    monkeypatch.setattr(results, "results", lambda *args: (original(*args), disk.fill())[0])
+    failed = train_here(tiny_model, texts, disk.run, *STEPS)
+    assert (failed.code, failed.record["status"]) == (1, "failed")
+    assert failed.record["settings"]["max_steps"]["value"] == 6
+    monkeypatch.undo()
+    disk.mend()
+    assert train_here(tiny_model, texts, disk.run, *STEPS).record["final_loss"]
+
+
+@needs_mounts
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "read-only"])
+def test_of_several_ranks_all_end(name, disk, tiny_model, texts, tmp_path):
+    """Rank 0 meets it in the middle of a checkpoint, while the other waits for it."""
+    change = f"mount -o remount,ro {disk.folder}" if name == "read-only" else f"cat /dev/zero > {disk.folder}/filler"
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, subprocess, sys\nfrom transformers import Trainer\nfrom launch.train import main\n"
+        "original = Trainer._save_optimizer_and_scheduler\n"
+        "def save(self, folder):\n"
+        f"    if self.state.global_step >= 4 and os.environ['RANK'] == '0': os.system({change!r} + ' 2> /dev/null')\n"
+        "    original(self, folder)\n"
+        "Trainer._save_optimizer_and_scheduler = save\nsys.exit(main())\n"
+    )
+    flags = [*model_flags(tiny_model, texts), *STEPS]
+    failed = launch_quickly(*flags, output=disk.run, script=script)
+    assert failed.code == 1 and "Traceback" not in failed.output
+    assert failed.output.count(FAILURES[name][1]) == 1, failed.output
+    disk.mend()
+    assert launch_quickly(*flags, output=disk.run).record["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_too_many_open_files_are_one_line(tiny_model, texts, tmp_path):
+    """In a process of its own, since files stay open in a test's."""
+    code = (
+        "import resource, sys\nfrom launch.train import main\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\nsys.exit(main())"
+    )
+    flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    words = [sys.executable, "-c", code, *flags, "--dataloader_num_workers", "2"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert "no more than 20 files may be open here (`ulimit -n`)" in ended.stderr
+
+
+# --- How libraries say it -------------------------------------------------------------------------
+
+BIG = {"weight": torch.ones(100_000)}
+
+
+@pytest.fixture
+def small_files():
+    """No file may be larger than 100,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
+def test_what_a_library_does_not_say_the_folder_does(save, small_files, tmp_path):
+    with pytest.raises(Exception) as caught:
+        save(BIG, str(tmp_path / "file"))
+    assert "ulimit -f" in storage_failure(caught.value, tmp_path).what
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
+def test_a_folder_that_is_gone_is_named(save, tmp_path):
+    gone = tmp_path / "gone"
+    with pytest.raises(Exception) as caught:
+        save(BIG, str(gone / "file"))
+    assert storage_failure(caught.value, gone).what == f"{gone} was moved or removed"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(122, "Disk quota exceeded", "out/optimizer.pt"), "the disk quota is used up"),
+        (RuntimeError("open file failed with strerror: Disk quota exceeded"), "the disk quota is used up"),
+        (OSError(5, "Input/output error", "out/model.safetensors"), "out/model.safetensors cannot be read or written"),
+        (OSError(116, "Stale file handle", "out/run.json"), "Stale file handle"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. out of shared memory."), "/dev/shm"),
+        (RuntimeError("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"), "/dev/shm is full"),
+    ],
+)
+def test_failures_that_no_test_can_have_here_are_known_by_their_words(error, what, tmp_path):
+    assert what in storage_failure(error, tmp_path).what
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        KeyError("labels"),
+        FileNotFoundError(2, "No such file or directory", "launch/nothing.json"),
+        PermissionError(13, "Permission denied", "/etc/shadow"),
+        RuntimeError("Connection closed by peer [127.0.0.1]:1234"),
+    ],
+)
+def test_any_other_error_keeps_its_traceback(error, tmp_path):
+    assert storage_failure(error, tmp_path) is None
+
+
+def test_the_cause_of_an_error_counts(tmp_path):
+    try:
+        try:
+            raise OSError(24, "Too many open files", "data.jsonl")
+        except OSError as error:
+            raise ValueError("the file cannot be read") from error
+    except ValueError as error:
+        assert "ulimit -n" in storage_failure(error, tmp_path).what
+
+
+def test_a_record_in_progress_is_plain_json(tmp_path):
+    from launch.output import record
+
+    record.write(tmp_path, {"status": "running", "step": 1})
+    assert json.loads((tmp_path / "run.json").read_text()) == {"status": "running", "step": 1}

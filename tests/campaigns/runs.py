@@ -127,10 +127,18 @@ def final(folder: Path) -> Final:
     if not files:
         raise FileNotFoundError("no model.safetensors")
     weights = {name: values.double().numpy() for file in files for name, values in load_file(file).items()}
-    return Final(weights, [_without_durations(entry) for entry in record["log_history"]])
+    return Final(weights, _comparable(record["log_history"]))
 
 
-def _without_durations(entry: dict[str, Any]) -> dict[str, Any]:
-    """Nor with Trainer's mean over this start's own steps."""
+def _comparable(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without durations, Trainer's mean over this start's own steps, and a second evaluation of the
+    last step: a start that finds nothing to train evaluates the final model once more.
+    """
     left_out = ("runtime", "per_second", "total_flos", "train_loss")
-    return {name: value for name, value in entry.items() if not any(word in name for word in left_out)}
+    found: list[dict[str, Any]] = []
+    for entry in log:
+        kept = {name: value for name, value in entry.items() if not any(word in name for word in left_out)}
+        again = "eval_loss" in kept and any("eval_loss" in old and old["step"] == kept["step"] for old in found)
+        if not again:
+            found.append(kept)
+    return found

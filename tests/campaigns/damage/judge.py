@@ -33,7 +33,7 @@ def judge(outcome: Outcome, file: str, references: dict[int, Final]) -> Verdict:
         return Verdict(TRACEBACK, outcome.last_words())
     if outcome.code != 0:
         return Verdict(MANUAL, f"exit code {outcome.code}: {outcome.last_words()}")
-    step = _resumed_from(outcome.output)
+    step = resumed_from(outcome.output)
     if step is None:
         return Verdict(STARTED_OVER, " ".join(line for line in outcome.output.splitlines() if "damaged" in line))
     try:
@@ -46,6 +46,6 @@ def judge(outcome: Outcome, file: str, references: dict[int, Final]) -> Verdict:
     return Verdict(MENDED if named else UNNAMED, f"resumed from step {step}")
 
 
-def _resumed_from(output: str) -> int | None:
+def resumed_from(output: str) -> int | None:
     found = re.search(r"resum\w*\s+from\s+\S*?checkpoint-(\d+)", output)
     return int(found.group(1)) if found else None

@@ -86,8 +86,10 @@ class Watch:
     def act(self) -> None:
         assert self.moment is not None
         os.close(os.open(HIT, os.O_CREAT))
-        whom = os.kill if self.moment.alone or self.moment.signal != signal.SIGKILL else os.killpg
-        whom(os.getpid() if whom is os.kill else os.getpgid(0), self.moment.signal)
+        if self.moment.alone or self.moment.signal != signal.SIGKILL:
+            os.kill(os.getpid(), self.moment.signal)
+        else:
+            os.killpg(os.getpgid(0), signal.SIGKILL)
 
     def audit(self, name: str, arguments: tuple[Any, ...]) -> None:
         if name not in _FILES or not isinstance(arguments[0], str | os.PathLike):

@@ -9,14 +9,16 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launch.output.checkpoints import newest_valid
 from tests.campaigns.damage.judge import DIFFERENT, MANUAL, STARTED_OVER, TRACEBACK, Verdict, resumed_from
 from tests.campaigns.kills.draw import Chain, Counts
 from tests.campaigns.legality.tried import Outcome
 from tests.campaigns.moment import COUNT, HIT, Moment
-from tests.campaigns.runs import ENGINES, OUTPUT, Final, bound_of, final, in_new_folder, start
+from tests.campaigns.runs import ENGINES, OUTPUT, STEPS, Final, bound_of, final, in_new_folder, start
 
 HANGS = "hangs"
 RECORD = "wrong record"
+UNSAVED = "no checkpoint of the last step"
 
 
 class Lost(Exception):
@@ -68,8 +70,9 @@ def _attempt(scratch: Path, chain: Chain) -> Result:
             if not _killed(result, moment, expected):
                 break
         _require_same(expected, bound_of(chain.engine))
+        _require_last_checkpoint()
         whole = _names(scratch / chain.engine / OUTPUT)
-        result.left = tuple(sorted(name for name in _names(Path(OUTPUT)) - whole if name not in result.left))
+        result.left = tuple(sorted(_names(Path(OUTPUT)) - whole))
     except Lost as lost:
         result.lost = Verdict(*lost.args)
     return result
@@ -134,6 +137,14 @@ def _require_same(expected: Final, bound: float) -> None:
         raise Lost(DIFFERENT, f"no finished run: {type(error).__name__}: {error}") from None
     if difference:
         raise Lost(DIFFERENT, difference)
+
+
+def _require_last_checkpoint() -> None:
+    """A longer run goes on from there."""
+    newest, damaged = newest_valid(OUTPUT)
+    if newest is None or newest.step != STEPS:
+        faults = [fault for checkpoint in damaged for fault in checkpoint.faults]
+        raise Lost(UNSAVED, f"the last is {newest and newest.path.name}; damaged: {', '.join(faults) or 'none'}")
 
 
 def _names(folder: Path) -> set[str]:

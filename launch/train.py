@@ -119,7 +119,7 @@ def train_in_group(
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
     trainer = progress.trainer = build_trainer(run, args, model, tokenizer, data, out)
-    trainer.add_callback(StopWhenRequested(stop, world))
+    trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
     banner.banner(run, model, data, out)
 
     stop.defer()  # from here on a signal waits for the end of a step

@@ -169,7 +169,7 @@ def _earlier_run(run: RunSpec, world: World) -> Earlier:
     _require_same_training(run, world, old)
     if finished and not _asks_for_more(run, old):
         return Earlier(finished=True, step=old.get("global_step", 0), notes=_changes(run, old, everything=True))
-    newest, damaged = newest_valid(folder)
+    newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed")
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"])
@@ -181,7 +181,7 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
     if finished:
         what = f"{run['output_dir']} holds a finished run, which a resume from {path} would overwrite"
         raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
-    checkpoint = inspect(path)
+    checkpoint = inspect(path, run.engine.kind == "deepspeed")
     if not checkpoint.valid:
         raise mistake(
             "resume_from_checkpoint",

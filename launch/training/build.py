@@ -6,6 +6,7 @@ from functools import partial
 
 from transformers import TrainingArguments
 
+from launch.host.secrets import Unpickled
 from launch.training.callbacks import (
     EarlyStopping,
     LogLastStep,
@@ -30,9 +31,12 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
     Raises `UserError` with their own message.
     """
     try:
-        return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
+        args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except (TypeError, ValueError) as error:
         raise UserError(refused_by_library(run, error)) from None
+    if args.hub_token is not None:
+        args.hub_token = Unpickled(args.hub_token)
+    return args
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
@@ -57,6 +61,7 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
     if classifies:
         # These models accept **kwargs and ignore the count in them.
         trainer.model_accepts_loss_kwargs = False
+    trainer.engine = run.engine.title
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import Trainer
 
 from launch.host.memory import ran_out
+from launch.output.saving import CommittingTrainer
 from launch.training.batches import IGNORED
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
@@ -20,9 +21,9 @@ from recipes.errors import mistake
 from recipes.run import Settings
 
 
-class RecipeTrainer(Trainer):
-    """Trainer without flop counting in every micro-batch, with a token count that never waits for
-    the GPU.
+class RecipeTrainer(CommittingTrainer):
+    """Trainer with complete checkpoints, without flop counting in every micro-batch, and with a
+    token count that never waits for the GPU.
 
     accelerate fills up the last batch of an epoch or evaluation with examples that were used
     already. Here each example counts once, on any number of processes.

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.campaigns.kills.draw import draw_chains, from_json
-from tests.campaigns.moment import HIT, VARIABLE, Moment
+from tests.campaigns.legality.start import forked
+from tests.campaigns.moment import HIT, VARIABLE, Moment, watched
 from tests.support.campaigns import campaign
-from tests.support.running import ROOT
 
 EVENTS = {"start": 9, "training": 5, "step 1": 4, "step 2": 4, "evaluation": 6, "save": 40, "rotation": 20, "end": 9}
 COUNTS = {"single": [EVENTS], "ddp": [EVENTS, {"start": 2, "step 1": 4, "save": 9, "end": 1}]}
@@ -29,22 +27,19 @@ def test_the_same_seed_draws_the_same_kills():
     assert any(moment.alone for moment in moments) and any(moment.rank for moment in moments)
 
 
-WRITER = """
-import os
-from pathlib import Path
-from tests.campaigns.moment import watched
-with watched("out"):
-    for name in "abc":
-        Path("out", name).write_text(name)
-"""
-
-
 def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
     """How a process ends that writes the files a, b and c, and which of them are there then."""
+
+    def write() -> None:
+        os.setsid()
+        os.chdir(folder)
+        with watched("out"):
+            for name in "abc":
+                Path("out", name).write_text(name)
+
     (folder / "out").mkdir()
-    environment = {**os.environ, VARIABLE: moment.as_json(), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", WRITER], cwd=folder, env=environment, start_new_session=True)
-    return done.returncode, sorted(file.name for file in folder.glob("out/*"))
+    pid = forked(write, {**os.environ, VARIABLE: moment.as_json()})
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sorted(file.name for file in folder.glob("out/*"))
 
 
 def test_a_moment_comes_before_the_file_of_its_number_is_opened(tmp_path):

@@ -73,13 +73,13 @@ RESUMED = (
     ],
 )
 def test_what_becomes_of_a_fault_is_told_apart(code, output, kind, finished):
-    assert judge(Outcome(code, output), "model.safetensors", {4: finished}).kind == kind
+    assert judge(Outcome(code, output), "checkpoint-5/model.safetensors", {4: finished}).kind == kind
 
 
 @pytest.mark.parametrize("other", [{"weights": {"weight": np.ones(2) + 1e-7}}, {"log": [{"step": 1, "loss": 2.4}]}])
 def test_another_weight_or_loss_is_another_training(other, finished):
     expected = Final(**{**vars(finished), **other})
-    assert judge(Outcome(0, RESUMED), "model.safetensors", {4: expected}).kind == DIFFERENT
+    assert judge(Outcome(0, RESUMED), "checkpoint-5/model.safetensors", {4: expected}).kind == DIFFERENT
 
 
 @pytest.mark.slow

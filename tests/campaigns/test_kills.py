@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+import launch.training.trainer  # noqa: F401 - what is forked below need not import it
 from tests.campaigns.kills.draw import draw_chains, from_json
 from tests.campaigns.legality.start import forked
 from tests.campaigns.moment import HIT, VARIABLE, Moment, watched

@@ -11,17 +11,18 @@ from pathlib import Path
 from random import Random
 
 from tests.campaigns.damage import faults
-from tests.campaigns.damage.judge import UNCHANGED, Verdict, judge
+from tests.campaigns.damage.judge import DIFFERENT, SAID, UNCHANGED, Verdict, is_named, judge
 from tests.campaigns.moment import Moment
-from tests.campaigns.runs import ENGINES, OUTPUT, STEPS, Final, final, in_new_folder, start, with_flags
+from tests.campaigns.runs import BEST, ENGINES, OUTPUT, STEPS, Final, final, in_new_folder, start, with_flags
 
 STOPPED_IN = STEPS - 1  # the step that is saved when the run is told to stop
+NEWEST, BEST_STEP = f"checkpoint-{STOPPED_IN}", "checkpoint-2"
 _STOP = Moment(f"step {STOPPED_IN}", 1, signal=int(signal.SIGTERM))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`file` is a path inside the newest checkpoint."""
+    """`file` is a path in the output folder: in its newest checkpoint, or in the best model's."""
 
     engine: str
     file: str
@@ -42,17 +43,14 @@ def prepare(scratch: Path, engine: str) -> list[Fault]:
         outcome = start(case, _STOP.as_json())
         if outcome.record.get("status") != "preempted":
             raise RuntimeError(f"{engine} was not stopped:\n{outcome.output}")
-    newest = _newest(scratch / engine / OUTPUT)
-    files = sorted(str(file.relative_to(newest)) for file in newest.rglob("*") if file.is_file())
+    output = scratch / engine / OUTPUT
+    folders = [output / NEWEST, *([output / BEST_STEP] if engine.endswith(BEST) else [])]
+    files = sorted(str(file.relative_to(output)) for folder in folders for file in folder.rglob("*") if file.is_file())
     return [Fault(engine, file, kind) for file in files for kind in faults.FAULTS]
 
 
 def _another(scratch: Path, engine: str) -> Path:
     return scratch / f"{engine}-another"
-
-
-def _newest(output: Path) -> Path:
-    return output / f"checkpoint-{STOPPED_IN}"
 
 
 @cache
@@ -82,8 +80,11 @@ def tried(scratch: Path, seed: str, fault: Fault) -> tuple[Fault, Verdict, str]:
     """What becomes of a fault, and everything that the run printed."""
     references, case = _references(scratch, fault.engine), ENGINES[fault.engine]
     in_new_folder(case, _own_folder(scratch), scratch, scratch / fault.engine / OUTPUT)
-    other = _newest(_another(scratch, fault.engine) / OUTPUT) / fault.file
-    if not faults.do(fault.kind, _newest(Path(OUTPUT)) / fault.file, other, Random(f"{seed}-{fault}")):
+    other = _another(scratch, fault.engine) / OUTPUT / fault.file
+    if not faults.do(fault.kind, Path(OUTPUT, fault.file), other, Random(f"{seed}-{fault}")):
         return fault, Verdict(UNCHANGED), ""
     outcome = start(case)
-    return fault, judge(outcome, fault.file, references), outcome.output
+    verdict = judge(outcome, fault.file, references)
+    if verdict.kind == DIFFERENT and fault.file.startswith(BEST_STEP) and is_named(fault.file, outcome.output):
+        verdict = Verdict(SAID, verdict.why)  # the best model is gone, and another one has to do
+    return fault, verdict, outcome.output

@@ -12,6 +12,7 @@ from tests.campaigns.runs import OUTPUT, Final, final
 # From the best to the worst. A run is lost if it ended as one of LOST.
 UNCHANGED = "undamaged"  # the fault changed no byte
 MENDED = "mended"
+SAID = "another best model, and said so"
 UNNAMED = "mended, but the file is not named"
 STARTED_OVER = "started over"
 MANUAL = "manual action needed"
@@ -28,7 +29,6 @@ class Verdict:
 
 def judge(outcome: Outcome, file: str, references: dict[int, Final]) -> Verdict:
     """`references` are undamaged runs by the step that they went on from, in the same way."""
-    said = "".join(outcome.output.split())  # a name may be broken over two lines
     if outcome.traceback:
         return Verdict(TRACEBACK, outcome.last_words())
     if outcome.code != 0:
@@ -42,8 +42,16 @@ def judge(outcome: Outcome, file: str, references: dict[int, Final]) -> Verdict:
         return Verdict(DIFFERENT, f"no finished run: {type(error).__name__}: {error}")
     if difference:
         return Verdict(DIFFERENT, f"resumed from step {step}, {difference}")
-    named = Path(file).name in said
-    return Verdict(MENDED if named else UNNAMED, f"resumed from step {step}")
+    return Verdict(MENDED if is_named(file, outcome.output) else UNNAMED, f"resumed from step {step}")
+
+
+def is_named(file: str, output: str) -> bool:
+    """Whether the run names a file of a checkpoint that was damaged.
+
+    A manifest of another run cannot be told from damage to all else: then the checkpoint is enough.
+    """
+    said, checkpoint = "".join(output.split()), file.partition("/")[0]  # a name may be broken over two lines
+    return Path(file).name in said or (file.endswith("manifest.json") and f"{checkpoint}isdamaged" in said)
 
 
 def resumed_from(output: str) -> int | None:

@@ -103,7 +103,7 @@ def train_in_group(
     from launch.training.callbacks import StopWhenRequested
     from launch.training.data import load_data
     from launch.training.model import known_classes, load_model
-    from launch.training.results import checkpoint_bytes, results
+    from launch.training.results import checkpoint_bytes, model_bytes, results
     from launch.training.trainer import require_finite
 
     world, out = progress.world, console(progress.world.is_main)
@@ -117,7 +117,7 @@ def train_in_group(
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
-    world.decide(lambda: make_room(run, checkpoint_bytes(model, run["save_strategy"] != "no")))
+    world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model), data.steps(run)))
     trainer = progress.trainer = build_trainer(run, args, model, tokenizer, data, out)
     trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
     banner.banner(run, model, data, out)

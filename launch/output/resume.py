@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -125,26 +126,49 @@ def _unused_name(folder: Path) -> Path:
     return candidate
 
 
-def make_room(run: RunSpec, needed_bytes: int) -> None:
-    """Require space for a checkpoint, and archive an older run if --fresh says so.
+def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
+    """Require space for what the run keeps at once, and archive an older run if --fresh says so.
 
+    Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
     Call it last before training, once nothing else is wrong.
     """
-    _require_disk_space(run, needed_bytes)
+    _require_disk_space(run, checkpoint_bytes, model_bytes, steps)
     if run["fresh"]:
         _archive_older_run(run)
 
 
-def _require_disk_space(run: RunSpec, needed_bytes: int) -> None:
-    """Raises `UserError` if the first checkpoint would not fit.
+def _require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
+    """Raises `UserError` if the checkpoints that are kept, and one being written, would not fit.
 
-    `needed_bytes` is its estimated size.
+    Those of this run that are there already make room for new ones.
     """
+    there = 0 if run["fresh"] else len(numbered(run["output_dir"]))
+    new = _new_checkpoints(run, there, steps)
+    is_model_beside_all = new < (run["save_total_limit"] or 0) + 1 - there
+    needed = new * checkpoint_bytes + (model_bytes if is_model_beside_all or not new else 0)
     free = shutil.disk_usage(run["output_dir"]).free
-    if free > needed_bytes:
+    if free > needed:
         return
-    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed_bytes)}"
-    raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
+    at_once = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
+    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{at_once}"
+    fix = "--output_dir on a larger disk"
+    if new > 1 and run["save_total_limit"] > 1:
+        fix += ", or --save_total_limit 1"
+    raise mistake("output_dir", what, fix, run.setting("output_dir").source)
+
+
+def _new_checkpoints(run: RunSpec, there: int, steps: int) -> int:
+    """How many checkpoints will be there at once beside those that are there; at least, if nobody
+    can know: only the evaluations tell when `save_strategy best` saves.
+    """
+    if run["save_strategy"] == "no":
+        return 0
+    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
+    epochs = math.ceil(run["num_train_epochs"])
+    saves = {"steps": math.ceil(steps / max(1, every)), "epoch": epochs if run["max_steps"] < 1 else 1}
+    limit = run["save_total_limit"]
+    wanted = 1 if limit is None or limit < 1 else max(1, limit + 1 - there)  # without a limit the user deletes them
+    return min(wanted, saves.get(run["save_strategy"], 1))
 
 
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:

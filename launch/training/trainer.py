@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import Trainer
 
 from launch.host.memory import ran_out
+from launch.output.checkpoints import inspect, numbered
 from launch.output.saving import CommittingTrainer
+from launch.terminal import console, print_note
 from launch.training.batches import IGNORED
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
@@ -59,10 +61,14 @@ class RecipeTrainer(CommittingTrainer):
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or not _may_be_a_misfit(error):
                 raise
+            older = len(numbered(Path(resume_from_checkpoint).parent)) > 1
+            fix = "another --output_dir, or --fresh to move that run aside"
             raise mistake(
                 "output_dir",
                 f"{resume_from_checkpoint} does not fit this model: {_in_one_line(error)}",
-                "another --output_dir, or --fresh to move that run aside",
+                f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
+                if older
+                else fix,
             ) from None
 
     def _issue_warnings_after_load(self, load_result) -> None:
@@ -181,6 +187,14 @@ class RecipeTrainer(CommittingTrainer):
             self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        is_main = self.args.process_index == 0
+        damage = gather_object([inspect(best, self.is_deepspeed_enabled).faults if is_main and best.is_dir() else ()])[
+            0
+        ]
+        if damage:
+            print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
+            return
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
         self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         super()._load_best_model()

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 # Run as a script: import the packages beside launch/, not the files inside it.
 if __package__ in (None, ""):
+    # Until they are handled (launch.host.signals.PASSED_ON): an import ends in a traceback.
+    waiting = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from launch.host.own_packages import import_own_packages
 
     import_own_packages()
-    from launch.host.signals import PASSED_ON
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until they are handled: an import ends in a traceback
 
 from launch.fit.search import fit
 from launch.host.signals import Preempted, StopRequest
@@ -127,6 +127,7 @@ def train_in_group(
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
+        trainer.flush_model()
         if data.eval is not None:
             trained.metrics.update(trainer.final_metrics())
         record.results = results(run, trainer, trained.metrics)

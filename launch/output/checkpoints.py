@@ -30,7 +30,7 @@ _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json"
 # Entries that Trainer reads from these files when it resumes.
 _ENTRIES = {"optimizer.pt": {"state", "param_groups"}, "scheduler.pt": {"last_epoch"}}
 _RANDOM_ENTRIES = {"python", "numpy", "cpu"}
-_REMOVED = "removed-"
+_REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,18 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Delete old checkpoints beside `newest`, so that `limit` are left, among them the best.
 
     As Trainer does it, but by their steps, since a copied folder or a wrong clock gives any times.
-    Those beyond `newest` are of a run that was given up when it resumed from an earlier step.
+    Those beyond `newest` are of a run that was given up when it resumed from an earlier step. They
+    go first, and so do those that were never completed.
     """
     if limit is None or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
-    by_age = sorted(numbered(newest.parent), key=lambda path: (_step(path) <= _step(newest), _step(path)))
+
+    def worth(path: Path) -> tuple[bool, bool, int]:
+        is_complete = not manifest.exists(path) or manifest.is_committed(path)
+        return is_complete, _step(path) <= _step(newest), _step(path)
+
+    by_age = sorted(numbered(newest.parent), key=worth)
     old = [path for path in by_age if path.resolve() not in kept]
     remove(old[: max(0, len(by_age) - max(limit, len(kept)))])
 

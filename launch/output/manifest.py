@@ -8,7 +8,6 @@ files was not completed; a checkpoint without a manifest is not from here.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from launch.host.files import write_whole
+from launch.host.files import flush, write_whole
 from recipes.run import Json
 
 NAME = "manifest.json"
@@ -29,7 +28,6 @@ VERSION = 1
 # What Trainer's own saving on SIGTERM puts into the folder, and removes when all else is there.
 TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
 
-_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _READERS = 4  # files that are read at the same time: one reader alone does not fill a fast disk
 
 
@@ -41,7 +39,7 @@ def begin(folder: Path, step: int, engine: str, world_size: int) -> None:
     contents = {"version": VERSION, "step": step, "engine": engine, "world_size": world_size}
     # `begun` is different every time: a node that reads it looks at the same disk as its writer.
     _write(folder, {**contents, "files": None, "begun": secrets.token_hex(8)})
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
 def commit(folder: Path, names: Iterable[str]) -> bool:
@@ -54,14 +52,14 @@ def commit(folder: Path, names: Iterable[str]) -> bool:
         contents = read(folder)
         contents.pop("begun", None)
         names = sorted(names)
-        flush(folder, names)
+        flush_files(folder, names)
         _write(folder, {**contents, "files": {name: _described(folder / name) for name in names}})
     except FileNotFoundError:
         return False
     return True
 
 
-def flush(folder: Path, names: Iterable[str]) -> None:
+def flush_files(folder: Path, names: Iterable[str]) -> None:
     """Have these files and their folders on the disk when this returns.
 
     One process of a node flushes what all its processes wrote: the kernel knows files, not writers.
@@ -70,9 +68,9 @@ def flush(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         file = folder / name
         folders.add(file.parent)
-        _flush(file)
+        flush(file)
     for each in folders:  # a name in a folder is not on the disk when its file is
-        _flush(each)
+        flush(each)
 
 
 def listed(folder: Path) -> list[str]:
@@ -102,7 +100,10 @@ def is_committed(folder: Path) -> bool:
 
 def read(folder: Path) -> Json:
     """The manifest. Raises `OSError` or `ValueError` if it cannot be read, or is damaged."""
-    contents = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    try:
+        contents = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except RecursionError:
+        contents = None
     if not isinstance(contents, dict) or contents.pop("checksum", None) != _checksum_of(contents):
         raise ValueError(f"{folder / NAME} is damaged")
     if contents["version"] != VERSION:
@@ -137,7 +138,7 @@ def _difference(file: Path, name: str, then: Json) -> str | None:
             return f"{name} is not a file"
         if status.st_size != then["bytes"]:
             return f"{name} has {status.st_size} bytes, not {then['bytes']}"
-        if _checksum(file) != then["xxh3_128"]:
+        if checksum(file) != then["xxh3_128"]:
             return f"{name} has changed since it was written"
     except FileNotFoundError:
         return f"{name} is missing"
@@ -164,10 +165,10 @@ def _entries(folder: Path) -> Iterator[str]:
 
 
 def _described(file: Path) -> Json:
-    return {"bytes": file.stat().st_size, "xxh3_128": _checksum(file)}
+    return {"bytes": file.stat().st_size, "xxh3_128": checksum(file)}
 
 
-def _checksum(file: Path) -> str:
+def checksum(file: Path) -> str:
     """XXH3 with 128 bits of what a file holds: as fast as memory, and sees any damage."""
     with file.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
@@ -180,19 +181,4 @@ def _checksum_of(contents: Any) -> str:
 def _write(folder: Path, contents: Json) -> None:
     whole = {**contents, "checksum": _checksum_of(contents)}
     write_whole(folder / NAME, json.dumps(whole, indent=1, sort_keys=True).encode())
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """Have a file's bytes, or a folder's names, on the disk when this returns.
-
-    Some file systems of a network or a cloud cannot flush a folder: there is nothing to wait for.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in _CANNOT_FLUSH:
-            raise
-    finally:
-        os.close(handle)
+    flush(folder)

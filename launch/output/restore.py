@@ -186,7 +186,10 @@ def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
         elif flags:
             flags[-1][1].append(word)
     for name, values in flags:
-        yield name, yaml.safe_load(values[0]) if values else True
+        try:
+            yield name, yaml.safe_load(values[0]) if values else True
+        except yaml.YAMLError:  # text, such as a folder's name
+            yield name, values[0]
 
 
 def _place_deepspeed_file(raw: Json, record: Json, files: _Files) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.host.files import make_folder
 from launch.host.world import World
 from launch.output import record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
@@ -73,7 +74,7 @@ def _make_folder(run: RunSpec) -> None:
     """Make the folder. Raises `UserError` if it is not writable."""
     folder = Path(run["output_dir"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / ".writable"
         probe.write_bytes(b"x")
         probe.unlink()

@@ -88,7 +88,8 @@ def _fault(content: object) -> str:
     if not is_record(content) or not isinstance(content, dict):
         return "it lacks status or settings"
     for name, types in _TYPES.items():
-        if content.get(name) is not None and not isinstance(content[name], types):
+        unknown = name in content and content[name] is None and types not in ((dict,), (list,))
+        if name in content and not unknown and not isinstance(content[name], types):
             return f"{name} is {content[name]!r:.40}"
     sizes = [content.get(name) for name in ("world_size", "local_world_size", "data_parallel_size")]
     if any(size is not None and size < 1 for size in sizes):
@@ -104,7 +105,9 @@ def _fault(content: object) -> str:
         return "hardware has GPUs without names"
     entries = list(content["settings"].values())
     whole = entries and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
-    if not whole or not all(isinstance(entry["source"], str) for entry in entries):
+    if not whole or not all(
+        isinstance(text, str) for entry in entries for text in (entry["source"], entry.get("reason", ""))
+    ):
         return "its settings have no values with their sources"
     return ""
 

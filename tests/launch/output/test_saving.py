@@ -3,14 +3,25 @@
 import errno
 import json
 import shutil
+import tempfile
 import threading
 
 import pytest
 import torch
 
+from launch.host.processes import free_port
 from launch.output import manifest
 from launch.output.checkpoints import inspect, numbered, rotate
-from tests.support.running import losses, read_record, train_here
+from tests.support.running import (
+    SCRIPT,
+    fork,
+    launchers_environment,
+    losses,
+    model_flags,
+    read_record,
+    train_here,
+)
+from tests.support.waiting import PATIENCE
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 2 --learning_rate 1e-3 --logging_steps 1".split()
 
@@ -128,6 +139,28 @@ def test_a_token_is_in_no_file(tiny_model, texts, tmp_path):
     assert args.hub_token is None and args.max_steps == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["a disk for both", "a disk each"])
+def test_two_nodes_leave_one_checkpoint(shared, tiny_model, texts, tmp_path):
+    """On a disk that both see, the manifest names the files of both."""
+    outputs = [tmp_path / "first", tmp_path / ("first" if shared else "second")]
+    world = {**launchers_environment(2, "standard.yaml", []), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    flags = [*model_flags(tiny_model, texts), *SIX_STEPS]
+    with tempfile.TemporaryFile() as log:
+        ranks = [
+            fork({**world, "RANK": str(rank)}, [str(SCRIPT), *flags, "--output_dir", str(output)], log.fileno())
+            for rank, output in enumerate(outputs)
+        ]
+        for process in ranks:
+            process.join(PATIENCE)
+        log.seek(0)
+        assert [process.exitcode for process in ranks] == [0, 0], log.read().decode()
+    states = {name for name in manifest.read(outputs[0] / "checkpoint-6")["files"] if name.startswith("rng_state")}
+    assert states == ({"rng_state_0.pth", "rng_state_1.pth"} if shared else {"rng_state_0.pth"})
+    assert steps(outputs[0]) == [6, 4] and inspect(outputs[0] / "checkpoint-6").valid
+
+
 # --- Which ones go --------------------------------------------------------------------------------
 
 
@@ -152,9 +185,17 @@ def test_the_oldest_go_by_their_steps_whatever_their_times(there, newest, limit,
     assert steps(tmp_path) == left
 
 
+def test_one_that_was_never_completed_goes_first(tmp_path):
+    for step in (2, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    manifest.begin(tmp_path / "checkpoint-4", 4, "one process", 1)
+    rotate(tmp_path / "checkpoint-6", 2, None)
+    assert steps(tmp_path) == [6, 2]
+
+
 def test_what_a_kill_left_of_a_deletion_is_no_checkpoint_and_goes_next_time(tmp_path):
-    (tmp_path / "removed-checkpoint-2").mkdir()
-    (tmp_path / "removed-checkpoint-2" / "optimizer.pt").touch()
+    (tmp_path / "_removed-checkpoint-2").mkdir()
+    (tmp_path / "_removed-checkpoint-2" / "optimizer.pt").touch()
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
     rotate(tmp_path / "checkpoint-4", 1, None)

@@ -40,8 +40,7 @@ class CommittingTrainer(Trainer):
     def flush_model(self) -> None:
         """Have the model at the end on the disk, before the run counts as finished."""
         if self.args.should_save:
-            folder = Path(self.args.output_dir)
-            manifest.flush_files(folder, [file.name for file in folder.iterdir() if file.is_file()])
+            manifest.flush_files([file for file in Path(self.args.output_dir).iterdir() if file.is_file()])
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
@@ -80,7 +79,7 @@ class CommittingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         is_first_of_node = self.args.local_process_index == 0
         if is_first_of_node and not self.args.should_save and folder.is_dir():
-            manifest.flush_files(folder, manifest.listed(folder))
+            manifest.flush_files([folder / name for name in manifest.listed(folder)])
         own = manifest.begun(folder)
         seen = gather_object([(own, manifest.listed(folder))] if is_first_of_node else [])
         return sorted({name for save, names in seen if save == own for name in names})

@@ -124,6 +124,12 @@ def remove(checkpoints: Iterable[Path]) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
+def finish_removals(output_dir: Path) -> None:
+    """Delete what a killed run was about to delete."""
+    for doomed in output_dir.glob(f"{_REMOVED}checkpoint-*"):
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def faults(path: Path, deepspeed: bool = False) -> list[str]:
     """What is missing, changed or broken, one line each; empty for a checkpoint that resumes
     exactly.

@@ -13,8 +13,16 @@ from pathlib import Path
 
 from launch.host.files import make_folder
 from launch.host.world import World
-from launch.output import other_world, record, submission
-from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
+from launch.output import manifest, other_world, record, submission
+from launch.output.checkpoints import (
+    Checkpoint,
+    archive_damaged,
+    finish_removals,
+    inspect,
+    newest_valid,
+    numbered,
+    remove,
+)
 from launch.terminal import memory_size
 from recipes.errors import Problem, UserError, mistake
 from recipes.run import Json, RunSpec, fingerprints
@@ -195,6 +203,7 @@ def _earlier_run(run: RunSpec, world: World) -> Earlier:
     _require_same_training(run, old)
     if finished and not _asks_for_more(run, old):
         return Earlier(finished=True, step=old.get("global_step", 0), notes=_changes(run, old, everything=True))
+    finish_removals(folder)
     newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed")
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if newest is None:
@@ -226,7 +235,12 @@ def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> lis
 
 
 def _skip(checkpoint: Checkpoint) -> str:
-    """Archives a damaged checkpoint. Returns the note about it."""
+    """Archives a damaged checkpoint, and deletes one whose save was cut short: with each kill the
+    disk would hold one more. Returns the note about it.
+    """
+    if manifest.begun(checkpoint.path) is not None:
+        remove([checkpoint.path])
+        return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped and deleted"
     kept = archive_damaged(checkpoint)
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 

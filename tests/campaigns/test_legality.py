@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -11,14 +9,7 @@ import pytest
 from tests.campaigns.legality.campaign import DRAWS
 from tests.campaigns.legality.case import Case, Change, from_json
 from tests.campaigns.legality.shrink import shrink
-from tests.support.running import ROOT
-
-
-def campaign(*words: str) -> str:
-    command = [sys.executable, "-m", "tests.campaigns.legality", "--workers", "1", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.support.campaigns import campaign
 
 
 @pytest.mark.parametrize("kind", DRAWS.values(), ids=DRAWS)
@@ -41,4 +32,4 @@ def test_a_case_shrinks_to_what_matters():
     ("kind", "runs"), [("plain", 80), ("sharded", 15), ("parallel", 15), ("own", 20), ("cards", 60)]
 )
 def test_check_and_reality_agree(kind, runs):
-    assert "0 disagreements" in campaign("--runs", str(runs), "--seed", "slow tier", "--kind", kind)
+    assert "0 disagreements" in campaign("legality", "--runs", str(runs), "--seed", "slow tier", "--kind", kind)

@@ -24,6 +24,7 @@ FOLDER = "observed"
 def main(argv: list[str]) -> int:
     """Returns train.py's exit code; raises what train.py raises."""
     from launch import train
+    from tests.campaigns import moment
     from tests.campaigns.legality import cards
 
     if os.environ.get("LEGALITY_UNCHECKED"):
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
         from tests.support.fsdp_on_cpu import lift_the_refusal
 
         lift_the_refusal()
-    with _watching() as seen:
+    with moment.watched("out"), _watching() as seen:
         try:
             return train.main(argv)
         finally:

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -17,9 +18,12 @@ from typing import NoReturn
 
 from launch.host.processes import free_port
 from launch.host.signals import end_with_parent
+from tests.campaigns import moment
 from tests.campaigns.legality import rank
 from tests.campaigns.legality.cards import VARIABLE
 from tests.campaigns.legality.case import Case, flags, launch
+
+_GRACE = 10  # seconds, for the ranks of a run that is watched
 
 
 def forked(work: Callable[[], int | None], environment: Mapping[str, str] | None = None) -> int:
@@ -97,10 +101,21 @@ def _ranks(count: int, environment: Mapping[str, str], words: list[str]) -> int:
         pid, status = os.wait()
         running.discard(pid)
         if status:
-            for other in running:
-                os.kill(other, signal.SIGKILL)
+            _end(running, _GRACE if moment.VARIABLE in environment else 0)
             return _exit_code(status)
     return 0
+
+
+def _end(ranks: set[int], grace: float) -> None:
+    """As torchrun: SIGTERM to those that one rank has left alone, and after a while SIGKILL."""
+    deadline = time.monotonic() + grace
+    for pid in ranks:
+        os.kill(pid, signal.SIGTERM if grace else signal.SIGKILL)
+    while ranks and time.monotonic() < deadline:
+        ranks.discard(os.waitpid(-1, os.WNOHANG)[0])
+        time.sleep(0.02)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _exit_code(status: int) -> int:

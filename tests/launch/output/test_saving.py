@@ -77,6 +77,15 @@ def test_a_save_that_was_cut_short_loses_only_itself(whole_run, stopped, tiny_mo
     assert losses(resumed) == losses(whole_run[0])
 
 
+def test_killed_saves_and_removals_do_not_fill_the_disk(stopped, tiny_model, texts):
+    manifest.begin(stopped / "checkpoint-6", 6, "one process", 1)
+    (stopped / "checkpoint-2").mkdir()
+    (stopped / "checkpoint-2").rename(stopped / "_removed-checkpoint-2")
+    resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
+    assert "its save was not completed): skipped and deleted" in " ".join(resumed.output.split())
+    assert sorted(path.name for path in stopped.glob("*checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
 def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp_path, monkeypatch):
     """The disk takes nothing more while checkpoint-4 is completed in the background."""
     commit, seen = manifest.commit, []

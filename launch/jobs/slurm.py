@@ -27,6 +27,7 @@ from launch.jobs.slurm_flags import Slurm, ignored, require_valid
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
 from recipes.errors import UserError, mistake
+from recipes.run.engine import expanded
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
@@ -110,7 +111,7 @@ def _prepared(slurm: Slurm) -> list[str]:
     """Before `set -u`: what modules and environments run reads variables that may not be set."""
     lines = [f"module load {' '.join(quoted(slurm.module))} || exit 1"] if slurm.module else []
     if slurm.venv and not slurm.container_image:
-        activate = Path(slurm.venv).expanduser() / "bin" / "activate"
+        activate = expanded(slurm.venv) / "bin" / "activate"
         lines.append(f"source {quoted([str(activate)])[0]} || exit 1")
     return lines
 

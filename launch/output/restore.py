@@ -18,7 +18,7 @@ from launch.output.surroundings import by_accelerate
 from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.run import HIDDEN, Json
-from recipes.run.engine import read_yaml, shipped
+from recipes.run.engine import expanded, read_yaml, shipped
 from recipes.run.recorded import NAME
 
 FOLDER = "again"
@@ -195,6 +195,6 @@ def _place_deepspeed_file(raw: Json, record: Json, files: _Files) -> None:
     if not isinstance(section, dict) or not section.get("deepspeed_config_file"):
         return
     named = str(section["deepspeed_config_file"])
-    place = files.place(str(Path(record.get("folder") or ".", Path(named).expanduser()).resolve()))
-    if place != str(Path(named).expanduser().resolve()):
+    place = files.place(str(Path(record.get("folder") or ".", expanded(named)).resolve()))
+    if place != str(expanded(named).resolve()):
         raw["deepspeed_config"] = {**section, "deepspeed_config_file": place}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -30,6 +29,7 @@ from recipes.errors import Problem, UserError, mistake
 from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
+from recipes.run.engine import expanded
 from recipes.run.local_model import max_positions
 from recipes.run.unloadable import one_line, other_sizes, unloadable, without_attention, wrong_config
 
@@ -127,7 +127,7 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _expanded(name: str) -> str:
-    return str(Path(name).expanduser())
+    return str(expanded(name))
 
 
 def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None) -> PreTrainedConfig:

@@ -129,7 +129,7 @@ def _cells(line: str | Cells, source: str) -> Cells:
         return line
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise mistake("FILE", f"is not JSON: {error}", "one JSON object per line", source) from None
     if not isinstance(row, dict):
         raise mistake("FILE", f"{line[:40]!r} is not a JSON object", "one JSON object per line", source)

@@ -175,6 +175,9 @@ def sbatch(text: str) -> str:
     raise _refused(done.stderr)
 
 
+_OTHERWISE = "correct what it names, or ask from a login node of the cluster"
+
+
 def _refused(output: str) -> UserError:
     message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", output).split())
     fixes = {
@@ -189,7 +192,7 @@ def _refused(output: str) -> UserError:
         "generic resource": "GPUs that `sinfo -o %G` lists, or no --gpus_per_node",
         "configuration is not available": "fewer nodes, GPUs or CPUs: `sinfo` shows what there is",
     }
-    fix = next((fix for word, fix in fixes.items() if word in message.lower()), "")
+    fix = next((fix for word, fix in fixes.items() if word in message.lower()), _OTHERWISE)
     return mistake("slurm", f"Slurm says: {message or 'nothing'}", fix)
 
 

@@ -18,7 +18,7 @@ from launch.output.surroundings import by_accelerate
 from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.run import HIDDEN, Json
-from recipes.run.engine import expanded, read_yaml, shipped
+from recipes.run.engine import expanded, read_yaml, shipped, yaml_content
 from recipes.run.recorded import NAME
 
 FOLDER = "again"
@@ -136,12 +136,7 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
 
 
 def _content(text: str, path: str) -> Json:
-    import yaml
-
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        content = None
+    content = yaml_content(text, path, "accelerate_config")
     if not isinstance(content, dict):
         raise mistake(path, f"is not a YAML with settings in {NAME}", "--accelerate_config with one")
     return content
@@ -176,8 +171,6 @@ def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
     """The flags of `accelerate launch` with their values. None of torchrun, which has no engine."""
     if not by_accelerate(launcher):
         return
-    import yaml
-
     flags: list[tuple[str, list[str]]] = []
     for word in launcher:
         if word.startswith("--"):
@@ -186,7 +179,7 @@ def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
         elif flags:
             flags[-1][1].append(word)
     for name, values in flags:
-        yield name, yaml.safe_load(values[0]) if values else True
+        yield name, yaml_content(values[0], f"--{name} of the launcher in {NAME}", "launcher") if values else True
 
 
 def _place_deepspeed_file(raw: Json, record: Json, files: _Files) -> None:

@@ -18,7 +18,7 @@ from launch.host.caches import cache_problem
 from launch.host.elastic import is_reporter, write_error_file
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.world import World
-from launch.terminal import console, print_note, print_problems
+from launch.terminal import console, name_too_long, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
 from recipes.errors import Failure, Problem, UserError
 from recipes.run import RunSpec
@@ -59,6 +59,8 @@ def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
     unwritable = None if run is not None and _is_full(Path(run["output_dir"])) else cache_problem(error)
     if unwritable:
         return [unwritable]
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return [name_too_long(error)]
     problems = error.problems if isinstance(error, UserError) else ()
     return [run.with_source(problem) if run else problem for problem in problems]
 

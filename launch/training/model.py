@@ -50,7 +50,9 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
         )
-    except UNLOADABLE as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # its parsers raise anything for a damaged file
         raise unloadable(run, "tokenizer", error) from None
     if tokenizer.pad_token is None:
         # A new token would resize the embeddings.

@@ -14,7 +14,7 @@ from typing import Any
 from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.legal import moved
-from recipes.run.engine import read_yaml
+from recipes.run.engine import is_argument, read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
 
 
@@ -172,8 +172,8 @@ def coerce(value: object, known: legal.Field) -> Any:
         raise ValueError(f"takes a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("takes text without a null byte")
+    if not all(map(is_argument, value if isinstance(value, list) else [value])):
+        raise ValueError(f"takes text without null bytes and half characters, got {value!r}")
     if isinstance(value, dict) and not _has_text_keys(value):
         raise ValueError(f"takes names that are text, got {value!r}")
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import mistake
+from recipes.flags import MOST_PROCESSES
 from recipes.run.parallelism import Parallelism, autotp_size, from_section, from_variables
 
 Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as it will be written
@@ -92,6 +93,18 @@ def expanded(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111
 
 
+def is_argument(value: object) -> bool:
+    """False for a text that no path and no argument of a program can be: one with a null byte, or
+    with half a character. Bytes that are not UTF-8 can, and Python reads them as surrogates.
+    """
+    if not isinstance(value, str):
+        return True
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
 def hf_home(environment: Mapping[str, str]) -> Path:
     """Where Hugging Face keeps what it downloads (huggingface_hub, constants.py)."""
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
@@ -145,8 +158,7 @@ _MOST_ENTRIES = 100_000  # aliases of aliases: a few lines that print as gigabyt
 
 
 def _entries(value: Any, known: dict[int, float]) -> float:
-    """How many values a YAML holds, an alias counted wherever it is used; endless if inside itself.
-    """
+    """How many values a YAML holds, an alias counted wherever it is used: endless inside itself."""
     if not isinstance(value, (list, dict)):
         return 1
     if id(value) not in known:
@@ -253,9 +265,9 @@ def _fsdp(version: object, offload: object) -> Json:
 
 def _count(value: object, is_single: bool) -> int | None:
     """A number of processes. The launchers of several processes read it as text, too."""
-    if isinstance(value, str) and value.isdigit() and not is_single:
-        return int(value)
-    return value if type(value) is int else None
+    if isinstance(value, str) and value.isdecimal() and not is_single:
+        value = int(value)
+    return value if type(value) is int and value <= MOST_PROCESSES else None
 
 
 def from_deepspeed(config: str | Json) -> Engine:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import Problem, mistake
+from recipes.flags import MOST_PROCESSES
 from recipes.run.command_line import accept
-from recipes.run.engine import Json, expanded, read_json
+from recipes.run.engine import Json, expanded, is_argument, read_json
 from recipes.run.hardware import Hardware
 from recipes.run.local_model import existing_path
 from recipes.run.spec import BATCH, BATCH_FIELDS, BEST_MODEL, FIT, HIDDEN, LIBRARY, RunSpec
@@ -40,7 +41,6 @@ _OF_TEXT = ("recipe_files", "command", "launcher", "files", "paths", "environmen
 _OF_TEXT_OR_NULL = ("versions", "code")  # a package that is not installed; whether the code was changed
 _NEVER_NULL = ("files", "paths", "environment", "versions", "hardware", "code")
 _LARGEST = 1e300  # of any number
-_MOST_PROCESSES = 1 << 20
 
 
 # --- Reading it -----------------------------------------------------------------------------------
@@ -94,19 +94,19 @@ def _fault(content: object) -> str:
     for name, types in _TYPES.items():
         if content.get(name) is not None and type(content[name]) not in types:
             return f"{name} is {content[name]!r:.40}"
-    if _holds_null_byte({name: value for name, value in content.items() if name != "files"}):
-        return "a text in it holds a null byte"
+    if _holds_no_argument({name: value for name, value in content.items() if name != "files"}):
+        return "a text in it cannot be that of a path or an argument"
     if any(type(value) is int and abs(value) > _LARGEST for value in content.values()):
         return "a number in it is out of range"
     sizes = [content.get(name) for name in ("world_size", "local_world_size", "data_parallel_size")]
-    if any(size is not None and not 1 <= size <= _MOST_PROCESSES for size in sizes):
+    if any(size is not None and not 1 <= size <= MOST_PROCESSES for size in sizes):
         return "a number of processes is not possible"
     for name in (*_OF_TEXT, *_OF_TEXT_OR_NULL):
         part = content.get(name) or ()
         kinds = (str, bool, type(None)) if name in _OF_TEXT_OR_NULL else (str,)
         if not all(isinstance(text, kinds) for text in (part.values() if isinstance(part, dict) else part)):
             return f"{name} holds something else than text"
-    if not all(Path(path).is_absolute() and "\0" not in path for path in content.get("files") or ()):
+    if not all(Path(path).is_absolute() and is_argument(path) for path in content.get("files") or ()):
         return "files have no absolute paths"
     return _fault_of_hardware(content.get("hardware") or {}) or _fault_of_settings(content["settings"])
 
@@ -129,11 +129,11 @@ def _fault_of_settings(settings: Json) -> str:
     return ""
 
 
-def _holds_null_byte(value: object) -> bool:
-    """Whether any text in it, or name, holds a character that no path and no argument can have."""
+def _holds_no_argument(value: object) -> bool:
+    """Whether any text in it, or name, is one that no path and no argument can be."""
     if isinstance(value, dict):
-        return any("\0" in name or _holds_null_byte(entry) for name, entry in value.items())
-    return any(map(_holds_null_byte, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
+        return any(_holds_no_argument(part) for pair in value.items() for part in pair)
+    return any(map(_holds_no_argument, value)) if isinstance(value, list) else not is_argument(value)
 
 
 # --- Its settings, to be given again --------------------------------------------------------------

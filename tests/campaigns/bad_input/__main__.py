@@ -14,9 +14,10 @@ import os
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
-from random import Random
+
+from tests.campaigns.bad_input.workers import Totals, results
+from tests.campaigns.bad_input.world import write_world
 
 
 def main() -> int:
@@ -45,40 +46,13 @@ def _prepare_environment(folder: Path) -> None:
 
 
 def campaign(options: argparse.Namespace, folder: Path) -> int:
-    from tests.campaigns.bad_input import preloaded  # noqa: F401
-    from tests.campaigns.bad_input.attempt import BUSY, SECONDS, attempt
-    from tests.campaigns.bad_input.case import write
-    from tests.campaigns.bad_input.draw import draw
-    from tests.campaigns.bad_input.judge import finding
-    from tests.campaigns.bad_input.world import write_world
-
     started, world = time.monotonic(), write_world(folder)
-    found: Counter[str] = Counter()
-    drawn = taken = slowest = 0
-    for number in [options.only] if options.only is not None else range(options.count):
-        case = draw(Random(f"{options.seed}-{number}"), world)
-        if options.kind not in (None, case.kind):
-            continue
-        write(case, world, folder / "case")
-        answer = attempt(case, folder / "case")
-        if answer.code is None:  # perhaps the machine is busy: the processor's time counts the second time
-            write(case, world, folder / "case")
-            answer = attempt(case, folder / "case", SECONDS, BUSY * SECONDS)
-        drawn, taken, slowest = drawn + 1, taken + answer.taken, max(slowest, answer.seconds)
-        what = finding(case, answer)
-        if options.only is not None:
-            print(f"{case}\nexit code {answer.code} after {answer.seconds:.1f} s\n{answer.output}\n{what or 'usable'}")
-        elif what and not found[what]:
-            tail = "\n".join(answer.output.splitlines()[-6:])
-            print(f"\n=== case {number}: {what}\n{case}\n{tail[-1500:]}", flush=True)
-        found[what] += bool(what)
-    findings = +found
-    print(
-        f"{drawn} cases: {drawn - taken - findings.total()} refused usably, {taken} taken, "
-        f"{findings.total()} findings ({len(findings)} different), slowest {slowest:.1f} s "
-        f"({time.monotonic() - started:.0f} s, seed {options.seed})"
-    )
-    return int(bool(findings))
+    totals = Totals()
+    numbers = [options.only] if options.only is not None else list(range(options.count))
+    for result in results(options.seed, numbers, options.kind, folder, world):
+        totals.add(result, whole=options.only is not None)
+    print(f"{totals} ({time.monotonic() - started:.0f} s, seed {options.seed})")
+    return int(bool(totals.findings))
 
 
 if __name__ == "__main__":

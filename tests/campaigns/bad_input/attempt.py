@@ -111,7 +111,6 @@ def _run(case: Case) -> int:
 def _end_where_something_starts(to_the_end: bool) -> None:
     from launch.host import processes
     from launch.jobs import here
-    from launch.training import model
 
     def starts(*arguments: Any, **options: Any) -> NoReturn:
         raise SystemExit(TAKEN)
@@ -119,8 +118,8 @@ def _end_where_something_starts(to_the_end: bool) -> None:
     os.execv = starts
     for module, names in {processes: ("start", "start_module"), here: ("run_script",)}.items():
         _replace(module, names, starts)
-    if not to_the_end:
-        model.load_model = starts
+    if "launch.training.model" in sys.modules and not to_the_end:
+        sys.modules["launch.training.model"].load_model = starts
 
 
 def _replace(module: Any, names: tuple[str, ...], function: Callable) -> None:

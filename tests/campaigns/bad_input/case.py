@@ -31,7 +31,8 @@ class Case:
 def write(case: Case, world: Path, folder: Path) -> None:
     """The valid world in a new folder, with the case's own files in place of its."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(world, folder, symlinks=True)
+    shutil.copytree(world, folder, symlinks=True, ignore=lambda place, names: ["data"] if place == str(world) else [])
+    (folder / "data").symlink_to(world / "data")
     for name, content in case.files.items():
         target = folder / name
         _own_folder(target.parent, folder)
@@ -44,11 +45,14 @@ def write(case: Case, world: Path, folder: Path) -> None:
 
 def _own_folder(folder: Path, top: Path) -> None:
     """The folder as one that this case may write to: large ones are links to the world's."""
-    if folder.is_symlink():
-        original = folder.resolve()
-        folder.unlink()
-        folder.mkdir()
-        for item in original.iterdir():
-            (folder / item.name).symlink_to(item)
-    elif folder != top:
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder == top:
+        return
+    _own_folder(folder.parent, top)
+    if not folder.is_symlink():
+        folder.mkdir(exist_ok=True)
+        return
+    original = folder.resolve()
+    folder.unlink()
+    folder.mkdir()
+    for item in original.iterdir():
+        (folder / item.name).symlink_to(item)

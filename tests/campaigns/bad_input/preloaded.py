@@ -1,19 +1,25 @@
-"""Imported once by the process that cases are forked from: it saves each of them seconds."""
+"""What is imported once, by the processes that cases are forked from: it saves each of them seconds."""
 
 import gc
 from importlib import import_module
 
-from launch import cli
-from recipes.rules.check import check
-from recipes.run import resolve
+_HEAVY = "launch.train launch.training.build launch.training.model launch.training.data launch.output.resume peft "
+_HEAVY += "scipy.io sklearn.metrics launch.commands.plan launch.scaling.report"
+_LIGHT = "check show submit rerun status compare diff fit train where"
 
-MODULES = "launch.train launch.training.build launch.training.model launch.training.data launch.output.resume peft"
-MODULES += " scipy.io sklearn.metrics"
-for name in [*MODULES.split(), *{module for command in cli.COMMANDS.values() for module in command.modules}]:
-    import_module(name)
 
-check(resolve([]))  # it keeps what it has read of the libraries' source
+def preload(heavy: bool) -> None:
+    from recipes.rules.check import check
+    from recipes.run import resolve
 
-# No collection in a fork need look at what is imported, nor copy its pages.
-gc.collect()
-gc.disable()
+    names = (
+        _HEAVY.split()
+        if heavy
+        else ["launch.cli", "launch.train", *(f"launch.commands.{name}" for name in _LIGHT.split())]
+    )
+    for name in names:
+        import_module(name)
+    check(resolve([]))  # it keeps what it has read of the libraries' source
+    # No collection in a fork need look at what is imported, nor copy its pages.
+    gc.collect()
+    gc.disable()

@@ -56,11 +56,11 @@ def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
     A mistake may be what a reader makes of a cache that it could not write: its own message, that
     the file cannot be read, would be wrong.
     """
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return [name_too_long(error)]
     unwritable = None if run is not None and _is_full(Path(run["output_dir"])) else cache_problem(error)
     if unwritable:
         return [unwritable]
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return [name_too_long(error)]
     problems = error.problems if isinstance(error, UserError) else ()
     return [run.with_source(problem) if run else problem for problem in problems]
 

@@ -42,10 +42,10 @@ def _seeds() -> list[Seed]:
     labels = ("labels.csv", "numbers.jsonl", "names.jsonl", "numbers.parquet", "names.parquet")
     found = [
         *(
-            Seed("data", f"{_TRAIN} --dataset_name data/{name}", (f"data/{name}",), 3)
+            Seed("data", f"{_TRAIN} --dataset_name data/{name}", (f"data/{name}",), 2)
             for name in (*texts, *chats, *tokens)
         ),
-        *(Seed("data", f"{_TRAIN} --dataset_name data/{name} {_CLASSES}", (f"data/{name}",), 3) for name in labels),
+        *(Seed("data", f"{_TRAIN} --dataset_name data/{name} {_CLASSES}", (f"data/{name}",), 2) for name in labels),
         Seed("data", f"{_TRAIN} --dataset_name data/chats.jsonl --assistant_only_loss", ("data/chats.jsonl",), 2),
         Seed("data", f"{_TRAIN} --dataset_name data/texts.jsonl --packing", ("data/texts.jsonl",)),
         Seed("data", f"{_TRAIN} --dataset_name data/folder", ("data/folder/train.jsonl", "data/folder/test.jsonl"), 2),
@@ -108,14 +108,20 @@ def _seeds() -> list[Seed]:
         ),
     ]
     commands = (
-        "list", "show fast", "show fast --diff standard --num_processes 2", "copy fast written.yaml", "where train.py",
+        "list", "show fast", "show fast --diff standard --num_processes 2", "copy fast written.yaml",
+        "where train.py",
         "plan --model 1.2B --gpu L4 --num_processes 4", "check --recipe fast --num_processes 2 --learning_rate 1e-4",
-        "check --gpu L4 --model_name_or_path model --use_peft", "fit --recipe fast --num_processes 2", "doctor --num_processes 2",
-        "train --recipe fast --num_processes 2 --max_steps 1", "rerun run --dry_run", "submit local --dry_run -- --max_steps 3",
+        "check --gpu L4 --model_name_or_path model --use_peft", "fit --recipe fast --num_processes 2",
+        "doctor --num_processes 2",
+        "train --recipe fast --num_processes 2 --max_steps 1", "rerun run --dry_run",
+        "submit local --dry_run -- --max_steps 3",
         "submit slurm --nodes 2 --gpus_per_node 4 --cpus_per_task 32 --time 8:00:00 --dry_run -- --seed 1",
-        "submit azureml --nodes 2 --processes_per_node 8 --compute gpus --data azureml:texts:1 --dry_run", "status run", "logs run",
-        "compare run unfinished --target train_loss 2", "diff run fast", "scale run --num_processes 1 2 --recipe standard",
-        "scale report timings.jsonl --output report", "explain accumulation", f"{_TRAIN} --dataset_name data/texts.jsonl",
+        "submit azureml --nodes 2 --processes_per_node 8 --compute gpus --data azureml:texts:1 --dry_run",
+        "status run", "logs run",
+        "compare run unfinished --target train_loss 2", "diff run fast",
+        "scale run --num_processes 1 2 --recipe standard",
+        "scale report timings.jsonl --output report", "explain accumulation",
+        f"{_TRAIN} --dataset_name data/texts.jsonl",
         f"check {' '.join(RUN)}", "check --accelerate_config memory --recipe memory",
     )  # fmt: skip
     return [*found, *(Seed("flags", command, (), 4) for command in commands)]
@@ -229,6 +235,6 @@ def _parquet(random: Random, valid: bytes) -> bytes:
 def _flags() -> list[str]:
     from recipes import legal
 
-    own = "num_processes nodes processes_per_node accelerate_config gpu json deep dry_run output exact target follow model"
+    own = "num_processes nodes processes_per_node accelerate_config gpu json deep dry_run output exact target follow"
     # --fresh moves what a mistyped output folder holds.
     return [name for name in [*legal.settings(), *own.split()] if name != "fresh"]

@@ -43,7 +43,7 @@ def _short(text: str) -> str:
 
 
 def _is_usable(output: str) -> bool:
-    """Whether each error names what is wrong and what to write instead; argparse does in its own way."""
+    """Whether each error says what is wrong and what to write instead, or argparse does its way."""
     if "usage: recipes" in output and re.search(r": error: .+", output):
         return True
     problems = _as_json(output)

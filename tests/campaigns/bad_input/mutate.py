@@ -19,11 +19,16 @@ DIGITS = 5000  # more than Python converts to an integer
 # --- Values ---------------------------------------------------------------------------------------
 
 _TEXTS = [
-    "", " ", "\0", "a\0b", "x" * 300, "x" * 5000, "é", "漢字", "\ud800", "\udce9", "\u202e", "a\nb", "\t", "~", "~nobody_here/x",
-    "/", ".", "..", "-", "--", "none", "null", "true", "nan", "inf", "-1", "0", "1e400", "1e-5", "2147483648", "9" * 30,
-    "9" * DIGITS, "²", "٣", "0x10", "1_000", "a::b", "a[1]*", "http://x", "hf://x", "{", "{}", "[]", "[1", "$(x)", "%s", "{x}",
-    "train[", "train[:0]", "mine.py", "mine.py:", "mine.yaml:x", "model", "data", "data/texts.jsonl", "deepspeed.json", "run",
-    "/dev/null", "/proc/self/mem", "nothing.jsonl", "a" * 300 + ".jsonl", "2026-13-45", "!!int x", "auto", "fast", "no",
+    "", " ", "\0", "a\0b", "x" * 300, "x" * 5000, "é", "漢字", "\ud800", "\udce9", "\u202e", "a\nb", "\t", "~",
+    "~nobody_here/x",
+    "/", ".", "..", "-", "--", "none", "null", "true", "nan", "inf", "-1", "0", "1e400", "1e-5", "2147483648",
+    "9" * 30,
+    "9" * DIGITS, "²", "٣", "0x10", "1_000", "a::b", "a[1]*", "http://x", "hf://x", "{", "{}", "[]", "[1", "$(x)",
+    "%s", "{x}",
+    "train[", "train[:0]", "mine.py", "mine.py:", "mine.yaml:x", "model", "data", "data/texts.jsonl",
+    "deepspeed.json", "run",
+    "/dev/null", "/proc/self/mem", "nothing.jsonl", "a" * 300 + ".jsonl", "2026-13-45", "!!int x", "auto", "fast",
+    "no",
 ]  # fmt: skip
 _NUMBERS = [
     0,
@@ -180,16 +185,24 @@ def _other_scalar(random: Random, valid: bytes) -> bytes:
 
 
 _HOSTILE_YAML = [
-    "2026-13-45", "2026-01-01", "2026-01-01T25:00:00Z", "9" * DIGITS, "0x" + "f" * DIGITS, ".inf", "-.inf", ".nan", "~", "&a [*a]",
-    "*nothing", "[" * NESTED, "[" * NESTED + "]" * NESTED, "{a: " * 300 + "}" * 300, '"a\\0b"', '"\\ud800"', "!!int abc", "!!float abc",
-    "!!timestamp abc", "!!binary abc", "!!set {a, b}", "!!python/object:os.system x", "!x y", "<<: 3", "? [a, b]", "{[a]: b}", "{1: 2}",
-    "{~: 2}", "{2026-01-01: 2}", "1:60:60", "0o9", "09", "1_000", "yes", "no", "'", '"', "{", "[", "|", ">-", "%", "@", "`", "- a", "a: b",
-    "&x [a,a,a,a,a,a,a,a], b: &y [*x,*x,*x,*x,*x,*x]", "[" + "a, " * 2000 + "]", "é", "\u2028", "true", "1e3", "1e400", "-0", "''", "[]", "{}",
-    "!!omap [a: 1]", "!!pairs [a: 1]", "=", "[1, [2, [3]]]", "!!str", "!!null x", "!!bool x", "~nobody_here/x", "a::b", "2147483648",
+    "2026-13-45", "2026-01-01", "2026-01-01T25:00:00Z", "9" * DIGITS, "0x" + "f" * DIGITS, ".inf", "-.inf", ".nan",
+    "~", "&a [*a]",
+    "*nothing", "[" * NESTED, "[" * NESTED + "]" * NESTED, "{a: " * 300 + "}" * 300, '"a\\0b"', '"\\ud800"',
+    "!!int abc", "!!float abc",
+    "!!timestamp abc", "!!binary abc", "!!set {a, b}", "!!python/object:os.system x", "!x y", "<<: 3", "? [a, b]",
+    "{[a]: b}", "{1: 2}",
+    "{~: 2}", "{2026-01-01: 2}", "1:60:60", "0o9", "09", "1_000", "yes", "no", "'", '"', "{", "[", "|", ">-", "%",
+    "@", "`", "- a", "a: b",
+    "&x [a,a,a,a,a,a,a,a], b: &y [*x,*x,*x,*x,*x,*x]", "[" + "a, " * 2000 + "]", "é", "\u2028", "true", "1e3",
+    "1e400", "-0", "''", "[]", "{}",
+    "!!omap [a: 1]", "!!pairs [a: 1]", "=", "[1, [2, [3]]]", "!!str", "!!null x", "!!bool x", "~nobody_here/x",
+    "a::b", "2147483648",
 ]  # fmt: skip
 _HOSTILE_JSON = [
-    b"null", b"true", b"3", b'"a"', b"[]", b"{}", b"[null]", b"[[1]]", b"[1, 2]", b"", b" ", b"\n\n", b"{", b"NaN", b"Infinity", b"\0", b"\xe9",
-    b"\xef\xbb\xbf{}", b'{"a": 1}{"b": 2}', b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": ' * 100_000, b'{"a": ' + b"9" * DIGITS + b"}",
+    b"null", b"true", b"3", b'"a"', b"[]", b"{}", b"[null]", b"[[1]]", b"[1, 2]", b"", b" ", b"\n\n", b"{", b"NaN",
+    b"Infinity", b"\0", b"\xe9",
+    b"\xef\xbb\xbf{}", b'{"a": 1}{"b": 2}', b'{"a": 1, "a": 2}', b"[" * 100_000, b'{"a": ' * 100_000,
+    b'{"a": ' + b"9" * DIGITS + b"}",
     b'{"a": 1e400}', b"null\n" * 10, b'{"a": "\\ud800"}', b'{"text": "a\nb"}', b"{'a': 1}", b'{"a": 1,}', b"// x\n{}",
 ]  # fmt: skip
 
@@ -211,7 +224,7 @@ def csv_file(random: Random, valid: bytes) -> bytes:
             cells[min(column, len(cells) - 1)] = new
     else:
         lines[row][column] = random.choice(_CELLS)
-    return "\n".join(",".join(cells) for cells in lines).encode("utf-8", "surrogateescape") + b"\n"
+    return "\n".join(",".join(cells) for cells in lines).encode("utf-8", "surrogatepass") + b"\n"
 
 
 _CELLS = [
@@ -258,8 +271,10 @@ def any_bytes(random: Random, valid: bytes) -> bytes:
 
 
 _PIECES = [
-    b"\0", b"\xe9", b"\xff\xfe", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b'"', b"'", b"{", b"}", b"[", b"]", b",", b":", b"#", b"- ", b"&a ",
-    b"*a", b"null", b"\nnull\n", b"NaN", b"-", b"\xed\xa0\x80", b"\x1b[31m", b"%", b"\\", b"\\u0000", b"\x85", "\u2028".encode(),
+    b"\0", b"\xe9", b"\xff\xfe", b"\xef\xbb\xbf", b"\n", b"\r", b"\t", b'"', b"'", b"{", b"}", b"[", b"]", b",",
+    b":", b"#", b"- ", b"&a ",
+    b"*a", b"null", b"\nnull\n", b"NaN", b"-", b"\xed\xa0\x80", b"\x1b[31m", b"%", b"\\", b"\\u0000", b"\x85",
+    "\u2028".encode(),
 ]  # fmt: skip
 
 
@@ -267,7 +282,7 @@ _PIECES = [
 
 
 def argv(random: Random, valid: list[str], flags: list[str]) -> list[str]:
-    """A command line with one word or flag of it changed; `flags` are names that exist somewhere."""
+    """A command line with one word or flag changed; `flags` are names that exist somewhere."""
     words = list(valid)
     place = random.randrange(1, len(words) + 1)
     ways: list[Callable[[], None]] = [

@@ -1,4 +1,4 @@
-"""What is imported once, by the processes that cases are forked from: it saves each of them seconds."""
+"""What the processes that cases are forked from import once: it saves each case seconds."""
 
 import gc
 from importlib import import_module

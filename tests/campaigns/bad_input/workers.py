@@ -1,4 +1,4 @@
-"""Two processes that fork cases: one that has imported torch, and one that forks in milliseconds."""
+"""Two processes that fork cases: one has imported torch, the other forks in milliseconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Result:
 
 
 def results(seed: str, numbers: list[int], kind: str | None, folder: Path, world: Path) -> Iterator[Result]:
-    """The results of the cases with these numbers, as they come; of one kind only if it is given."""
+    """The results of the cases with these numbers, as they come; if given, of one kind only."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     working = [
@@ -92,6 +92,8 @@ class Totals:
             print(f"exit code {answer.code} after {answer.seconds:.1f} s\n{tail}", flush=True)
         if found:
             self.findings[found] += 1
+        if self.drawn % 500 == 0:
+            print(f"... {self}", flush=True)
 
     def __str__(self) -> str:
         findings = self.findings.total()

@@ -11,13 +11,15 @@ from shlex import join
 @dataclass(frozen=True)
 class Case:
     """`argv[0]` is a command of `recipes`, or train.py. `files` holds path -> content, where
-    None is a missing file. `to_the_end` trains to the end, for what is only read there.
+    None is a missing file. `to_the_end` trains to the end, for what is only read there. A case
+    that `only_reads` leaves the world's folders as they are, so that they need not be copied.
     """
 
     kind: str
     argv: list[str]
     files: dict[str, bytes | None] = field(default_factory=dict)
     to_the_end: bool = False
+    only_reads: bool = False
 
     def __str__(self) -> str:
         command = join(word.encode("utf-8", "backslashreplace").decode() for word in self.argv)
@@ -31,8 +33,12 @@ class Case:
 def write(case: Case, world: Path, folder: Path) -> None:
     """The valid world in a new folder, with the case's own files in place of its."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(world, folder, symlinks=True, ignore=lambda place, names: ["data"] if place == str(world) else [])
-    (folder / "data").symlink_to(world / "data")
+    folder.mkdir()
+    for item in world.iterdir():
+        if item.is_dir() and item.name != "data" and not case.only_reads:
+            shutil.copytree(item, folder / item.name, symlinks=True)
+        else:
+            (folder / item.name).symlink_to(item)
     for name, content in case.files.items():
         target = folder / name
         _own_folder(target.parent, folder)

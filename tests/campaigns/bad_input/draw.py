@@ -128,6 +128,7 @@ def _seeds() -> list[Seed]:
 
 
 SEEDS = _seeds()
+_READERS = ("list", "show", "check", "compare", "diff", "status", "logs", "where", "plan")
 _FILES: dict[str, Callable[[Random, bytes], bytes]] = {
     ".jsonl": mutate.json_lines, ".json": mutate.json_file, ".yaml": mutate.yaml_file, ".csv": mutate.csv_file,
 }  # fmt: skip
@@ -166,7 +167,8 @@ def draw(random: Random, world: Path) -> Case:
         files = {name: _changed(random, name, (world / name).read_bytes())}
     if argv[:2] == ["submit", "local"] and "--dry_run" not in argv:
         argv = argv if "--" in argv else [*argv, "--dry_run"]
-    return Case(seed.kind, argv, files, seed.to_the_end)
+    only_reads = argv[0] in _READERS or (argv == seed.argv and "unfinished" not in argv)
+    return Case(seed.kind, argv, files, seed.to_the_end, only_reads)
 
 
 def _changed(random: Random, name: str, valid: bytes) -> bytes | None:

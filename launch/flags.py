@@ -18,9 +18,11 @@ def spellings(name: str) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 to a million."""
-    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to {MOST_PROCESSES:,}")
+    """A whole number of at least 1, and at most a million."""
+    if not text.isdecimal() or text.strip("0") == "":
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
+    if len(text) > 9 or int(text) > MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {MOST_PROCESSES:,}")
     return int(text)
 
 

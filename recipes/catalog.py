@@ -16,6 +16,7 @@ Value = Decision | Callable[[Any], Decision]  # or a function of the run that de
 
 _EVERYWHERE: Mapping[str, Value] = dict(
     restore_callback_states_from_checkpoint=(True, "early stopping keeps its count after a resume"),
+    save_total_limit=(2, "the newest checkpoint and the one before, to resume from if the newest is damaged"),
 )
 
 
@@ -64,7 +65,6 @@ def baseline() -> Recipe:
         micro_batch_cap=4,
         settings=dict(
             logging_steps=(1, "every step is visible; costs a host sync each"),
-            save_total_limit=(2, "the last two checkpoints"),
             **_EVERYWHERE,
         ),
     )
@@ -85,7 +85,6 @@ def standard() -> Recipe:
                 False,
                 "true hides a NaN and costs two host syncs per micro-batch; here a logged NaN stops the run",
             ),
-            save_total_limit=(1, "a resume needs only the newest checkpoint"),
             ddp_find_unused_parameters=(
                 False,
                 "true searches the graph every step; only models that skip layers need it",

@@ -26,7 +26,7 @@ if __package__ in (None, ""):
     import_own_packages()
 
 from launch.host.elastic import PRINTED
-from launch.host.signals import EXIT_CODE, PASSED_ON
+from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -193,8 +193,8 @@ def _exit_code(rank: int, code: int, signals: Signals) -> int:
     """The exit code of the launcher. A rank that was killed could not print anything itself."""
     if code >= 0:
         return code
-    if signals.received:
-        if -code in signals.received:  # it did not handle the signal yet
+    if signals.received or -code in SIGNALS:
+        if -code in {*signals.received, *SIGNALS}:  # it did not handle the signal yet
             signals.say_why()
         return signals.exit_code
     how = signal.Signals(-code)

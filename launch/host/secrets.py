@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from launch.host.assigned import assigned
 from recipes.errors import UserError, mistake
 from recipes.run import HIDDEN, RunSpec
 
@@ -17,15 +18,25 @@ SECRET = re.compile(
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
 # Variables that hold one. Not TOKENIZERS_PARALLELISM.
-_NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|_KEY\b|APIKEY)"
+_NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEY\b|APIKEY|ACCESSKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
-# `DB_PASSWORD = "..."`, `api_key: str = "..."`, `{"api_key": "..."}`, `environ["API_KEY"] = "..."`,
-# and the value of a pair such as `hub_token: [value, reason]`. Not `pad_token = "<pad>"`.
+# Files also count tokens, name special ones such as `pad_token`, and columns such as `text_key`.
+_HARMLESS_NAME = re.compile(
+    r"TOKENS|TOKEN_(?:TYPE|ID)"
+    r"|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|SPECIAL|IMAGE|VIDEO|AUDIO)_TOKEN"
+    r"|(?:SORT|TEXT|LABEL|INPUT|METRIC|COLUMN|IMAGE|PRIMARY|GROUP|PARTITION|DATA|BATCH|TARGET)[_-]KEY",
+    re.IGNORECASE,
+)
+# What a comment assigns, or a text: `DB_PASSWORD = "..."`, `api_key: str = "..."`,
+# `environ["API_KEY"] = "..."`, and the value of a pair such as `hub_token: [value, reason]`.
 # Each part is bounded, or a file of one long word would take minutes.
-_LEFT = rf"(?<![\w.-])[\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}}[\"']?\]?\s{{0,20}}(?::[ \t]{{0,20}}[\w |.]{{1,60}}(?==))?[:=]"
+_LEFT = (
+    rf"((?<![\w.-])[\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})"
+    r"([\"']?\]?\s{0,20}(?::[ \t]{0,20}[\w |.]{1,60}(?==))?[:=]"
+)
 _QUOTED = [
     re.compile(
-        rf"({_LEFT}\s{{0,20}}[\[(]?\s{{0,20}}[rbfu]{{0,2}}{quote})"
+        rf"{_LEFT}\s{{0,20}}[\[(]?\s{{0,20}}[rbfu]{{0,2}}{quote})"
         rf"(?![<\[])(?:\\[\s\S]|(?!{quote}){character})++(?={quote})",
         re.IGNORECASE,
     )
@@ -33,9 +44,19 @@ _QUOTED = [
 ]
 # The same without quotes, which is text in YAML, and code in Python. Not numbers: counts of tokens.
 _PLAIN = re.compile(
-    rf"""({_LEFT}[ \t]{{0,20}}\[?)(?![-+\d._]+\s*(?:[,\]\n]|$))[^\s"'#,\[\](){{}}<>|&*$]{{8,}}""", re.IGNORECASE
+    rf"""{_LEFT}[ \t]{{0,20}}\[?)(?![-+\d._]+\s*(?:[,\]\n]|$))[^\s"'#,\[\](){{}}<>|&*$]{{8,}}""", re.IGNORECASE
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
+
+
+class Unpickled(str):
+    """A secret that does not go into a pickle, such as training_args.bin: there it is None."""
+
+    def __reduce__(self):
+        return type(None), ()
+
+    def __deepcopy__(self, memo):
+        return self
 
 
 def in_environment(environment: Mapping[str, str] = os.environ) -> set[str]:
@@ -60,9 +81,19 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
 
 def hide_assigned(text: str, is_python: bool = False) -> str:
     """The text of a file, with what it assigns to a name of a secret as `***`."""
+    parts, done = [], 0
+    for start, end in assigned(text, is_python, _is_secret):
+        if not text.startswith(("<", "["), start):  # a special token
+            parts += [text[done:start], HIDDEN]
+            done = end
+    text = "".join([*parts, text[done:]])
     for pattern in _QUOTED if is_python else (*_QUOTED, _PLAIN):
-        text = pattern.sub(rf"\g<1>{HIDDEN}", text)
+        text = pattern.sub(lambda match: match[1] + match[2] + HIDDEN if _is_secret(match[1]) else match[0], text)
     return text
+
+
+def _is_secret(name: str) -> bool:
+    return bool(SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
 
 
 def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:

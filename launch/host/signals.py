@@ -1,22 +1,21 @@
-"""Stop requests: after SIGTERM or SIGUSR1 to any rank, all ranks save the same step and exit.
+"""Stop requests: after SIGTERM, SIGUSR1 or SIGHUP to any rank, all save the same step and exit.
 
 Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
-some time later.
+some time later. A terminal that is closed sends SIGHUP.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import threading
 from types import FrameType
 
-from launch.host.parent import launcher
-
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, *SIGNALS)  # by the launcher, to the ranks
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -42,13 +41,18 @@ class StopRequest:
         """Handle the signals from now on. Python allows that in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                signal.signal(number, self._request_stop)
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                    signal.signal(number, self._request_stop)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # train.py blocks them while it imports
-            _end_with_launcher()
 
     def defer(self) -> None:
         """From now on only remember a signal: the current step or save is completed first."""
         self._deferred = True
+
+    def request(self, by: str) -> None:
+        """Ask for the stop from another thread, not by a signal but for the reason `by`."""
+        self.signal = self.signal or by
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number).name
@@ -68,12 +72,3 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _end_with_launcher() -> None:
-    """Receive SIGTERM when the launcher dies.
-
-    `accelerate launch` forwards no signal to a single process, and no launcher that is killed does.
-    """
-    if launcher():  # a shell may exit and leave the run in the background
-        end_with_parent(signal.SIGTERM)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from launch.host.heartbeat import heartbeat
 from launch.host.parent import Parent, parent, threads_per_process
 from launch.host.processes import free_port
 from recipes.errors import Failure, Problem, UserError, mistake
@@ -157,7 +158,8 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
         gc.freeze()
     try:
         _require_same_micro_batch(run, world)
-        yield
+        with heartbeat(world.rank, world.size, args.ddp_timeout):
+            yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise

@@ -38,24 +38,41 @@ class Local:
 FLAGS: type = Local
 
 
-_FORWARD = """\
-set +m  # or bash reports their ends
-
+_TELL = """\
+launchers=()
+told=
 tell() {  # each process group: a launcher passes it on to its training processes
     local pid
+    told=$1
     for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
 }
 trap 'tell TERM' TERM USR1 HUP
 trap 'trap "tell QUIT" INT; echo "stopping, after the step in progress if any; Ctrl-C again kills" >&2; tell TERM' INT
+"""
+
+# Whoever fails first says why: the others then lose it, which is a 1, or wait for it in vain.
+_WAIT = """\
+set +m  # or bash reports their ends
+[ -z "$told" ] || tell "$told"  # while they were started
 
 code=0
-for pid in "${launchers[@]}"; do
-    while kill -0 "$pid" 2>/dev/null; do  # a signal ends `wait` before its process
-        wait "$pid" && ended=0 || ended=$?
+running=("${launchers[@]}")
+while true; do
+    failed=$code
+    still=()
+    for pid in "${running[@]}"; do
+        if kill -0 "$pid" 2>/dev/null; then
+            still+=("$pid")
+        else  # now `wait` returns at once, and no signal ends it before its process
+            wait "$pid" && ended=0 || ended=$?
+            ((failed || ended <= code)) || code=$ended
+        fi
     done
-    ((ended == 0)) || code=$ended
+    ((${#still[@]})) || exit "$code"
+    running=("${still[@]}")
+    ((failed == code)) || tell TERM
+    sleep 0.5
 done
-exit "$code"
 """
 
 
@@ -67,7 +84,7 @@ def render(job: Job, flags: Local | None = None) -> str:
     start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
     lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
     lines += ["set -m  # a process group for each launcher"]
-    lines += ["", *arguments(job), "launchers=()"]
+    lines += ["", *arguments(job), "", *_TELL.splitlines(), ""]
     if job.nodes == 1:
         lines += [start, "launchers+=($!)"]
     else:
@@ -81,7 +98,7 @@ def render(job: Job, flags: Local | None = None) -> str:
             "    launchers+=($!)",
             "done",
         ]
-    return "\n".join(lines) + "\n" + _FORWARD
+    return "\n".join(lines) + "\n" + _WAIT
 
 
 def node(flags: Local, processes: int | None) -> Node:

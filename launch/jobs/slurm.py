@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from launch.host.parent import LAUNCHER
 from launch.host.secrets import without_secrets
 from launch.jobs import container, tail
 from launch.jobs.job import (
     ASSUMED_GPU,
-    THIS_ACCELERATE,
     Job,
     Node,
     arguments,
@@ -117,10 +117,13 @@ def _prepared(slurm: Slurm) -> list[str]:
 
 
 def _step(job: Job, slurm: Slurm) -> list[str]:
-    """The srun command. It runs in the background, so that bash handles signals while it waits."""
-    accelerate = ["accelerate", "launch"] if slurm.prepares else THIS_ACCELERATE
-    launcher = launch_command(job, accelerate, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
+    """The srun command. It runs in the background, so that bash handles signals while it waits.
+
+    The launcher is ours on every node. accelerate's own dies of SIGUSR1, and with a single process
+    of SIGTERM too: Slurm then kills the rank, which has not saved yet.
+    """
     python = "python3" if slurm.prepares else sys.executable
+    launcher = launch_command(job, [python, str(LAUNCHER)], '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
     preflight = preflight_command(job, python, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$((MASTER_PORT - 10000))"')
     inner = quoted([" ".join([*preflight, "exec", *launcher])])[0]
     options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]

@@ -47,7 +47,7 @@ class Slurm:
     container_mounts: tuple[str, ...] = flag(
         (), "SRC[:DST[:FLAGS]] for the container, besides what the run itself names, the home folder and this one"
     )
-    signal_seconds: int = flag(120, "seconds before the time limit at which the run gets SIGUSR1, to save [120]")
+    signal_seconds: int = flag(120, "seconds before the time limit at which the run is told to save and stop [120]")
     max_restarts: int = field(
         default=10, metadata={"help": "how often a preempted or timed-out run is requeued [10]", "type": whole}
     )

@@ -1,29 +1,36 @@
-"""Checkpoints that a run can resume from: found and inspected, and never deleted.
+"""Checkpoints that a run can resume from: found, inspected and rotated.
 
 Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it
 is whole or not. If the optimizer state is missing, Trainer silently starts with a fresh optimizer.
-So we inspect the files ourselves.
+So we inspect the files ourselves: by the manifest that our own saves leave, or, in those of others,
+as far as the files tell. Nothing in them is executed. A damaged checkpoint is never deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from launch.output import manifest
 from launch.output.shards import shard_faults
 
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
+_CONFIGS = ("config.json", "adapter_config.json")  # a resume reads them, if only for a version
 _RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
 _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Entries that Trainer reads from these files when it resumes.
 _ENTRIES = {"optimizer.pt": {"state", "param_groups"}, "scheduler.pt": {"last_epoch"}}
 _RANDOM_ENTRIES = {"python", "numpy", "cpu"}
+_REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
 
 
 @dataclass(frozen=True)
@@ -46,22 +53,22 @@ def numbered(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
 
 
-def inspect(path: Path) -> Checkpoint:
-    """The checkpoint in a folder with its faults.
+def inspect(path: Path, deepspeed: bool = False) -> Checkpoint:
+    """The checkpoint in a folder with its faults, for a run with DeepSpeed or without.
 
     Never raises: a file that cannot be read is a fault.
     """
     try:
-        return Checkpoint(path, _step(path), tuple(faults(path)), tuple(fresh_parts(path)))
+        return Checkpoint(path, _step(path), tuple(faults(path, deepspeed)), tuple(notes(path)))
     except Exception as error:  # a damaged file may hold any byte
         return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
 
 
-def newest_valid(output_dir: str | Path) -> tuple[Checkpoint | None, list[Checkpoint]]:
+def newest_valid(output_dir: str | Path, deepspeed: bool = False) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest checkpoint that can be resumed from, and the damaged ones that are newer."""
     damaged: list[Checkpoint] = []
     for path in numbered(output_dir):
-        checkpoint = inspect(path)
+        checkpoint = inspect(path, deepspeed)
         if checkpoint.valid:
             return checkpoint, damaged
         damaged.append(checkpoint)
@@ -84,16 +91,65 @@ def archive_damaged(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.rename(target)
 
 
-def faults(path: Path) -> list[str]:
-    """What is missing or broken, one line each; empty for a checkpoint that resumes exactly.
+def rotate(newest: Path, limit: int | None, best: str | None) -> None:
+    """Delete old checkpoints beside `newest`, so that `limit` are left, among them the best.
+
+    As Trainer does it, but by their steps, since a copied folder or a wrong clock gives any times.
+    Those beyond `newest` are of a run that was given up when it resumed from an earlier step. They
+    go first, and so do those that were never completed.
+    """
+    if limit is None or limit <= 0:
+        return
+    kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+
+    def worth(path: Path) -> tuple[bool, bool, int]:
+        is_complete = not manifest.exists(path) or manifest.is_committed(path)
+        return is_complete, _step(path) <= _step(newest), _step(path)
+
+    by_age = sorted(numbered(newest.parent), key=worth)
+    old = [path for path in by_age if path.resolve() not in kept]
+    remove(old[: max(0, len(by_age) - max(limit, len(kept)))])
+
+
+def remove(checkpoints: Iterable[Path]) -> None:
+    """Delete checkpoints, under another name: a kill in between leaves none that lacks files.
+
+    What cannot be deleted stays, as with Trainer.
+    """
+    for path in checkpoints:
+        doomed = path.with_name(f"{_REMOVED}{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)  # a kill may have left one
+        with contextlib.suppress(OSError):
+            path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def faults(path: Path, deepspeed: bool = False) -> list[str]:
+    """What is missing, changed or broken, one line each; empty for a checkpoint that resumes
+    exactly.
+
+    A manifest answers for every byte. Only a run with DeepSpeed looks into DeepSpeed's files.
+    """
+    result = ["marked incomplete"] if (path / manifest.TRAINERS_MARKER).exists() else []
+    if not manifest.exists(path):
+        return result + _faults_in_part(path, deepspeed)
+    result += manifest.differences(path)
+    if result:
+        return result
+    step = manifest.read(path)["step"]
+    if _step(path) and step != _step(path):
+        return [f"{manifest.NAME} is that of step {step}"]
+    return _state_faults(path / "trainer_state.json", step)  # as this version of Trainer writes it
+
+
+def _faults_in_part(path: Path, deepspeed: bool) -> list[str]:
+    """What the files of a checkpoint without a manifest tell.
 
     The number of processes that wrote it is read from its own files. Weights alone, as
-    `save_only_model` leaves them, are valid: `fresh_parts` says what a resume from them starts
-    afresh.
+    `save_only_model` leaves them, are valid: `notes` says what a resume from them starts afresh.
     """
-    result = ["marked incomplete"] if (path / "checkpoint-is-incomplete.txt").exists() else []
-    result += _state_faults(path / "trainer_state.json", _step(path))
-    if (path / "latest").exists() or any(path.glob("global_step*")):
+    result = _state_faults(path / "trainer_state.json", _step(path)) + _config_faults(path)
+    if deepspeed and ((path / "latest").exists() or any(path.glob("global_step*"))):
         return result + _deepspeed_faults(path) + _rng_faults(path)
     if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
         return result + _fsdp_faults(path) + _torch_faults(path, ["scheduler.pt"]) + _rng_faults(path)
@@ -103,11 +159,16 @@ def faults(path: Path) -> list[str]:
     return result + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
 
 
-def fresh_parts(path: Path) -> list[str]:
-    """What a resume would start afresh because the checkpoint was never meant to hold it."""
+def notes(path: Path) -> list[str]:
+    """What a resume would start afresh because the checkpoint was never meant to hold it, and how
+    far the checkpoint could be judged.
+    """
+    result = []
     if _holds_weights_alone(path):
-        return ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
-    return []
+        result = ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
+    if not manifest.exists(path):
+        result.append(f"{path.name} has no {manifest.NAME}: it was judged in part, damaged weights may look whole")
+    return result
 
 
 def _holds_weights_alone(path: Path) -> bool:
@@ -152,6 +213,19 @@ def _is_trainer_state(state: Any) -> bool:
     return {"global_step", "max_steps", "log_history"} <= set(state)
 
 
+def _config_faults(path: Path) -> list[str]:
+    """A resume reads these files, and ends in an error if they are not JSON objects."""
+    found = [path / name for name in _CONFIGS if (path / name).exists()]
+    return [f"{file.name} cannot be read" for file in found if not _is_json_object(file)]
+
+
+def _is_json_object(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 def _weight_faults(path: Path) -> list[str]:
     for name in _SHARD_INDEXES:
         if (path / name).exists():
@@ -173,14 +247,20 @@ def _sharded_faults(path: Path, index: str) -> list[str]:
 
 def _deepspeed_faults(path: Path) -> list[str]:
     try:
-        folder = path / (path / "latest").read_text().strip()
+        name = (path / "latest").read_text().strip()
     except OSError:
         return ["latest is missing"]
+    except ValueError:
+        return ["latest cannot be read"]
+    folder = path / name
+    if not re.fullmatch(r"global_step\d+", name) or folder.is_symlink():
+        return ["latest does not name a folder of this checkpoint"]
     if not folder.is_dir():
         return [f"{folder.name} is missing"]
     files = sorted(folder.glob("*.pt"))
     shards = [file for file in files if file.name.endswith("_optim_states.pt")]
-    result = [fault for file in files for fault in _file_faults(file)]
+    # DeepSpeed pickles its own classes: only loading would tell more, and would run what they name.
+    result = [f"{file.name} is cut off or damaged" for file in files if not _whole_zip(file)]
     writers = max(1, sum(1 for _ in path.glob("rng_state_*.pth")))
     if len(shards) != writers:
         result.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
@@ -221,11 +301,9 @@ def _loading_faults(file: Path) -> list[str]:
     import torch
     from transformers.trainer_pt_utils import safe_globals
 
-    # DeepSpeed pickles its own classes, and loads them the same way.
-    by_deepspeed = file.name.endswith("_states.pt")
     try:
         with safe_globals():
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=not by_deepspeed)
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever a pickle can raise
         return [f"{file.name} cannot be loaded ({type(error).__name__})"]
     expected = _RANDOM_ENTRIES if file.name.startswith("rng_state") else _ENTRIES.get(file.name, set())

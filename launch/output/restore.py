@@ -16,7 +16,7 @@ from launch.host.files import write_whole
 from launch.host.secrets import hide, hide_assigned, in_environment
 from launch.output.surroundings import by_accelerate
 from recipes import legal
-from recipes.errors import Problem, mistake
+from recipes.errors import Problem, UserError, mistake
 from recipes.run import HIDDEN, Json
 from recipes.run.engine import expanded, read_yaml, shipped, yaml_content
 from recipes.run.recorded import NAME
@@ -179,7 +179,10 @@ def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
         elif flags:
             flags[-1][1].append(word)
     for name, values in flags:
-        yield name, yaml_content(values[0], f"--{name} of the launcher in {NAME}", "launcher") if values else True
+        try:
+            yield name, yaml_content(values[0], NAME, f"--{name}") if values else True
+        except UserError:  # text, such as a folder's name
+            yield name, values[0]
 
 
 def _place_deepspeed_file(raw: Json, record: Json, files: _Files) -> None:

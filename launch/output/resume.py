@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.host.files import make_folder
 from launch.host.world import World
-from launch.output import record, submission
+from launch.output import other_world, record, submission
 from launch.output.checkpoints import Checkpoint, archive_damaged, inspect, newest_valid, numbered
 from launch.terminal import memory_size
 from recipes.errors import Problem, UserError, mistake
@@ -72,7 +74,7 @@ def _make_folder(run: RunSpec) -> None:
     """Make the folder. Raises `UserError` if it is not writable."""
     folder = Path(run["output_dir"])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / ".writable"
         probe.write_bytes(b"x")
         probe.unlink()
@@ -125,26 +127,50 @@ def _unused_name(folder: Path) -> Path:
     return candidate
 
 
-def make_room(run: RunSpec, needed_bytes: int) -> None:
-    """Require space for a checkpoint, and archive an older run if --fresh says so.
+def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
+    """Require space for what the run keeps at once, and archive an older run if --fresh says so.
 
+    Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
     Call it last before training, once nothing else is wrong.
     """
-    _require_disk_space(run, needed_bytes)
+    other_world.remove_leftovers(Path(run["output_dir"]))
+    _require_disk_space(run, checkpoint_bytes, model_bytes, steps)
     if run["fresh"]:
         _archive_older_run(run)
 
 
-def _require_disk_space(run: RunSpec, needed_bytes: int) -> None:
-    """Raises `UserError` if the first checkpoint would not fit.
+def _require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
+    """Raises `UserError` if the checkpoints that are kept, and one being written, would not fit.
 
-    `needed_bytes` is its estimated size.
+    Those of this run that are there already make room for new ones.
     """
+    there = 0 if run["fresh"] else len(numbered(run["output_dir"]))
+    new = _new_checkpoints(run, there, steps)
+    is_model_beside_all = new < (run["save_total_limit"] or 0) + 1 - there
+    needed = new * checkpoint_bytes + (model_bytes if is_model_beside_all or not new else 0)
     free = shutil.disk_usage(run["output_dir"]).free
-    if free > needed_bytes:
+    if free > needed:
         return
-    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed_bytes)}"
-    raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)
+    at_once = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
+    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{at_once}"
+    fix = "--output_dir on a larger disk"
+    if new > 1 and run["save_total_limit"] > 1:
+        fix += ", or --save_total_limit 1"
+    raise mistake("output_dir", what, fix, run.setting("output_dir").source)
+
+
+def _new_checkpoints(run: RunSpec, there: int, steps: int) -> int:
+    """How many checkpoints will be there at once beside those that are there; at least, if nobody
+    can know: only the evaluations tell when `save_strategy best` saves.
+    """
+    if run["save_strategy"] == "no":
+        return 0
+    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
+    epochs = math.ceil(run["num_train_epochs"])
+    saves = {"steps": math.ceil(steps / max(1, every)), "epoch": epochs if run["max_steps"] < 1 else 1}
+    limit = run["save_total_limit"]
+    wanted = 1 if limit is None or limit < 1 else max(1, limit + 1 - there)  # without a limit the user deletes them
+    return min(wanted, saves.get(run["save_strategy"], 1))
 
 
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:
@@ -166,14 +192,14 @@ def _earlier_run(run: RunSpec, world: World) -> Earlier:
         return _asked_for(run, world, finished)
     if not numbered(folder) and not finished:
         return Earlier()
-    _require_same_training(run, world, old)
+    _require_same_training(run, old)
     if finished and not _asks_for_more(run, old):
         return Earlier(finished=True, step=old.get("global_step", 0), notes=_changes(run, old, everything=True))
-    newest, damaged = newest_valid(folder)
+    newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed")
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"])
-    return Earlier(newest.path, newest.step, notes=[*notes, *newest.notes, *_changes(run, old)])
+    return Earlier(newest.path, newest.step, notes=[*notes, *_notes(newest, run, world, old)])
 
 
 def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
@@ -181,7 +207,7 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
     if finished:
         what = f"{run['output_dir']} holds a finished run, which a resume from {path} would overwrite"
         raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
-    checkpoint = inspect(path)
+    checkpoint = inspect(path, run.engine.kind == "deepspeed")
     if not checkpoint.valid:
         raise mistake(
             "resume_from_checkpoint",
@@ -190,8 +216,13 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
             run.setting("resume_from_checkpoint").source,
         )
     old = record.read(path.parent)
-    _require_same_training(run, world, old)
-    return Earlier(path, checkpoint.step, notes=[*checkpoint.notes, *_changes(run, old)])
+    _require_same_training(run, old)
+    return Earlier(path, checkpoint.step, notes=_notes(checkpoint, run, world, old))
+
+
+def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> list[str]:
+    of_other_world = other_world.note(checkpoint.path, world.size)
+    return [*checkpoint.notes, *([of_other_world] if of_other_world else []), *_changes(run, old)]
 
 
 def _skip(checkpoint: Checkpoint) -> str:
@@ -200,7 +231,7 @@ def _skip(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
-def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
+def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     data = fingerprints.of_data(run["dataset_name"])
     if data and old.get("data") == data:  # Azure ML mounts the same data at another path at every start
@@ -216,21 +247,16 @@ def _require_same_training(run: RunSpec, world: World, old: Json) -> None:
             "another --output_dir, or --fresh to move that run aside",
             run.setting("output_dir").source,
         )
-    then = (old.get("world_size"), old.get("engine"))
-    before, now = (str(title).partition(",")[0] for title in (then[1], run.engine.title))
-    same = before == now or (before == "FSDP" and now.startswith("FSDP"))  # older records lack its version
-    if old and not same and "FSDP" in before + now:  # its shards fit any number of processes
+    before, now = str(old.get("engine")), run.engine.title
+    if "DeepSpeed" not in before + now:  # FSDP's settings do not matter, and older records lack its version
+        before, now = before.partition(",")[0], now.partition(",")[0]
+    same = before == now or (before == "FSDP" and now.startswith("FSDP"))
+    sharded = "DeepSpeed" in before + now or "FSDP" in before + now
+    if old and sharded and not same:
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {now} cannot read them",
             "the same engine, another --output_dir, or --fresh",
-        )
-    sharded = "DeepSpeed" in before + now
-    if old and sharded and then != (world.size, run.engine.title):
-        raise mistake(
-            "num_processes",
-            f"the checkpoints were written by {then[0]} processes with {then[1]}, and are sharded for exactly these",
-            f"the same engine and --num_processes {then[0]}, another --output_dir, or --fresh",
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are not installed
     import pyarrow as pa
@@ -83,3 +85,50 @@ class Pad:
 
 def _padded(rows: list[list[int]], width: int, filler: int) -> torch.Tensor:
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
+
+
+class GroupedByLength(LengthGroupedSampler):
+    """Trainer's order of examples by length, but the same one on any hardware and after any resume.
+
+    Trainer groups what one process trains on in a step, and shuffles with the state of its random
+    numbers: another number of processes has another order, and so has a run that was resumed in
+    the middle of its second epoch.
+    """
+
+    def __init__(self, global_batch: int, lengths: list[int], seed: int):
+        super().__init__(global_batch, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        numbers = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=numbers))
+
+
+def examples_in_last_round(loader: Any) -> int:
+    """The examples in the last round of micro-batches of all processes, as accelerate counts them
+    where it does; -1 or 0: all.
+    """
+    try:
+        return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
+    except (AttributeError, TypeError):  # batches of different sizes
+        return -1
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to the sampler, whatever wraps it."""
+    sampler = loader
+    while (sampler := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+
+
+def example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """For each label the number of its example: the row, or the position in a padding-free row."""
+    labels = batch["labels"]
+    if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
+        return (batch["position_ids"] == 0).cumsum(-1) - 1
+    rows = torch.arange(len(labels), device=labels.device)
+    return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)

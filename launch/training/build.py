@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch.distributed import DistError
 from transformers import TrainingArguments
 
+from launch.host.heartbeat import limit_waits
+from launch.host.secrets import Unpickled
 from launch.training.callbacks import (
     EarlyStopping,
     LogLastStep,
@@ -18,7 +21,7 @@ from launch.training.callbacks import (
 from launch.training.data import Data, compute_accuracy
 from launch.training.step_timing import TimedTrainer
 from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings, mean_over_examples
-from recipes.errors import UserError
+from recipes.errors import Failure, UserError
 from recipes.factories import arguments_for
 from recipes.rules.check import refused_by_library
 from recipes.run import RunSpec
@@ -27,12 +30,19 @@ from recipes.run import RunSpec
 def build_arguments(run: RunSpec) -> TrainingArguments:
     """The TrainingArguments of a run, which join the process group.
 
-    Raises `UserError` with their own message.
+    Raises `UserError` with their own message, and `Failure` if a rank does not join.
     """
+    limit_waits(run["ddp_timeout"])
     try:
-        return arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
+        args = arguments_for(run, TrainingArguments, {"disable_tqdm": True, "do_train": True})
     except (TypeError, ValueError) as error:
         raise UserError(refused_by_library(run, error)) from None
+    except DistError as error:
+        what = f"the ranks of the run were not all there within {run['ddp_timeout']} s (ddp_timeout)"
+        raise Failure(f"{what}: {' '.join(str(error).split())[:200]}") from None
+    if args.hub_token is not None:
+        args.hub_token = Unpickled(args.hub_token)
+    return args
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
@@ -57,6 +67,7 @@ def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data:
     if classifies:
         # These models accept **kwargs and ignore the count in them.
         trainer.model_accepts_loss_kwargs = False
+    trainer.engine = run.engine.title
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,11 +70,14 @@ class StopWhenRequested(TrainerCallback):
     left. The run that resumes repeats it.
 
     The ranks ask each other over gloo, so that no GPU waits for the answer.
+
+    `finish_saving` waits until the checkpoint that was just written is complete.
     """
 
-    def __init__(self, request: StopRequest, world: World) -> None:
+    def __init__(self, request: StopRequest, world: World, finish_saving: Callable[[], None] = lambda: None) -> None:
         self.request = request
         self.world = world
+        self.finish_saving = finish_saving
         self.group: ProcessGroup | None = None
         self.agreed = False
 
@@ -94,6 +98,7 @@ class StopWhenRequested(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if not self.agreed:
             return
+        self.finish_saving()
         if self.group is not None:
             # If one rank left early, its launcher would end the others.
             torch.distributed.barrier(group=self.group)

@@ -27,7 +27,7 @@ from launch.training.encode import (
 from launch.training.sources import not_utf8, read_splits, unread_files
 from recipes import __version__
 from recipes.errors import UserError, mistake
-from recipes.run import Settings
+from recipes.run import RunSpec, Settings
 
 TOKENIZED = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 CLASSIFIED = Features({"input_ids": List(Value("int32")), "labels": Value("int64")})
@@ -47,6 +47,12 @@ class Data:
     description: str
     labels: list[str] | None
     commit: str | None = None
+
+    def steps(self, run: RunSpec) -> int:
+        """Optimizer steps of the whole run, at least: a last batch that is not full may count."""
+        if run["max_steps"] > 0:
+            return run["max_steps"]
+        return max(1, int(len(self.train) // run.batch.total * run["num_train_epochs"]))
 
 
 def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from launch.host.caches import cache_problem
 from launch.host.elastic import is_reporter, write_error_file
+from launch.host.heartbeat import RankHangs
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.world import World
 from launch.terminal import console, name_too_long, print_note, print_problems
@@ -81,7 +82,7 @@ def _explained(error: BaseException, run: RunSpec | None) -> str | None:
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
-    if isinstance(error, Failure) and not isinstance(error, NotANumber):
+    if isinstance(error, Failure) and not isinstance(error, (NotANumber, RankHangs)):
         return str(error)
     if run is None:  # nothing was resolved yet
         return _stopped(error)
@@ -105,6 +106,8 @@ def _stopped(error: BaseException) -> str | None:
 def _failed(error: BaseException, run: RunSpec) -> str | None:
     if isinstance(error, NotANumber):
         return f"{error}; a lower learning rate or fp32 usually helps"
+    if isinstance(error, RankHangs):
+        return str(error)
     if _disk_is_full(error, run):
         return "the disk is full"
     if isinstance(error, NotImplementedError) and "underflow_overflow" in (run["debug"] or ""):
@@ -126,7 +129,7 @@ def _is_full(folder: Path) -> bool:
 
 
 def _lost_a_rank(error: BaseException) -> bool:
-    if any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
+    if any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe")):
         return True  # of gloo
     # Importing it takes seconds, and without it the error is not torch's.
     torch = sys.modules.get("torch")
@@ -138,6 +141,8 @@ def _lost_a_rank(error: BaseException) -> bool:
 def _print(message: str, error: BaseException, world: World, since: float) -> None:
     """On the rank that failed. What happens to all ranks together is printed by rank 0 alone."""
     own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
+    if isinstance(error, RankHangs):
+        own = error.is_reporter
     if not (world.is_main or own):
         return
     text = f"{_rank(world)}{message}"

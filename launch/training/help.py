@@ -13,6 +13,10 @@ usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [m
 
 With no model and data it trains a small byte-level decoder on the Python standard library's own source.
 Precedence: command line > --config file > recipe > library default.
+
+To stop a run with all saved, send SIGTERM, SIGUSR1 or SIGHUP to `recipes train`, to `recipes submit local` or to any
+rank. `accelerate launch` and torchrun take SIGTERM and SIGHUP, and kill a rank that needs more than 30 seconds for its
+step and its save (TORCH_ELASTIC_SHUTDOWN_TIMEOUT says how many); they die of SIGUSR1, and their ranks still save.
 """
 
 _OWN = """\

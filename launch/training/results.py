@@ -8,6 +8,7 @@ import torch
 
 from launch.host import memory
 from launch.training.trainer import RecipeTrainer
+from recipes.planner.footprint import optimizer_bytes_per_parameter
 from recipes.planner.speed import flops_are_known, model_flops
 from recipes.run import Json, RunSpec
 
@@ -73,13 +74,16 @@ def _size(parameter: torch.nn.Parameter) -> int:
     return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
 
 
-def checkpoint_bytes(model: torch.nn.Module, with_optimizer: bool = True) -> int:
-    """Estimated bytes of a checkpoint: the trained weights and two fp32 Adam moments for each.
-
-    Without the optimizer it is the size of the final model.
-    """
+def model_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights that are saved: the trained ones."""
     width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
-    return parameter_count(model, trained_only=True) * (width + 8 * with_optimizer)
+    return parameter_count(model, trained_only=True) * width
+
+
+def checkpoint_bytes(model: torch.nn.Module, run: RunSpec) -> int:
+    """Estimated bytes of a checkpoint: the trained weights, and what the optimizer keeps."""
+    of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
+    return round(model_bytes(model) + parameter_count(model, trained_only=True) * of_optimizer)
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:

@@ -164,9 +164,10 @@ def unread_files(run: Settings, rows: Dataset) -> str:
 
     `rows` are what it has read. Empty if it has read all.
     """
-    folder, kind = expanded(run["dataset_name"] or "no folder"), rows.info.builder_name
+    folder = expanded(run["dataset_name"] or "no folder")
     if not folder.is_dir() or (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return ""
+    kind = rows.info.builder_name
     others = [path for path in folder.rglob("*") if FILE_KINDS.get(path.suffix.lower(), kind) != kind]
     names = sorted(path.name for path in others if not path.name.startswith((".", "_")))
     more = f" and {len(names) - 1} more" if names[1:] else ""

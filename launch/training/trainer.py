@@ -11,18 +11,23 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.host.memory import ran_out
-from launch.training.batches import IGNORED
+from launch.output.checkpoints import inspect, numbered
+from launch.output.other_world import AnyWorld, read_by
+from launch.output.saving import CommittingTrainer
+from launch.terminal import console, print_note
+from launch.training.batches import IGNORED, GroupedByLength, example_numbers, examples_in_last_round, set_epoch
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
 from recipes.errors import mistake
 from recipes.run import Settings
 
 
-class RecipeTrainer(Trainer):
-    """Trainer without flop counting in every micro-batch, with a token count that never waits for
-    the GPU.
+class RecipeTrainer(CommittingTrainer):
+    """Trainer with complete checkpoints, without flop counting in every micro-batch, and with a
+    token count that never waits for the GPU.
 
     accelerate fills up the last batch of an epoch or evaluation with examples that were used
     already. Here each example counts once, on any number of processes.
@@ -30,12 +35,14 @@ class RecipeTrainer(Trainer):
 
     tokens_seen: torch.Tensor | int = 0
     meter: Meter
+    any_world: AnyWorld | None = None  # reads DeepSpeed's checkpoints of another number of processes
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _loaded: bool = False  # whether Trainer has read weights from a checkpoint
     _evaluated: _Evaluated | None = None
     _checkpoint: str | None = None  # the last one that was saved or read
     _saved_step: int | None = None  # its step
     _owed: bool = False  # an evaluation of that step was cut short by a signal
+    _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -47,7 +54,8 @@ class RecipeTrainer(Trainer):
         """
         self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
         try:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            with read_by(self.any_world):
+                return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
                 what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
@@ -58,10 +66,14 @@ class RecipeTrainer(Trainer):
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or not _may_be_a_misfit(error):
                 raise
+            older = len(numbered(Path(resume_from_checkpoint).parent)) > 1
+            fix = "another --output_dir, or --fresh to move that run aside"
             raise mistake(
                 "output_dir",
                 f"{resume_from_checkpoint} does not fit this model: {_in_one_line(error)}",
-                "another --output_dir, or --fresh to move that run aside",
+                f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
+                if older
+                else fix,
             ) from None
 
     def _issue_warnings_after_load(self, load_result) -> None:
@@ -83,6 +95,13 @@ class RecipeTrainer(Trainer):
         """
         return 0
 
+    def _get_train_sampler(self, *args, **kwargs):
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return GroupedByLength(self.get_total_train_batch_size(self.args), sampler.lengths, seed)
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.tokens_seen = self.tokens_seen + sum(_tokens(batch) for batch in samples)
@@ -102,12 +121,11 @@ class RecipeTrainer(Trainer):
         """Mask the labels of the examples that only fill up this process's share of the last
         batch.
         """
-        # Examples in the last round of micro-batches, -1 or 0: all.
-        left = self.accelerator.gradient_state.remainder
+        left = self._last_round if self.model.training else self.accelerator.gradient_state.remainder
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
-        number = _example_numbers(batch)
+        number = example_numbers(batch)
         size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
         group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
         own = min(max(left - group * size, 0), size)
@@ -180,8 +198,18 @@ class RecipeTrainer(Trainer):
             self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        is_main = self.args.process_index == 0
+        damage = gather_object([inspect(best, self.is_deepspeed_enabled).faults if is_main and best.is_dir() else ()])[
+            0
+        ]
+        if damage:
+            print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
+            return
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
         self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if self.any_world is not None:
+            self.any_world.prepare(best)
         super()._load_best_model()
         if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
             self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
@@ -223,6 +251,10 @@ class RecipeTrainer(Trainer):
         if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
             self.control.should_training_stop = True
             return None
+        # In an epoch that a resume continues, accelerate's loader neither knows how many examples
+        # are left for its last batch, nor tells every sampler which epoch it is.
+        self._last_round = examples_in_last_round(kwargs["train_dataloader"])
+        set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
         return super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, trial, *args, **kwargs):
@@ -255,15 +287,6 @@ def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing
         outputs["logits"].float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
     return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-
-
-def _example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """For each label the number of its example: the row, or the position in a padding-free row."""
-    labels = batch["labels"]
-    if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
-        return (batch["position_ids"] == 0).cumsum(-1) - 1
-    rows = torch.arange(len(labels), device=labels.device)
-    return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
 
 
 def _may_be_a_misfit(error: Exception) -> bool:

@@ -220,19 +220,30 @@ def _gradient_bytes(run: RunSpec, weights: Weights) -> int:
     return _shard(weights.trained * FP32, run, 2)
 
 
+def optimizer_bytes_per_parameter(run: RunSpec) -> float:
+    """What the optimizer keeps of each trained parameter on all devices together, at least."""
+    optim = str(run["optim"])
+    if "8bit" in optim or "4bit" in optim:
+        return _moments(optim) * (_IN_8_BITS if "8bit" in optim else _IN_4_BITS)
+    if run.engine.kind == "deepspeed":  # and fp32 copies of the parameters
+        return FP32 + _moments(optim) * FP32
+    return _moments(optim) * _trained_bytes(run)  # moments have their parameter's dtype
+
+
+def _moments(optim: str) -> float:
+    return next((count for name, count in _MOMENTS.items() if optim.removeprefix("paged_").startswith(name)), 2)
+
+
 def _optimizer_bytes(run: RunSpec, weights: Weights) -> int:
     if run.engine.offload_optimizer != "none":
         return 0
     optim = str(run["optim"])
-    moments = next((count for name, count in _MOMENTS.items() if optim.removeprefix("paged_").startswith(name)), 2)
     if "8bit" in optim or "4bit" in optim:
-        width = _IN_8_BITS if "8bit" in optim else _IN_4_BITS
         # With bitsandbytes, Trainer keeps the moments of embeddings in fp32.
         in_fp32 = 0 if optim.startswith("adamw_torch") else weights.trained_embedding
-        return _shard(moments * ((weights.trained - in_fp32) * width + in_fp32 * FP32), run, 1)
-    if run.engine.kind == "deepspeed":  # and fp32 copies of the parameters
-        return _shard(weights.trained * (FP32 + moments * FP32), run, 1)
-    return _shard(weights.trained * moments * _trained_bytes(run), run, 1)  # moments have their parameter's dtype
+        in_few_bits = (weights.trained - in_fp32) * optimizer_bytes_per_parameter(run)
+        return _shard(in_few_bits + _moments(optim) * in_fp32 * FP32, run, 1)
+    return _shard(weights.trained * optimizer_bytes_per_parameter(run), run, 1)
 
 
 def _step_bytes(run: RunSpec, weights: Weights) -> int:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from recipes.rules.facts import (
+    accelerator_config,
     advice,
     deepspeed_file,
     fsdp_section,
@@ -56,6 +57,18 @@ def persistent_workers_change_a_resume(run):
     if run["dataloader_persistent_workers"] and run["dataloader_num_workers"]:
         what = "from its next epoch, a resumed run draws other random numbers than an uninterrupted one"
         yield advice(run, "dataloader_persistent_workers", what, "leave it out if a resume must be exact")
+
+
+@rule
+def an_unseeded_sampler_changes_a_resume(run):
+    """Seen on one and on two processes: in its second epoch, a resumed run trains other examples.
+
+    accelerate's own sampler is seeded with the epoch. torch's goes on from the epochs before.
+    """
+    unseeded = str(accelerator_config(run).get("use_seedable_sampler")).lower() == "false"
+    if unseeded and run["train_sampling_strategy"] == "random":
+        what = "without use_seedable_sampler, a resume after the first epoch trains other examples"
+        yield advice(run, "accelerator_config", what, "leave use_seedable_sampler out if a resume must be exact")
 
 
 @rule

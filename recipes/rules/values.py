@@ -73,7 +73,7 @@ _READ_IF: dict[str, Callable[[RunSpec], bool]] = {
         ("adam_beta1", "adam_beta2", "adam_epsilon"), lambda run: run["optim"] not in legal.optimizers_without_betas()
     ),
     "ddp_bucket_cap_mb": uses_ddp,
-    "ddp_timeout": lambda run: not run["use_cpu"],
+    "ddp_timeout": lambda run: run.world_size > 1,
 }
 
 

@@ -39,7 +39,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _OF_TEXT = ("recipe_files", "command", "launcher", "files", "paths", "environment")
 _OF_TEXT_OR_NULL = ("versions", "code")  # a package that is not installed; whether the code was changed
-_NEVER_NULL = ("files", "paths", "environment", "versions", "hardware", "code")
 _LARGEST = 1e300  # of any number
 
 
@@ -69,7 +68,7 @@ def read(path: str | Path, subject: str) -> Json:
         raise mistake(subject, f"{file} is damaged: {error}", "the run's own record, as train.py wrote it") from None
     if fault := _fault(content):
         raise mistake(subject, f"{file} is not the record of a run: {fault}", f"a {NAME}, as train.py wrote it")
-    return {name: value for name, value in content.items() if value is not None or name not in _NEVER_NULL}
+    return content
 
 
 def is_record_at(path: str) -> bool:
@@ -89,10 +88,11 @@ def _fault(content: object) -> str:
     """What is wrong with a record; empty if nothing is."""
     if not is_record(content) or not isinstance(content, dict):
         return "it lacks status or settings"
-    if content["status"] is None or content["settings"] is None:
-        return "status or settings is null"
+    if content["status"] is None:
+        return "its status is null"
     for name, types in _TYPES.items():
-        if content.get(name) is not None and type(content[name]) not in types:
+        unknown = name in content and content[name] is None and types not in ((dict,), (list,))
+        if name in content and not unknown and type(content[name]) not in types:
             return f"{name} is {content[name]!r:.40}"
     if _holds_no_argument({name: value for name, value in content.items() if name != "files"}):
         return "a text in it cannot be that of a path or an argument"
@@ -122,10 +122,10 @@ def _fault_of_hardware(hardware: Json) -> str:
 def _fault_of_settings(settings: Json) -> str:
     entries = list(settings.values())
     whole = entries and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
-    if not whole or not all(isinstance(entry["source"], str) for entry in entries):
+    if not whole or not all(
+        isinstance(text, str) for entry in entries for text in (entry["source"], entry.get("reason", ""))
+    ):
         return "its settings have no values with their sources"
-    if not all(isinstance(entry.get("reason", ""), str) for entry in entries):
-        return "a reason of its settings is not text"
     return ""
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig
 
-from tests.benchmarks import estimators, plan_time
+from tests.benchmarks import estimators, plan_time, saving
 from tests.gpu import memory
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -90,3 +90,15 @@ def test_accumulated_gradients_exist_beside_the_buckets_that_views_would_spare()
     case = memory.Case("llama", "tiny", "fast", 2, 64, accumulation=2)
     tries = (memory.error_of(memory.row_of(case)) for _ in range(3))  # a busy rank may release its first buckets late
     assert any(abs(error) < 0.01 for error in tries)
+
+
+# --- A save ---------------------------------------------------------------------------------------
+
+
+def test_trainers_part_of_a_save_is_measured(tmp_path, monkeypatch):
+    tiny = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.setattr(saving, "SHAPE", tiny)
+    rounds = saving.measured(2, tmp_path)
+    assert len(rounds) == 2 and all(0 < each.trainers < each.waited for each in rounds)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+    assert "GB/s from memory" in saving.speed(tmp_path / "checkpoint-2")

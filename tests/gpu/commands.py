@@ -64,7 +64,7 @@ def parts_of_a_step(recipe: str, processes: int, setup: Setup) -> Figures:
     from recipes.scaling.timings import WARM_UP_STEPS
 
     size, length, steps = ("tiny", 64, 6) if setup.rehearse else ("0.5B", speed.LENGTH, STEPS)
-    model, data = _material(setup, size, [length] * speed.GLOBAL_BATCH * (steps + WARM_UP_STEPS))
+    model, data = material(setup, size, [length] * speed.GLOBAL_BATCH * (steps + WARM_UP_STEPS))
     output = _fresh(setup, f"parts-{recipe}-{processes}")
     flags = _flags(model, data, length, recipe=recipe, measure=output / "timings.jsonl")
     flags += ["--max_steps", str(steps + WARM_UP_STEPS), "--global_batch_size", str(speed.GLOBAL_BATCH)]
@@ -123,7 +123,7 @@ def out_of_memory(setup: Setup) -> Figures:
 # --- Models and data -----------------------------------------------------------------------------
 
 
-def _material(setup: Setup, size: str, lengths: list[int]) -> tuple[Path, Path]:
+def material(setup: Setup, size: str, lengths: list[int]) -> tuple[Path, Path]:
     """The folder of a model with its tokenizer, and a file of texts of these lengths in tokens."""
     from launch.training.demo import demo_tokenizer
 
@@ -141,7 +141,7 @@ def _memory_hungry(setup: Setup) -> tuple[Path, Path, int, list[str]]:
     As one micro-batch it is too large: for the GPU, or in a rehearsal for a limit of RAM.
     """
     if not setup.rehearse:
-        model, data = _material(setup, "0.5B", [speed.LENGTH] * 2 * BATCH)
+        model, data = material(setup, "0.5B", [speed.LENGTH] * 2 * BATCH)
         return model, data, speed.LENGTH, ["--global_batch_size", str(BATCH)]
     folder, length = setup.folder / "work", WIDE_LENGTH // 2
     folder.mkdir(exist_ok=True)

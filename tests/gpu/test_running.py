@@ -14,9 +14,10 @@ import pytest
 
 from tests.gpu.__main__ import next_attempt
 from tests.gpu.case import status_of
-from tests.gpu.cases import Case, all_cases
+from tests.gpu.cases import Case, Setup, all_cases
+from tests.gpu.commands import STAND_IN, material
 from tests.gpu.results import LATE, NOT_RUN, OUT_OF_MEMORY, Results, tables
-from tests.support.running import ROOT
+from tests.support.running import ROOT, model_flags, run
 
 # Runs the cases given as NAME=COMMAND: a name ends with the expected seconds.
 SCRIPT = """
@@ -194,3 +195,13 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--rehearse" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_train_py_trains_with_the_stand_in_of_a_machine_without_datasets(tmp_path):
+    setup = Setup(tmp_path / "gpu", rehearse=True)
+    (setup.folder / "work").mkdir(parents=True)
+    model, data = material(setup, "tiny", [64] * 16)
+    output, path = tmp_path / "out", os.pathsep.join([str(STAND_IN), str(ROOT)])
+    flags = [*model_flags(model, data), "--max_steps", "1", "--output_dir", str(output)]
+    outcome = run([sys.executable, str(ROOT / "launch" / "train.py"), *flags], output, {"PYTHONPATH": path})
+    assert (outcome.code, outcome.record.get("status")) == (0, "finished"), outcome.output

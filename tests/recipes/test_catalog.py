@@ -26,11 +26,11 @@ def run_of(recipe, hardware=CPU, world=1, **settings):
     ("recipe", "logging", "kept", "engine"),
     [
         ("baseline", 1, 2, "single.yaml"),
-        ("standard", 5, 1, "standard.yaml"),
-        ("fast", 10, 1, "fast.yaml"),
-        ("sharded", 5, 1, "sharded.yaml"),
-        ("memory", 10, 1, "memory.yaml"),
-        ("memory_zero3", 10, 1, "memory_zero3.yaml"),
+        ("standard", 5, 2, "standard.yaml"),
+        ("fast", 10, 2, "fast.yaml"),
+        ("sharded", 5, 2, "sharded.yaml"),
+        ("memory", 10, 2, "memory.yaml"),
+        ("memory_zero3", 10, 2, "memory_zero3.yaml"),
     ],
 )
 def test_each_recipe_keeps_its_promise(recipe, logging, kept, engine):

@@ -386,13 +386,6 @@ def bf16_compression_needs_nccl(run):
 
 
 @rule
-def ddp_timeout_is_not_for_cpus(run):
-    """With `use_cpu`, Trainer creates the process group without the timeout."""
-    if run.explicit("ddp_timeout") and run["use_cpu"]:
-        yield advice(run, "ddp_timeout", "is ignored with use_cpu", "leave it out")
-
-
-@rule
 def nccl_timeout_is_an_argument(run):
     """Nothing reads NCCL_TIMEOUT: the process group's timeout is `ddp_timeout`."""
     if "NCCL_TIMEOUT" in run.environment:

@@ -101,6 +101,9 @@ def launch(case: Case) -> list[str]:
 
 
 def _own_yaml(case: Case) -> str:
+    """As `recipes train` launches where no YAML is named: beside --deepspeed plain DDP's."""
+    if any(change.name == "deepspeed" for change in case.changes if change.where in ("flag", "config", "own")):
+        return str(shipped("standard.yaml"))
     asked = [change.value for change in case.changes if change.name == "recipe"]
     name = asked[-1] if asked and isinstance(asked[-1], str) else (asked or [["standard"]])[-1][0]
     own = contents(case).get(OWN_RECIPE, {}) if name == OWN_RECIPE else {}

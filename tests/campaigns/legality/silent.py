@@ -101,6 +101,10 @@ def _any_text_is_true(case: Case, judgement: Judgement, outcome: Outcome) -> str
     return "any text is true" if all("takes true or false" in problem.what for problem in problems) else ""
 
 
+def _too_few_examples(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    return "the data fills no global batch" if outcome.seen[0]["examples"] < judgement.batch else ""
+
+
 SHOWN_BY: dict[str, Proof] = {
     PARSING: _as_written,
     "yaml_precision_agrees_with_arguments": _another_precision,
@@ -108,6 +112,7 @@ SHOWN_BY: dict[str, Proof] = {
     "compile_settings_compile": lambda case, judgement, outcome: "compiles" if outcome.seen[0]["compiled"] else "",
     "single_engine_starts_one_process": _another_world,
     "batches_are_not_split": _another_batch,
+    "static_graph_needs_accumulation_one": _too_few_examples,
     "accumulation_is_said_once": _another_batch,
     "offload_needs_adamw": _another_optimizer,
     "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",

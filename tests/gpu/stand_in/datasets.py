@@ -46,6 +46,8 @@ class IterableDataset:
 class Dataset:
     """Rows of a pyarrow table. A row is a dict of lists; any slice is the whole table."""
 
+    cache_files: tuple = ()
+
     def __init__(self, table: pa.Table) -> None:
         self.data = table
 

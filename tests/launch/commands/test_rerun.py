@@ -300,7 +300,7 @@ def test_the_recorded_accelerate_yaml_is_used_where_it_is(place, capsys):
 
 
 def test_flags_of_the_launcher_are_kept(place, capsys):
-    launcher = "python -m accelerate.commands.launch --multi_gpu --num_processes 2 --mixed-precision=bf16 --zebra 1"
+    launcher = "python -m accelerate.commands.launch --multi_gpu --num_processes 2 --mixed-precision=bf16 --zebra %j"
     folder = recorded(place / "out", "--bf16", launcher=launcher, processes=2)
     _, script, said = dry(capsys, str(folder))
     engine = launched_yaml(script)

@@ -113,6 +113,13 @@ def test_a_rank_that_a_signal_has_ended_while_it_started_is_spoken_for(number, s
     assert printed.startswith(said) and bool(printed) == bool(said)
 
 
+@pytest.mark.slow
+@WORLDS
+def test_a_rank_that_was_told_to_stop_before_it_listened_ends_as_if_it_had(world, script):
+    code, output = launched(*world, script("os.kill(os.getpid(), signal.SIGTERM)"))
+    assert (code, output) == (75, "told to stop before the training began: run the same command again\n")
+
+
 ACCELERATES_OWN = {
     "an unknown flag": (["--num_proceses", "2"], "num_proceses"),
     "a file that is not there": (["--config_file", "nowhere.yaml"], "nowhere.yaml"),

@@ -5,14 +5,16 @@ goes on as if it had not been stopped.
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launch.host.signals import EXIT_CODE
+from launch.host.signals import EXIT_CODE, PASSED_ON
 from launch.output.checkpoints import newest_valid
-from tests.support.running import launch_quickly, losses, model_flags, read_record, train_here
+from tests.support.running import ROOT, launch_quickly, losses, model_flags, read_record, train_here
 from tests.support.stopping import ONE_PROCESS, TWO_RANKS, Forked, Run
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -116,6 +118,17 @@ def test_a_signal_before_the_first_step_ends_at_once(flags, tmp_path):
         output = run.end()
     assert run.process.returncode == EXIT_CODE, output
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_signals_wait_while_train_py_imports(tmp_path):
+    """The first library that it imports says which: all that the launcher passes on."""
+    (tmp_path / "psutil.py").write_text(
+        "import os, signal\nprint(*sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), flush=True)\nos._exit(0)\n"
+    )
+    words = [sys.executable, str(ROOT / "launch" / "train.py")]
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout.split() == [str(int(number)) for number in sorted(PASSED_ON)]
 
 
 def handles_sigterm(pid: int) -> bool:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,6 +185,17 @@ def test_arguments_arrive_as_they_were_typed(cluster, tmp_path):
     job = cluster.run("sbatch", "--parsable", f"--output={tmp_path}/out.log", str(file)).strip()
     cluster.wait_for(job, "COMPLETED", "FAILED")
     assert received(tmp_path) == HOSTILE
+
+
+@pytest.mark.slow
+def test_a_single_process_of_another_environment_may_be_told_by_sigusr1(cluster, slow_flags, tmp_path):
+    """accelerate's own launcher dies of it, and Slurm then ends the step."""
+    job, _ = submit(cluster, tmp_path, "--recipe", "baseline", "--venv", sys.prefix, "--", *slow_flags)
+    wait_for_step(cluster, tmp_path, 2)
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED", log(tmp_path)
+    assert "told to stop by SIGUSR1 at step" in log(tmp_path) and "Exited with exit code 75" in log(tmp_path)
+    assert read_record(tmp_path / "run")["status"] == "preempted"
 
 
 @pytest.mark.slow

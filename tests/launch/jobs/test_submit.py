@@ -133,6 +133,30 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
     assert list(tmp_path.glob("checkpoint-*/trainer_state.json"))
 
 
+WAITS = "trap 'exit 75' TERM; sleep 600 & wait"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "code"),
+    [
+        (["exit 3", "sleep 2; exit 5"], 3),
+        (["sleep 2; exit 1", "exit 75"], 75),
+        (["exit 1", "exit 137"], 137),  # together: a 1 only says that the other was lost
+        (["exit 0", "sleep 1; exit 2"], 2),
+        (["exit 0", "exit 0"], 0),
+        ([WAITS, "exit 4"], 4),  # nobody will come
+    ],
+)
+def test_the_exit_code_of_two_nodes_is_that_of_the_first_to_fail(nodes, code):
+    """Also where a launcher ends before the script looks at it."""
+    lines = local.render(job(nodes=2, processes=2, gpu=False)).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.endswith(" &"))
+    lines[start] = f"( case $rank in 0) {nodes[0]} ;; 1) {nodes[1]} ;; esac ) &"
+    lines.insert(lines.index("set +m  # or bash reports their ends") + 1, "sleep 1")
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == code and "unbound" not in done.stderr, done.stderr
+
+
 # --- Nothing illegal is submitted -----------------------------------------------------------------
 
 

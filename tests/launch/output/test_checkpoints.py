@@ -1,4 +1,7 @@
-"""A run resumes only from a valid checkpoint. Damaged ones are named and never deleted."""
+"""A run resumes only from a valid checkpoint. Damaged ones are named and never deleted.
+
+These have no manifest: plain Trainer has written them, or an older version of this program.
+"""
 
 import json
 import pathlib
@@ -9,17 +12,23 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launch.output.checkpoints import archive_damaged, faults, fresh_parts, inspect, newest_valid, numbered
+from launch.output.checkpoints import archive_damaged, faults, inspect, newest_valid, notes, numbered
 
 
 @pytest.fixture
 def checkpoint(real_checkpoint, tmp_path):
-    """A copy of a checkpoint that Trainer wrote, to be damaged."""
-    return shutil.copytree(real_checkpoint, tmp_path / "checkpoint-4")
+    """A copy of a checkpoint, as plain Trainer writes it, to be damaged."""
+    return shutil.copytree(real_checkpoint, tmp_path / "checkpoint-4", ignore=shutil.ignore_patterns("manifest.json"))
 
 
 def test_what_trainer_wrote_is_valid(checkpoint):
     assert faults(checkpoint) == []
+
+
+def test_it_is_said_that_it_was_judged_in_part(checkpoint, real_checkpoint):
+    (note,) = notes(checkpoint)
+    assert note.startswith("checkpoint-4 has no manifest.json: it was judged in part")
+    assert notes(real_checkpoint) == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +77,7 @@ def test_weights_alone_are_whole_and_say_what_starts_afresh(checkpoint):
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         (checkpoint / name).unlink()
     assert faults(checkpoint) == []
-    assert "optimizer, schedule and random state start afresh" in fresh_parts(checkpoint)[0]
+    assert "optimizer, schedule and random state start afresh" in notes(checkpoint)[0]
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
@@ -90,7 +99,7 @@ def test_no_bytes_make_the_inspection_itself_fail(checkpoint, name, content):
     before = file.read_bytes() if file.exists() else None
     file.write_bytes(content)
     try:
-        assert inspect(checkpoint).faults
+        assert inspect(checkpoint, deepspeed=name == "latest").faults
     finally:
         file.unlink() if before is None else file.write_bytes(before)
 

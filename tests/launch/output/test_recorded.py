@@ -277,9 +277,33 @@ ASSIGNED = [
 ]  # fmt: skip
 HARMLESS = [
     'pad_token = "<pad>"', 'token = ""; name = "it"', "num_tokens: 123456789", "tokenizer_name: org/name-of-it",
-    'token == "wJalr/XUtn"', "hub_token: null",
+    'token == "wJalr/XUtn"', "hub_token: null", "include_num_input_tokens_seen: non_padding", "eos_token: end_of_text",
+    'average_tokens_across_devices: "true"', "label_key: sentiment_label", 'bos_token = "it"',
 ]  # fmt: skip
-IN_PYTHON = ['token = os.environ["NAME"]', "token = settings.hub_token", "def f(token: TokenOfOurs) -> str:"]
+IN_PYTHON = [
+    'token = environ["HF_TOKEN"]', 'token = get("HF_TOKEN")', 'text_key = "text"', "token = settings.hub_token",
+    "def f(token: TokenOfOurs) -> str:",
+]  # fmt: skip
+
+
+IN_YAML = [
+    "db_password: |\n  wJalr/\n  XUtn\n", "hub_token:\n  wJalr/XUtn", "db_password: it is wJalr/XUtn",
+    "api-key: wJalr/XUtn",
+    "db_password: 'it''s wJalr/XUtn'", "hub_token:\n- wJalr/XUtn\n- ours", "hub_token: {value: wJalr/XUtn}",
+    '{"db_password":\n "\\"wJalr/XUtn"}', "hub_token: !!str wJalr/XUtn", "ä: &it wJalr/XUtn\nhub_token: *it",
+]  # fmt: skip
+ASSIGNED_IN_PYTHON = [
+    'token = "wJalr/" "XUtn"', 'api_key = "wJ" + "alr/XUtn"', 'api_key: Optional[str] = "wJalr/XUtn"',
+    'environ.setdefault("HF_TOKEN", "wJalr/XUtn")', 'token = environ.get("HF_TOKEN") or "wJalr/XUtn"',
+    'setattr(settings, "hub_token", "wJalr/XUtn")', 'user, password = "ä", "wJalr/XUtn"', 'f(token := "wJalr/XUtn")',
+    'token = \\\n  "wJalr/XUtn"', 'settings = {"hub_token": {"value": "wJalr/XUtn"}}', 'api_key += f"wJalr/XUtn{x}"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", IN_YAML + ASSIGNED_IN_PYTHON)
+def test_a_file_is_read_as_what_it_is_to_find_the_values_of_secrets(text):
+    hidden = secrets.hide_assigned(text, is_python=text in ASSIGNED_IN_PYTHON)
+    assert HIDDEN in hidden and "Jal" not in hidden and "XU" not in hidden
 
 
 @pytest.mark.parametrize("text", ASSIGNED)
@@ -292,7 +316,7 @@ def test_what_a_file_assigns_to_the_name_of_a_secret_is_hidden(text):
 
 def test_other_assignments_stay():
     assert [secrets.hide_assigned(text) for text in HARMLESS] == HARMLESS
-    for odd in ("TOKEN" * 10**5, "token =" + " " * 10**6, "api_key='" + "\\" * 10**6, "token: " + "a " * 10**5):
+    for odd in ("TOKEN" * 10**5, "token =" + " " * 10**6, "api_key='" + "\\" * 10**6, "# token: " + "a " * 10**5):
         assert secrets.hide_assigned(odd) == odd  # and does not take hours
     assert [secrets.hide_assigned(text, is_python=True) for text in IN_PYTHON] == IN_PYTHON
 
@@ -342,6 +366,8 @@ BROKEN = {
     "settings are a list": json.dumps({**WHOLE, "settings": [1]}),
     "a setting is a number": json.dumps({**WHOLE, "settings": {"seed": 1}}),
     "a source is a number": json.dumps({**WHOLE, "settings": {"seed": {"value": 1, "source": 2}}}),
+    "a reason is a number": json.dumps({**WHOLE, "settings": {"seed": {**WHOLE["settings"]["seed"], "reason": 2}}}),
+    "versions are null": json.dumps({**WHOLE, "versions": None}),
     "a world of text": json.dumps({**WHOLE, "world_size": "two"}),
     "a world of none": json.dumps({**WHOLE, "world_size": 0}),
     "a path of a number": json.dumps({**WHOLE, "paths": {"dataset_name": 1}}),

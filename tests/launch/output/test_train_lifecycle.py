@@ -82,6 +82,7 @@ def test_a_damaged_checkpoint_is_named_skipped_and_kept(stopped_at_four, tiny_mo
     newer = shutil.copytree(stopped_at_four / "checkpoint-4", stopped_at_four / "checkpoint-6")
     state = json.loads((newer / "trainer_state.json").read_text())
     (newer / "trainer_state.json").write_text(json.dumps({**state, "global_step": 6}))
+    (newer / "manifest.json").unlink()  # as an older version of this program wrote it
     (newer / "optimizer.pt").write_bytes(b"cut off")
     resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
     assert "checkpoint-6 is damaged (optimizer.pt is cut off or damaged)" in resumed.output
@@ -93,6 +94,7 @@ def edit_weights(checkpoint, change):
     weights = load_file(checkpoint / "model.safetensors")
     change(weights)
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    (checkpoint / "manifest.json").unlink()
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(stopped_at_four, tiny_model, texts):
@@ -110,6 +112,7 @@ def test_a_checkpoint_of_another_shape_is_refused(stopped_at_four, tiny_model, t
 
 def test_an_optimizer_of_another_model_is_refused(stopped_at_four, tiny_model, texts):
     file = stopped_at_four / "checkpoint-4" / "optimizer.pt"
+    file.with_name("manifest.json").unlink()
     state = torch.load(file)
     torch.save({**state, "param_groups": state["param_groups"][:1]}, file)
     refused = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
@@ -160,7 +163,7 @@ def test_another_training_in_the_same_folder_is_refused(whole_run, tiny_model, t
 
 @pytest.mark.slow
 def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
-    flags = "--save_only_model --save_steps 2 --learning_rate 1e-3".split()
+    flags = "--save_only_model --save_steps 2 --save_total_limit 1 --learning_rate 1e-3".split()
     train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
     longer = train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "4")
     assert "start afresh" in longer.output
@@ -234,18 +237,27 @@ def test_ctrl_c_is_recorded_and_the_next_start_resumes(tiny_model, texts, tmp_pa
 class TestFullDisk:
     @pytest.fixture
     def small_disk(self, tmp_path):
-        """A real file system of 500 KiB; a checkpoint of the tiny model takes about 450 KiB."""
+        """A real file system of 1060 KiB.
+
+        A checkpoint of the tiny model takes about 490 KiB, of which 440 are weights and moments.
+        """
         folder = tmp_path / "disk"
         folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "tmpfs", folder]).returncode:
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1060k", "tmpfs", folder]).returncode:
             pytest.skip("mounting is not allowed here")
         yield folder
         subprocess.run(["umount", "-l", folder], check=True)
 
     def test_too_small_a_disk_is_refused_before_training(self, small_disk, tiny_model, texts):
-        (small_disk / "filler").write_bytes(b"x" * 400_000)
+        (small_disk / "filler").write_bytes(b"x" * 800_000)
         outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)
         assert outcome.code == 2 and "MiB free, this run saves about" in outcome.output
+        assert "in 2 checkpoints at once" in " ".join(outcome.output.split())
+
+    def test_a_smaller_limit_needs_less(self, small_disk, tiny_model, texts):
+        (small_disk / "filler").write_bytes(b"x" * 300_000)
+        flags = ["--save_total_limit", "1", "--max_steps", "4", "--save_steps", "4"]
+        assert train_here(tiny_model, texts, small_disk / "run", *flags).code == 0
 
     def test_a_disk_that_fills_up_says_what_was_saved(self, small_disk, tiny_model, texts):
         outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)

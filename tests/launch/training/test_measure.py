@@ -8,6 +8,7 @@ from launch.training.results import checkpoint_bytes, flops_per_token, parameter
 from recipes.run import resolve
 from recipes.run.hardware import Gpu, Hardware
 
+CPU = Hardware(cores=2)
 H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=16)
 
 
@@ -40,7 +41,13 @@ def test_an_untied_input_embedding_costs_no_flops(tied):
 def test_only_what_is_trained_goes_into_a_checkpoint():
     model = llama(tied=True).requires_grad_(False)
     model.model.norm.weight.requires_grad_(True)
-    assert checkpoint_bytes(model) == 4 * (4 + 8)
+    assert checkpoint_bytes(model, resolve(hardware=CPU, environment={})) == 4 * (4 + 8)
+
+
+@pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
+def test_a_checkpoint_is_as_large_as_its_optimizer_makes_it(optim, bytes_each):
+    run = resolve(settings={"optim": optim}, hardware=CPU, environment={})
+    assert checkpoint_bytes(llama(tied=True), run) == (4 + bytes_each) * (BODY + 40)
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus():

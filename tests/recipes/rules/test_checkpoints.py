@@ -23,6 +23,10 @@ CASES = {
         Run("--dataloader_persistent_workers --dataloader_num_workers 1"),
         Run("--dataloader_num_workers 1"),
     ),
+    "an_unseeded_sampler_changes_a_resume": (
+        Run('--accelerator_config {"use_seedable_sampler":false}'),
+        Run('--accelerator_config {"use_seedable_sampler":false} --train_sampling_strategy sequential'),
+    ),
     "weights_alone_cannot_find_the_best": (
         Run(f"--save_only_model {BEST} {EVAL}", yaml="memory.yaml"),
         Run(f"--save_only_model {BEST} {EVAL}", yaml="standard.yaml"),

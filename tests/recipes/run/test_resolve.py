@@ -20,7 +20,7 @@ from tests.support.runs import TWO_GPUS, resolved
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_recipe(config):
     path = config("recipe: fast\nlogging_steps: 7\nlearning_rate: 1e-4\n")
     run = resolved(["--config", path, "--learning_rate", "2e-4"])
-    assert (run["learning_rate"], run["logging_steps"], run["save_total_limit"]) == (2e-4, 7, 1)
+    assert (run["learning_rate"], run["logging_steps"], run["save_total_limit"]) == (2e-4, 7, 2)
 
 
 @given(

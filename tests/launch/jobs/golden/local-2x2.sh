@@ -7,7 +7,17 @@ command=(
     /checkout/launch/train.py
     --recipe standard
 )
+
 launchers=()
+told=
+tell() {  # each process group: a launcher passes it on to its training processes
+    local pid
+    told=$1
+    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
+}
+trap 'tell TERM' TERM USR1 HUP
+trap 'trap "tell QUIT" INT; echo "stopping, after the step in progress if any; Ctrl-C again kills" >&2; tell TERM' INT
+
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # the nodes share these cores
 port=$((20000 + $$ % 20000))
 for rank in {0..1}; do
@@ -15,19 +25,23 @@ for rank in {0..1}; do
     launchers+=($!)
 done
 set +m  # or bash reports their ends
-
-tell() {  # each process group: a launcher passes it on to its training processes
-    local pid
-    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
-}
-trap 'tell TERM' TERM USR1 HUP
-trap 'trap "tell QUIT" INT; echo "stopping, after the step in progress if any; Ctrl-C again kills" >&2; tell TERM' INT
+[ -z "$told" ] || tell "$told"  # while they were started
 
 code=0
-for pid in "${launchers[@]}"; do
-    while kill -0 "$pid" 2>/dev/null; do  # a signal ends `wait` before its process
-        wait "$pid" && ended=0 || ended=$?
+running=("${launchers[@]}")
+while true; do
+    failed=$code
+    still=()
+    for pid in "${running[@]}"; do
+        if kill -0 "$pid" 2>/dev/null; then
+            still+=("$pid")
+        else  # now `wait` returns at once, and no signal ends it before its process
+            wait "$pid" && ended=0 || ended=$?
+            ((failed || ended <= code)) || code=$ended
+        fi
     done
-    ((ended == 0)) || code=$ended
+    ((${#still[@]})) || exit "$code"
+    running=("${still[@]}")
+    ((failed == code)) || tell TERM
+    sleep 0.5
 done
-exit "$code"

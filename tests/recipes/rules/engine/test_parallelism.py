@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from yaml import safe_load
 
+from launch.host.heartbeat import limit_waits
 from recipes.rules.check import check
 from recipes.run import resolve
 from recipes.run.engine import from_yaml, shipped
@@ -105,7 +106,6 @@ CASES = {
         Run("--ddp_bucket_cap_mb 50", yaml="standard.yaml"),
     ),
     "bf16_compression_needs_nccl": (Run("--ddp_comm_hook bf16", world=2), Run("--ddp_comm_hook fp16", world=2)),
-    "ddp_timeout_is_not_for_cpus": (Run("--ddp_timeout 60"), Run("--ddp_timeout 60", hardware=machine(A100))),
     "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
 }
 
@@ -207,10 +207,12 @@ def timeout_of_the_world() -> timedelta:
     return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 
 
-def test_with_use_cpu_the_world_has_the_timeout_of_torch(one_rank, tmp_path):
-    arguments(tmp_path, ddp_timeout=77)
-    assert timeout_of_the_world() == timedelta(minutes=30)
-    assert_fires("ddp_timeout_is_not_for_cpus", {"ddp_timeout": 77})
+def test_with_use_cpu_the_world_has_the_timeout_that_we_give_to_torch(one_rank, tmp_path, monkeypatch):
+    """Trainer gives it none, and torch's own is half an hour."""
+    monkeypatch.setattr("torch.distributed.distributed_c10d.default_pg_timeout", timedelta(minutes=30))
+    limit_waits(77)
+    arguments(tmp_path, ddp_timeout=99)
+    assert timeout_of_the_world() == timedelta(seconds=77)
 
 
 def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):

@@ -1,0 +1,260 @@
+"""Checkpoints that another number of processes has written.
+
+Those of one process, DDP and FSDP fit any number. DeepSpeed's ZeRO keeps one shard per process,
+which only as many processes can read: it is converted to DeepSpeed's universal format, which holds
+each weight whole. The converted copy lies beside the checkpoints only until it has been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launch.host.processes import group, how_it_ended, last_lines, start_module
+from launch.host.world import World
+from launch.output import manifest
+from launch.terminal import memory_size
+from recipes.errors import Failure, UserError, mistake
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+_STATES = {"step", "exp_avg", "exp_avg_sq"}  # of Adam: DeepSpeed converts no other optimizer's
+_CANNOT = 2  # exit code of a conversion that DeepSpeed has no means for
+_POLL_SECONDS = 10
+
+
+def writers(checkpoint: Path) -> int | None:
+    """The processes that wrote a checkpoint. None if neither manifest nor random states tell."""
+    if manifest.is_committed(checkpoint):
+        return manifest.read(checkpoint)["world_size"]
+    return sum(1 for _ in checkpoint.glob("rng_state*.pth")) or None
+
+
+def note(checkpoint: Path, processes: int) -> str | None:
+    """What a resume by this number of processes cannot carry over exactly, in one line."""
+    before = writers(checkpoint)
+    if before in (None, processes):
+        return None
+    return (
+        f"{checkpoint.name} was written by {before} processes, {processes} go on: same data in the same order; "
+        "random numbers (dropout) and the rounding of sums differ"
+    )
+
+
+@dataclass(frozen=True)
+class AnyWorld:
+    """Reads the checkpoints of a run on DeepSpeed, whatever number of processes has written them.
+
+    `ranks` is the number of processes, or groups of them, that share the optimizer now. `folder` is
+    where converted copies are kept while they are needed; `say` takes a line for a person.
+    """
+
+    folder: Path
+    world: World
+    ranks: int
+    say: Callable[[str], None]
+
+    def prepare(self, checkpoint: Path | None) -> None:
+        """Convert a checkpoint, if there is one that only another number of processes could read.
+
+        All ranks call it. Raises `UserError` if it cannot be converted, or does not fit on the
+        disk, `Failure` if the conversion failed.
+        """
+        if checkpoint is None:
+            return
+        with group() as processes:
+            if not self.world.decide(lambda: self._start(checkpoint, processes)):
+                return
+            # Rank 0 answers every few seconds: no process group waits as long as this may take.
+            while not self.world.decide(lambda: _has_ended(processes[0], self._copy(checkpoint), checkpoint)):
+                pass
+
+    def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
+        """As transformers' `deepspeed_load_checkpoint`. All ranks call it."""
+        import torch
+        from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+
+        copy = self._copy(Path(checkpoint))
+        if not self._differs(Path(checkpoint)):
+            deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
+            _repeat_steps(engine)
+            return
+        # Not in DeepSpeed's configuration: the best checkpoint, read at the end, may be another's.
+        engine._config.load_universal_checkpoint = True
+        try:
+            deepspeed_load_checkpoint(engine, str(copy), load_module_strict)
+        finally:
+            engine._config.load_universal_checkpoint = False
+        _complete(engine, copy)
+        _repeat_steps(engine)
+        if self.world.size > 1:
+            torch.distributed.barrier()  # all have read it
+        if self.world.is_main:
+            shutil.rmtree(copy, ignore_errors=True)
+
+    def _copy(self, checkpoint: Path) -> Path:
+        return self.folder / f"converted-{checkpoint.name}"
+
+    def _differs(self, checkpoint: Path) -> bool:
+        return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
+
+    def _start(self, checkpoint: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
+        """Start the conversion, if there is one to wait for. Rank 0 calls it."""
+        if not self._differs(checkpoint):
+            return False
+        source, copy = _newest_tag(checkpoint), self._copy(checkpoint)
+        needed, free = _bytes_needed(source), shutil.disk_usage(self.folder).free
+        if free < needed:
+            what = f"{checkpoint.name} has to be converted, which takes {memory_size(needed)} of the disk"
+            raise _refused(checkpoint, f"{what}: {self.folder} has {memory_size(free)} free")
+        self.say(
+            f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
+            f"which takes {memory_size(needed)} of the disk for a while"
+        )
+        copy.mkdir(exist_ok=True)
+        processes.append(start_module(__name__, source, copy / source.name, log=_log(copy)))
+        return True
+
+
+@contextlib.contextmanager
+def read_by(reader: AnyWorld | None) -> Iterator[None]:
+    """Have Trainer load DeepSpeed's checkpoints by `reader`: it calls a function of its module."""
+    from transformers import trainer
+
+    theirs = trainer.deepspeed_load_checkpoint
+    trainer.deepspeed_load_checkpoint = reader.load if reader else theirs
+    try:
+        yield
+    finally:
+        trainer.deepspeed_load_checkpoint = theirs
+
+
+def shards(checkpoint: Path) -> int:
+    """The data-parallel ranks among which DeepSpeed's ZeRO has parted the optimizer; 0 if none."""
+    names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
+    return max((int(name.group(1)) + 1 for name in names if name), default=0)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the copies that a killed run has left in an output folder."""
+    for copy in folder.glob("converted-checkpoint-*"):
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _newest_tag(checkpoint: Path) -> Path:
+    return checkpoint / (checkpoint / "latest").read_text().strip()
+
+
+def _log(copy: Path) -> Path:
+    return copy / "log.txt"
+
+
+def _bytes_needed(source: Path) -> int:
+    """DeepSpeed cuts the optimizer's shards into pieces before it joins these, and keeps both."""
+    sizes = {kind: [file.stat().st_size for file in source.glob(f"*_{kind}_states.pt")] for kind in ("optim", "model")}
+    return 2 * sum(sizes["optim"]) + max(sizes["optim"]) + sum(sizes["model"])
+
+
+def _has_ended(process: subprocess.Popen[bytes], copy: Path, checkpoint: Path) -> bool:
+    try:
+        code = process.wait(_POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False
+    if code == 0:
+        return True
+    reason = "".join(last_lines(_log(copy), 1)) if code > 0 else how_it_ended(code)
+    shutil.rmtree(copy, ignore_errors=True)
+    if code == _CANNOT:
+        raise _refused(checkpoint, f"{checkpoint} cannot be shared among other processes: {reason}")
+    raise Failure(f"{checkpoint} could not be converted for another number of processes: {reason}")
+
+
+def _refused(checkpoint: Path, what: str) -> UserError:
+    return mistake("num_processes", what, f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh")
+
+
+def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
+    """What DeepSpeed leaves out when it reads a universal checkpoint.
+
+    ZeRO-3 gives all groups of weights the settings of the first, so that those without weight decay
+    would get it, and torch's Adam one count of steps for all, which each of them would increase.
+    And buffers that training changes, as BatchNorm's, are not read at all.
+    """
+    import torch
+
+    optimizer = engine.optimizer.optimizer
+    source = copy / (copy / "latest_universal").read_text().strip()
+    saved = _load(source / "zero" / "optimizer_state.pt")["param_groups"]
+    for now, then in zip(optimizer.param_groups, saved, strict=True):
+        now.update({name: value for name, value in then.items() if name != "params"})
+    on_device = any(group.get("fused") or group.get("capturable") for group in saved)
+    for weight, state in optimizer.state.items():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone().to(weight.device if on_device else "cpu")
+    weights = _load(min(source.glob("*_model_states.pt")))["module"]
+    with torch.no_grad():
+        for name, buffer in engine.module.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+
+
+def _repeat_steps(engine: DeepSpeedEngine) -> None:
+    """Have DeepSpeed's CPU Adam round as if the run had not been interrupted.
+
+    From step to step it multiplies the powers of its betas. After a resume it starts with powers
+    that are computed at once, whose last digit may differ: up to 2e-5 of an update (IncrementStep
+    in its cpu_adam.h). So it repeats the steps that were taken, on a weight of its own.
+    """
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    adam = getattr(engine.optimizer, "optimizer", None)
+    if not isinstance(adam, DeepSpeedCPUAdam):
+        return
+    taken = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
+    weight, betas = [torch.zeros(1) for _ in range(4)], adam.param_groups[0]["betas"]
+    for step in range(1, taken + 1):
+        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1.0, 0.0, True, *weight)
+
+
+def _load(file: Path) -> dict[str, Any]:
+    import torch
+
+    # DeepSpeed pickles its own classes, and reads them the same way.
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+
+
+def main(source: str, target: str) -> int:
+    """Convert the DeepSpeed checkpoint in a folder global_stepN: in a process of its own, because
+    it imports DeepSpeed for a CPU, and its memory is free again afterwards.
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    if (Path(source) / "offloaded_tensors").exists():
+        print("DeepSpeed has kept the optimizer's state on NVMe")
+        return _CANNOT
+    unknown = _states(Path(source)) ^ _STATES
+    if unknown:
+        print(f"DeepSpeed converts the state of Adam only, this optimizer's differs by {', '.join(sorted(unknown))}")
+        return _CANNOT
+    options = {"num_extract_workers": 1, "num_merge_workers": 1}  # one shard in memory at a time
+    options |= {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    ds_to_universal.main(Namespace(input_folder=source, output_folder=target, **options))
+    return 0
+
+
+def _states(source: Path) -> set[str]:
+    """The names of what the optimizer keeps for each weight."""
+    content = _load(min(source.glob("*_optim_states.pt")))["optimizer_state_dict"]
+    state = (content.get("base_optimizer_state") or content["optimizer_state_dict"])["state"]
+    groups = state.values() if isinstance(state, dict) else state
+    return {name for group in groups for name in group}

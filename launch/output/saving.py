@@ -1,0 +1,98 @@
+"""A Trainer whose checkpoints count once they are complete: on the disk, with their manifest."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from accelerate.utils import gather_object
+from transformers import Trainer
+
+from launch.output import manifest
+from launch.output.checkpoints import numbered, remove, rotate
+
+
+class CommittingTrainer(Trainer):
+    """Trainer, but files are flushed and hashed in a thread beside the next steps.
+
+    Only a checkpoint that has its manifest lets an older one be deleted, or is pushed to the Hub. A
+    kill before that loses this checkpoint alone. `engine` is its title, for the manifest.
+    """
+
+    engine: str = ""
+    _saving: Future | None = None  # the thread's work on the last checkpoint
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.finish_saving()
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises `OSError` if the disk does not take it.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def flush_model(self) -> None:
+        """Have the model at the end on the disk, before the run counts as finished."""
+        if self.args.should_save:
+            manifest.flush_files([file for file in Path(self.args.output_dir).iterdir() if file.is_file()])
+
+    def _save_checkpoint(self, model, trial) -> None:
+        self.finish_saving()
+        step, limit = self.state.global_step, self.args.save_total_limit
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
+        if self.args.should_save:
+            manifest.begin(folder, step, self.engine, self.args.world_size)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        names = self._names_on_all_nodes(folder)
+        if self.args.should_save:
+            thread = ThreadPoolExecutor(1, thread_name_prefix=folder.name)
+            self._saving = thread.submit(_complete, folder, names, limit, self.state.best_model_checkpoint)
+            thread.shutdown(wait=False)  # the thread ends with its work
+        if self.args.push_to_hub:
+            self.finish_saving()
+            super()._push_from_checkpoint(str(folder))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir is not None:
+            # A checkpoint's weights, and training_args.bin, are written. What Trainer does last is
+            # to delete older checkpoints: not yet. `_save_checkpoint` restores the limit.
+            self.args.save_total_limit = None
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing: `_save_checkpoint` pushes what is complete."""
+
+    def _names_on_all_nodes(self, folder: Path) -> list[str]:
+        """The checkpoint's files, once all ranks have written theirs, and other nodes flushed them.
+
+        The files of nodes with disks of their own are missing: those nodes alone can read them.
+        """
+        self.accelerator.wait_for_everyone()
+        is_first_of_node = self.args.local_process_index == 0
+        if is_first_of_node and not self.args.should_save and folder.is_dir():
+            manifest.flush_files([folder / name for name in manifest.listed(folder)])
+        own = manifest.begun(folder)
+        seen = gather_object([(own, manifest.listed(folder))] if is_first_of_node else [])
+        return sorted({name for save, names in seen if save == own for name in names})
+
+    def _finalize_training(self, *args, **kwargs):
+        self.finish_saving()
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
+            # Trainer would, file by file: a kill in between would leave half a checkpoint.
+            remove(path for path in numbered(self.args.output_dir) if not path.samefile(best))
+        return super()._finalize_training(*args, **kwargs)
+
+
+def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:
+    if manifest.commit(folder, names):
+        rotate(folder, limit, best)

@@ -1,0 +1,77 @@
+"""A rank that does not answer is named, by the ranks that wait for it."""
+
+import os
+import signal
+
+import pytest
+
+from tests.support.running import fork_ranks
+
+WORLD = """\
+import os, signal, sys, time
+import torch
+from torch import distributed
+from launch.host import heartbeat
+
+rank, what = int(os.environ["RANK"]), sys.argv[1]
+heartbeat._BEAT_SECONDS = 0.2
+heartbeat._SILENT_SECONDS = float(sys.argv[2])
+heartbeat.limit_waits(4)
+distributed.init_process_group("gloo")
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def read_slowly():
+    time.sleep(60)
+
+try:
+    with heartbeat.heartbeat(rank, 2, 4):
+        distributed.all_reduce(torch.ones(1))
+        if rank == 1:
+            open(sys.argv[3], "w").write(str(os.getpid()))
+            {"stopped": stop, "busy": read_slowly, "slow": lambda: time.sleep(2)}[what]()
+        distributed.all_reduce(torch.ones(1))
+except heartbeat.RankHangs as error:
+    print(f"rank {rank}, {error.is_reporter}: {error}", flush=True)
+    os.kill(int(open(sys.argv[3]).read()), signal.SIGKILL)
+    os._exit(1)
+"""
+
+
+@pytest.fixture
+def world(tmp_path):
+    """The exit codes and the output of two ranks of which the last one is `what`."""
+
+    def run(what: str, silent_seconds: float = 60) -> tuple[list[int], str]:
+        script, log = tmp_path / "rank.py", tmp_path / "log"
+        script.write_text(WORLD)
+        with log.open("wb") as stream:
+            argv = [str(script), what, str(silent_seconds), str(tmp_path / "pid")]
+            codes = fork_ranks(2, dict(os.environ), argv, stream.fileno())
+        return codes, log.read_text()
+
+    return run
+
+
+def test_a_rank_that_is_stopped_is_named_within_the_timeout(world):
+    codes, output = world("stopped")
+    assert codes == [1, -signal.SIGKILL], output
+    assert "rank 0, True: rank 1 (pid " in output and "did not answer within 4 s (ddp_timeout)" in output
+
+
+def test_a_rank_that_is_busy_is_named_with_what_it_does(world):
+    codes, output = world("busy")
+    assert codes == [1, -signal.SIGKILL], output
+    assert "the other ranks waited in vain within 4 s (ddp_timeout) for rank 1" in output
+    assert "read_slowly" in output
+
+
+def test_a_rank_that_is_only_slow_is_not(world):
+    codes, output = world("slow", silent_seconds=0.9)
+    assert codes == [0, 0] and "answer" not in output, output
+
+
+def test_a_silence_is_noted_before_the_timeout(world):
+    _, output = world("stopped", silent_seconds=1)
+    assert "has not answered for 1 s: is it stopped?" in output

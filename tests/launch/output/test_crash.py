@@ -1,0 +1,43 @@
+"""A machine that crashes at any moment of a training leaves a folder that resumes."""
+
+import random
+import shutil
+import subprocess
+
+import pytest
+
+from launch.output import manifest
+from launch.output.checkpoints import newest_valid
+from tests.support.running import SCRIPT, model_flags
+from tests.support.traced import Disk, traced
+
+EIGHT_STEPS = "--max_steps 8 --save_steps 2 --learning_rate 1e-3 --logging_steps 1".split()
+
+
+def can_trace() -> bool:
+    return shutil.which("strace") is not None and subprocess.run(["strace", "-o", "/dev/null", "true"]).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_trace(), reason="strace records the order of writes and flushes")
+def test_every_crash_leaves_the_last_complete_checkpoint(tiny_model, texts, tmp_path):
+    """Whatever was not flushed is lost, or is there in part: each prefix of what the training did
+    is judged in both ways.
+    """
+    output = tmp_path / "run"
+    operations = traced(SCRIPT, [*model_flags(tiny_model, texts), *EIGHT_STEPS], output, tmp_path / "trace")
+    disk, complete, found = Disk(output), 0, set()
+    for number, operation in enumerate(operations):
+        disk.do(operation)
+        for chance in (None, random.Random(number)):
+            left = tmp_path / "left"
+            disk.crash(left, chance)
+            newest, _ = newest_valid(left)
+            step = newest.step if newest else 0
+            assert newest is None or manifest.is_committed(newest.path)
+            assert step >= complete, f"after {operation} step {complete} was lost"
+            found.add(step)
+            if chance is None:
+                complete = step
+            shutil.rmtree(left)
+    assert found == {0, 2, 4, 6, 8}

@@ -1,0 +1,57 @@
+"""train.py on CPU ranks that writes down what every step trains on, and stops where it is told to.
+
+`examples-RANK.jsonl` beside the results gets a line per micro-batch: the step, and a name for each
+of its examples. FSDP trains, too (tests/support/fsdp_on_cpu.py); STOP_AT_STEP is read as there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from launch import train
+from launch.output import other_world
+from launch.training.batches import IGNORED
+from launch.training.trainer import RecipeTrainer
+from tests.support.fsdp_on_cpu import lift_the_refusal, stop_the_last_rank
+
+
+def write_down_examples() -> None:
+    of_trainer = RecipeTrainer.get_batch_samples
+
+    def seen(self, epoch_iterator, num_batches, device):
+        samples, items = of_trainer(self, epoch_iterator, num_batches, device)
+        file = Path(self.args.output_dir, f"examples-{self.args.process_index}.jsonl")
+        with file.open("a") as stream:
+            for batch in samples:
+                rows = (
+                    [label for label in row if label != IGNORED]
+                    for row in batch["labels"].reshape(len(batch["labels"]), -1).tolist()
+                )
+                stream.write(json.dumps([self.state.global_step, [_name(row) for row in rows if row]]) + "\n")
+        return samples, items
+
+    RecipeTrainer.get_batch_samples = seen
+
+
+def _name(tokens: list[int]) -> str:
+    return hashlib.sha256(str(tokens).encode()).hexdigest()[:8]
+
+
+def kill_while_converting() -> None:
+    """SIGKILL to rank 0 as soon as it waits for a checkpoint that is being converted."""
+    other_world._has_ended = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    lift_the_refusal()
+    write_down_examples()
+    if "STOP_AT_STEP" in os.environ:
+        stop_the_last_rank(int(os.environ["STOP_AT_STEP"]))
+    if "KILL_WHILE_CONVERTING" in os.environ:
+        kill_while_converting()
+    sys.exit(train.main())

@@ -157,7 +157,7 @@ def refused_by_library(run: RunSpec, error: Exception) -> Problem:
     subject = next((name for name in named if run.explicit(name)), subject)
     is_setting = subject in legal.trainer_fields()
     files = [name for name in ("deepspeed", "fsdp_config", "accelerator_config") if run.explicit(name)]
-    source, fix = "transformers", f"correct what --{files[0]} names" if files else "correct the value that it is about"
+    source, fix = "transformers", f"correct what --{files[0]} names" if files else ""
     if is_setting:
         source, fix = run.setting(subject).source, "another value, or leave it out"
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -138,9 +138,8 @@ def _null_is_a_row() -> Iterator[None]:
     """
 
     def read_json(stream: io.BytesIO, **options) -> pyarrow.Table:
-        lines = stream.getvalue()
-        if b"null" in lines:
-            lines = re.sub(rb"\n[ \t]*null[ \t\r]*(?=\n|$)", b"\n{}", b"\n" + lines)
+        # With a line break before it, the search takes a tenth of the time that parsing takes.
+        lines = re.sub(rb"\n[ \t]*null[ \t\r]*(?=\n|$)", b"\n{}", b"\n" + stream.getvalue())[1:]
         return pyarrow.json.read_json(io.BytesIO(lines), **options)
 
     json_reader.paj = SimpleNamespace(read_json=read_json, ReadOptions=pyarrow.json.ReadOptions)

@@ -10,10 +10,12 @@ import argparse
 import errno
 import json
 import sys
+from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
+from launch.terminal import console, name_too_long, print_any_text, print_problems
 from recipes import __version__
 from recipes.errors import Problem, UserError, mistake
 
@@ -67,6 +69,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 1 if the answer is no or something failed; 2 for a mistake; 130 interrupted."""
+    print_any_text()
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a command is imported
@@ -88,6 +91,8 @@ def _main(argv: list[str]) -> int:
     if rest and not COMMANDS[name].train_flags:
         hint = " (train.py's flags come after --)" if name == "submit" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    if dashes := [word for word in own if word.startswith("--") and word.endswith("=--") and word not in rest]:
+        parser.error(f"argument {dashes[0]}: -- is not a value")  # argparse takes it for the end of the flags
     try:
         return options.run(options, [*rest, *passed_on])
     except UserError as error:
@@ -100,6 +105,9 @@ def _main(argv: list[str]) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            _print_problems([name_too_long(error)])
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"the disk is full: {error.filename or 'make room'}", file=sys.stderr)
@@ -139,7 +147,5 @@ def _parser(name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _print_problems(problems: tuple[Problem, ...]) -> None:
-    from launch.terminal import console, print_problems
-
+def _print_problems(problems: Iterable[Problem]) -> None:
     print_problems(problems, console(stderr=True))

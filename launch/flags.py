@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from recipes.flags import MOST_PROCESSES
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
 
 
@@ -16,16 +18,18 @@ def spellings(name: str) -> list[str]:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    """A whole number of at least 1, and at most a million."""
+    if not text.isdecimal() or text.strip("0") == "":
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
+    if len(text) > 9 or int(text) > MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {MOST_PROCESSES:,}")
     return int(text)
 
 
 def whole(text: str) -> int:
     """A whole number of at least 0."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 

@@ -5,6 +5,7 @@ rich is imported only to print: the quick commands use the numbers alone.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable
@@ -45,6 +46,21 @@ def value_text(value: object) -> str:
 
 
 # --- Where it is printed -------------------------------------------------------------------------
+
+
+def print_any_text() -> None:
+    """Let a name with bytes that are not text be printed escaped, where print() would raise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def name_too_long(error: OSError) -> Problem:
+    """What is wrong where the system refuses a name of a file for its length."""
+    name = str(error.filename)
+    return Problem(
+        f"{name[:40]}...", f"is too long for the name of a file, with {len(name):,} letters", "a shorter one"
+    )
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:

@@ -27,7 +27,7 @@ from launch.host.orphan import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import alone_by_mistake, launched, prepare_environment, process_group, resolve_launched
 from launch.output.record import kept_record
-from launch.terminal import console, print_note, print_problems
+from launch.terminal import console, print_any_text, print_note, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import TrainingProgress, catch_out_of_memory
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(train_help())
         return 0
+    print_any_text()
     progress = TrainingProgress(argv)
     try:
         fit_and_train(progress)

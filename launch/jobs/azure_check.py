@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.host.secrets import SECRET
 from recipes.errors import Problem
+from recipes.flags import MOST_PROCESSES
 from recipes.run import Json
 from recipes.run.command_line import nearest
 
@@ -174,7 +175,7 @@ def training_in(content: Json) -> Training | None:
     before = " ".join(words[:script]).replace("=", " ").split()
     config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
     counts = (_section(content, "resources").get("instance_count", 1), inputs.get("processes_per_node", 1))
-    nodes, processes = (int(str(count)) if str(count).isdigit() else 1 for count in counts)
+    nodes, processes = (min(MOST_PROCESSES, int(str(count))) if str(count).isdecimal() else 1 for count in counts)
     elastic = not (config or "").endswith("single.yaml")
     flags = [
         word.replace("$$", "$") if elastic else word for word in words[script + 1 :]

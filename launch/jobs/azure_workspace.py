@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from launch.jobs.azure_check import as_problems, missed_by_azure, misshapen
 from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
 from recipes.run import Json
+from recipes.run.engine import yaml_content
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -53,11 +52,11 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
     `folder` is where the YAML's relative paths start.
     """
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        return [Problem("azureml", f"is not valid YAML: {' '.join(str(error).split())}")]
+        content = yaml_content(text, "the job", "azureml")
+    except UserError as error:
+        return list(error.problems)
     if not isinstance(content, dict):
-        return [Problem("azureml", "is not a job: a mapping of names to values is expected")]
+        return [Problem("azureml", "is not a job: a mapping of names to values is expected", "as in azureml/fast.yaml")]
     found = misshapen(content)
     if found:
         return found

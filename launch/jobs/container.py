@@ -21,6 +21,7 @@ from typing import Any
 from launch.jobs.job import SCRIPT, Job, quoted
 from launch.jobs.slurm_flags import Slurm
 from recipes.errors import mistake
+from recipes.run.engine import expanded
 
 _FOLDERS = """\
 export HF_HOME=${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}
@@ -103,4 +104,4 @@ def _folder(text: str) -> Path | None:
 
 def _absolute(text: str) -> Path:
     """The path without `..`. Links in it stay: inside the container it must be the same text."""
-    return Path(os.path.normpath(Path.cwd() / Path(text).expanduser()))
+    return Path(os.path.normpath(Path.cwd() / expanded(text)))

@@ -27,6 +27,7 @@ from launch.jobs.slurm_flags import Slurm, ignored, require_valid
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
 from recipes.errors import UserError, mistake
+from recipes.run.engine import expanded
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
@@ -110,7 +111,7 @@ def _prepared(slurm: Slurm) -> list[str]:
     """Before `set -u`: what modules and environments run reads variables that may not be set."""
     lines = [f"module load {' '.join(quoted(slurm.module))} || exit 1"] if slurm.module else []
     if slurm.venv and not slurm.container_image:
-        activate = Path(slurm.venv).expanduser() / "bin" / "activate"
+        activate = expanded(slurm.venv) / "bin" / "activate"
         lines.append(f"source {quoted([str(activate)])[0]} || exit 1")
     return lines
 
@@ -177,6 +178,9 @@ def sbatch(text: str) -> str:
     raise _refused(done.stderr)
 
 
+_OTHERWISE = "correct what it names, or ask from a login node of the cluster"
+
+
 def _refused(output: str) -> UserError:
     message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", output).split())
     fixes = {
@@ -191,7 +195,7 @@ def _refused(output: str) -> UserError:
         "generic resource": "GPUs that `sinfo -o %G` lists, or no --gpus_per_node",
         "configuration is not available": "fewer nodes, GPUs or CPUs: `sinfo` shows what there is",
     }
-    fix = next((fix for word, fix in fixes.items() if word in message.lower()), "")
+    fix = next((fix for word, fix in fixes.items() if word in message.lower()), _OTHERWISE)
     return mistake("slurm", f"Slurm says: {message or 'nothing'}", fix)
 
 

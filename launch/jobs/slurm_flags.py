@@ -16,6 +16,7 @@ from recipes.errors import Problem, UserError
 from recipes.flags import flag
 
 _SBATCH = "as sbatch takes it"
+_GPU_DIGITS = 4  # of a count: more GPUs than any node has would take all memory here
 _LATEST_SIGNAL = 65535  # seconds; sbatch refuses more
 
 
@@ -132,6 +133,8 @@ def _of_gpus(text: str | None) -> Iterator[Problem]:
         yield Problem("gpus_per_node", what, f"--gpus_per_node {bare}")
     elif not re.fullmatch(r"([\w.-]+:)?\d+", text, re.ASCII):
         yield Problem("gpus_per_node", f"{text!r} is not a count of GPUs", "--gpus_per_node 4, or a100:4")
+    elif len(text.rpartition(":")[2]) > _GPU_DIGITS:
+        yield Problem("gpus_per_node", f"{text[:40]!r} is more than a node can have", "--gpus_per_node 4")
 
 
 def _of_memory(text: str | None) -> Iterator[Problem]:

@@ -69,7 +69,9 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
     try:
         if target.STAGE and not path.exists():
             print(f"its code is in {target.STAGE(job, path.parent)}")
-        with path.open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
+        with path.open(
+            "x", encoding="utf-8", errors="surrogateescape"
+        ) as stream:  # "x": an existing file is never overwritten
             stream.write(text)
     except FileExistsError:
         raise mistake("output", f"{file} exists already", "another name") from None

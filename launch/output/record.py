@@ -18,6 +18,7 @@ from launch.host.signals import Preempted
 from launch.host.world import World
 from launch.output.surroundings import surroundings
 from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
+from recipes.run.engine import read_json
 
 NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
@@ -48,11 +49,7 @@ NO_DIFFERENCE = {
 
 def read(folder: str | Path) -> Json:
     """The record in a folder. Empty if it is missing or damaged."""
-    try:
-        content = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_json(Path(folder) / NAME)[0] or {}
 
 
 def write(folder: str | Path, record: Json, name: str = NAME) -> None:

@@ -16,9 +16,9 @@ from launch.host.files import write_whole
 from launch.host.secrets import hide, hide_assigned, in_environment
 from launch.output.surroundings import by_accelerate
 from recipes import legal
-from recipes.errors import Problem, mistake
+from recipes.errors import Problem, UserError, mistake
 from recipes.run import HIDDEN, Json
-from recipes.run.engine import read_yaml, shipped
+from recipes.run.engine import expanded, read_yaml, shipped, yaml_content
 from recipes.run.recorded import NAME
 
 FOLDER = "again"
@@ -136,12 +136,7 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
 
 
 def _content(text: str, path: str) -> Json:
-    import yaml
-
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        content = None
+    content = yaml_content(text, path, "accelerate_config")
     if not isinstance(content, dict):
         raise mistake(path, f"is not a YAML with settings in {NAME}", "--accelerate_config with one")
     return content
@@ -176,8 +171,6 @@ def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
     """The flags of `accelerate launch` with their values. None of torchrun, which has no engine."""
     if not by_accelerate(launcher):
         return
-    import yaml
-
     flags: list[tuple[str, list[str]]] = []
     for word in launcher:
         if word.startswith("--"):
@@ -187,8 +180,8 @@ def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
             flags[-1][1].append(word)
     for name, values in flags:
         try:
-            yield name, yaml.safe_load(values[0]) if values else True
-        except yaml.YAMLError:  # text, such as a folder's name
+            yield name, yaml_content(values[0], NAME, f"--{name}") if values else True
+        except UserError:  # text, such as a folder's name
             yield name, values[0]
 
 
@@ -198,6 +191,6 @@ def _place_deepspeed_file(raw: Json, record: Json, files: _Files) -> None:
     if not isinstance(section, dict) or not section.get("deepspeed_config_file"):
         return
     named = str(section["deepspeed_config_file"])
-    place = files.place(str(Path(record.get("folder") or ".", Path(named).expanduser()).resolve()))
-    if place != str(Path(named).expanduser().resolve()):
+    place = files.place(str(Path(record.get("folder") or ".", expanded(named)).resolve()))
+    if place != str(expanded(named).resolve()):
         raw["deepspeed_config"] = {**section, "deepspeed_config_file": place}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +10,7 @@ from shlex import quote
 
 from launch.output import record
 from recipes.run import FIT
+from recipes.run.engine import is_argument, read_json
 
 NAME = "submission.json"
 LOCAL_LOG = "train.log"
@@ -44,13 +44,15 @@ def noted(folder: Path) -> Submission | None:
 
     None if there is none, or the file is damaged.
     """
+    content, _ = read_json(folder / NAME)
     try:
-        submission = Submission(**json.loads((folder / NAME).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        submission = Submission(**(content or {}))
+    except TypeError:  # a name that is missing, or one too many
         return None
-    texts = (submission.target, submission.title, submission.log, submission.job, submission.submitted)
-    whole = all(isinstance(text, str) for text in texts) and isinstance(submission.workspace, dict)
-    return submission if whole else None
+    texts = [submission.target, submission.title, submission.log, submission.job, submission.submitted]
+    texts += submission.workspace.values() if isinstance(submission.workspace, dict) else [None]
+    whole = all(isinstance(text, str) and is_argument(text) for text in texts)
+    return submission if whole and not submission.job.startswith("-") else None
 
 
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:

@@ -16,7 +16,7 @@ from launch.host.secrets import SECRET_NAME, hide_assigned
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded
-from recipes.run.engine import deepspeed_json, default_accelerate_config, read_yaml
+from recipes.run.engine import deepspeed_json, default_accelerate_config, expanded, read_yaml
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed", "tokenizers", "safetensors",
@@ -154,7 +154,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
     if yaml:
         paths.append(_deepspeed_file(yaml))
-    contents = {str(Path(path).expanduser().resolve()): _text(Path(path).expanduser()) for path in paths if path}
+    contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
     return {path: hide_assigned(text, path.endswith(".py")) for path, text in contents.items() if text is not None}
 
 

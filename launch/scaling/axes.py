@@ -133,5 +133,7 @@ def ideal_in_legend(axes: Axes, worlds: Sequence[int]) -> None:
 def legend(figure: Figure, axes: Axes) -> None:
     """Below the axes, so that it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
+    if not labels:  # no value could be drawn
+        return
     columns = 4 if max(map(len, labels)) < 20 else 2
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)

@@ -24,7 +24,7 @@ from launch.training.encode import (
     require_column,
     require_text,
 )
-from launch.training.sources import read_splits, unread_files
+from launch.training.sources import not_utf8, read_splits, unread_files
 from recipes import __version__
 from recipes.errors import UserError, mistake
 from recipes.run import RunSpec, Settings
@@ -62,11 +62,14 @@ def load_data(run: Settings, tokenizer, classes: Sequence[str] = ()) -> Data:
     """
     # The demonstration's data is in memory, so no cache is shared.
     with _local_main_first() if run["dataset_name"] else nullcontext():
-        train, evaluation = read_splits(run)
-        if run["task"] == "sequence_classification":
-            data = _classification(run, tokenizer, train, evaluation, classes)
-        else:
-            data = _causal_lm(run, tokenizer, train, evaluation)
+        try:
+            train, evaluation = read_splits(run)
+            if run["task"] == "sequence_classification":
+                data = _classification(run, tokenizer, train, evaluation, classes)
+            else:
+                data = _causal_lm(run, tokenizer, train, evaluation)
+        except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: only a use of the text does
+            raise not_utf8(run["dataset_name"], error) from None
     data.description += unread_files(run, train)
     return replace(data, commit=hub_commit(train))
 
@@ -230,27 +233,32 @@ def _class_names(rows: Dataset, field: str) -> list[str]:
     require_column(rows, field, "dataset_label_field")
     if isinstance(rows.features[field], ClassLabel):
         return list(rows.features[field].names)
+    if not isinstance(rows.features[field], Value):
+        raise _no_class(field, "lists, or numbers and texts mixed")
     values = rows.unique(field)
     if all(isinstance(value, str) for value in values):
         names = sorted(values)
     elif all(isinstance(value, int) and value >= 0 for value in values):
-        names = [str(number) for number in range(max(values) + 1)]
-        if len(names) > 10 * len(values):
+        if max(values) >= 10 * len(values):
             raise mistake(
                 "dataset_label_field",
                 f"the numbers in {field!r} go up to {max(values)}, and there are {len(values)} of them",
                 "classes numbered from 0 without gaps, or as texts",
             )
+        names = [str(number) for number in range(max(values) + 1)]
     else:
-        shown = ", ".join(repr(value) for value in values[:5])
-        raise mistake(
-            "dataset_label_field",
-            f"the column {field!r} holds {shown}: a class is a text or an integer from 0",
-            "a label for every row, as a text or an integer from 0",
-        )
+        raise _no_class(field, ", ".join(repr(value) for value in values[:5]))
     if len(names) < 2:
         raise mistake("dataset_label_field", f"all rows have the label {names[0]!r}", "data with two classes or more")
     return names
+
+
+def _no_class(field: str, held: str) -> UserError:
+    return mistake(
+        "dataset_label_field",
+        f"the column {field!r} holds {held}: a class is a text or an integer from 0",
+        "a label for every row, as a text or an integer from 0",
+    )
 
 
 def _classified_rows(run: Settings, tokenizer, rows: Dataset, numbers: Mapping[str | int, int], flag: str) -> Dataset:

@@ -26,12 +26,12 @@ def encoder(run: Settings, tokenizer, rows: Dataset) -> Encoder:
     """How to tokenize this data, recognised by its columns."""
     columns = set(rows.column_names)
     if "input_ids" in columns:
-        _require_known_tokens(rows, tokenizer)
+        for name in ("input_ids", "labels", "attention_mask"):
+            if name in columns:
+                _require_numbers(rows, name, len(tokenizer))
         return encode_tokenized
     if "messages" in columns:
-        if getattr(rows.features["messages"], "dtype", None) in TEXT_TYPES:
-            what = "the column 'messages' holds texts, not lists of messages"
-            raise mistake("dataset_name", what, 'lists of {"role": ..., "content": ...}')
+        _require_messages(rows, "messages")
         _require_chat_template(tokenizer, run)
         if run["assistant_only_loss"]:
             _require_offsets(tokenizer, "assistant_only_loss")
@@ -42,8 +42,11 @@ def encoder(run: Settings, tokenizer, rows: Dataset) -> Encoder:
         )
     if {"prompt", "completion"} <= columns:
         completion_only = run["completion_only_loss"] is not False
-        if getattr(rows.features["prompt"], "dtype", None) in TEXT_TYPES:
+        if _holds_texts(rows, "prompt"):
+            require_text(rows, "completion", flag="dataset_name")
             return partial(encode_completions, tokenizer=tokenizer, completion_only=completion_only)
+        _require_messages(rows, "prompt")
+        _require_messages(rows, "completion")
         _require_chat_template(tokenizer, run)
         _require_offsets(tokenizer, "dataset_name")
         return partial(encode_chat_completions, tokenizer=tokenizer, completion_only=completion_only)
@@ -62,33 +65,83 @@ def require_column(rows: Dataset, column: str, flag: str) -> None:
         raise mistake(flag, f"there is no column {column!r}; {columns_of(rows)}", f"--{flag} with one of them")
 
 
-def require_text(rows: Dataset, column: str, wanted: str) -> None:
+def require_text(rows: Dataset, column: str, wanted: str = "", flag: str = "dataset_text_field") -> None:
     if column not in rows.column_names:
         raise mistake(
-            "dataset_text_field",
+            flag,
             f"there is no column {column!r}; {columns_of(rows)}",
-            f"--dataset_text_field with one of them; understood are {wanted}",
+            f"--{flag} with one of them; understood are {wanted}",
         )
-    kind = getattr(rows.features[column], "dtype", "lists")
-    if kind not in (*TEXT_TYPES, "null"):
-        held = "no text in some rows, or none at all" if kind == "lists" else f"{kind}, not text"
-        raise mistake("dataset_text_field", f"the column {column!r} holds {held}", "a text in every row")
+    if not _holds_texts(rows, column):
+        kind = getattr(rows.features[column], "dtype", "lists")
+        held = "no text in some rows, or none at all" if kind in ("lists", "json") else f"{kind}, not text"
+        raise mistake(flag, f"the column {column!r} holds {held}", "a text in every row")
+
+
+def _holds_texts(rows: Dataset, column: str) -> bool:
+    return getattr(rows.features[column], "dtype", None) in (*TEXT_TYPES, "null")
 
 
 def columns_of(rows: Dataset) -> str:
     return "the data has " + ", ".join(rows.column_names)
 
 
-def _require_known_tokens(rows: Dataset, tokenizer) -> None:
-    column = rows.data.column("input_ids")
+def _require_messages(rows: Dataset, column: str) -> None:
+    """Raises `UserError` unless the rows of a column can be lists of messages."""
+    kind = rows.data.column(column).type
+    item = kind.value_type if _is_list(kind) else kind
+    # An extension type is JSON: other keys in each message. `_render` refuses what is wrong in it.
+    fits = isinstance(item, pyarrow.ExtensionType) or pyarrow.types.is_null(item)
+    if not fits and not (_is_list(kind) and pyarrow.types.is_struct(item)):
+        held = "texts" if _holds_texts(rows, column) else kind
+        what = f"the column {column!r} holds {held}, not lists of messages"
+        raise mistake("dataset_name", what, 'lists of {"role": ..., "content": ...} in every row')
+
+
+_TOKEN_IDS = "the ids of the model's own tokenizer, whole numbers; or texts, which are tokenized here"
+
+
+def _is_list(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _is_number(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
+
+
+def _all_whole(numbers: pyarrow.ChunkedArray) -> bool:
+    compute = pyarrow.compute
+    return compute.all(compute.equal(numbers, compute.floor(numbers))).as_py() in (True, None)
+
+
+def _require_numbers(rows: Dataset, name: str, vocabulary: int) -> None:
+    """Raises `UserError` unless a column holds lists of integers that a model can read.
+
+    Those of `labels` may be -100, those of `attention_mask` are not looked at.
+    """
+    column = rows.data.column(name)
+    kind = column.type
+    if pyarrow.types.is_null(kind):  # no row has any
+        return
+    if not _is_list(kind) or not _is_number(kind.value_type):
+        raise mistake("dataset_name", f"the column {name!r} holds {kind}, not lists of whole numbers", _TOKEN_IDS)
     tokens = pyarrow.compute.list_flatten(column)
-    largest, smallest = pyarrow.compute.max(tokens).as_py(), pyarrow.compute.min(tokens).as_py()
-    if smallest is not None and smallest < 0:
-        raise mistake("dataset_name", f"has the token id {smallest}", "token ids from 0; -100 belongs into labels")
-    if largest is not None and largest >= len(tokenizer):
+    if tokens.null_count:
+        raise mistake("dataset_name", f"the column {name!r} holds lists with null in them", _TOKEN_IDS)
+    if name == "attention_mask":
+        return
+    limits = pyarrow.compute.min_max(tokens).as_py()
+    smallest, largest = limits["min"], limits["max"]
+    if smallest is not None and smallest < 0 and not (name == "labels" and smallest == IGNORED):
+        raise mistake("dataset_name", f"has the token id {smallest} in {name}", "token ids from 0; -100 only in labels")
+    if pyarrow.types.is_floating(kind.value_type) and not _all_whole(tokens):
+        raise mistake("dataset_name", f"the column {name!r} holds numbers that are not whole", _TOKEN_IDS)
+    if largest is not None and largest >= vocabulary:
         raise mistake(
             "dataset_name",
-            f"has the token id {largest}, and the tokenizer knows {len(tokenizer)}: it was tokenized for another model",
+            f"has the token id {largest}, and the tokenizer knows {vocabulary}: it was tokenized for another model",
             "data tokenized with this model's tokenizer, or texts",
         )
 
@@ -129,16 +182,25 @@ def encode_and_cut(rows: Rows, encode: Encoder, longest: int | None, version: st
 
 
 def encode_tokenized(rows: Rows) -> dict[str, list]:
-    """Token ids are taken as they are, without the padding that the attention mask marks."""
-    ids, labels = rows["input_ids"], rows["labels"] if "labels" in rows else rows["input_ids"]
-    for row, targets in zip(ids, labels, strict=True):
-        if len(row) != len(targets):
-            what = f"has {len(row)} input_ids and {len(targets)} labels in one example"
-            raise mistake("dataset_name", what, "one label for every token, -100 where there is nothing to learn")
-    if "attention_mask" in rows:
-        ids = [_where(mask, row) for mask, row in zip(rows["attention_mask"], ids, strict=True)]
-        labels = [_where(mask, row) for mask, row in zip(rows["attention_mask"], labels, strict=True)]
-    return {"input_ids": ids, "labels": labels}
+    """Token ids are taken as they are, without the padding that the attention mask marks.
+
+    A row without any is left out, as an empty text is.
+    """
+    encoded: dict[str, list] = {"input_ids": [], "labels": []}
+    nothing = [None] * len(rows["input_ids"])
+    columns = (rows["input_ids"], rows.get("labels", nothing), rows.get("attention_mask", nothing))
+    for ids, labels, mask in zip(*columns, strict=True):
+        ids = ids or []
+        labels = (labels or []) if "labels" in rows else ids
+        for name, values in (("labels", labels), ("values in attention_mask", ids if mask is None else mask)):
+            if len(values) != len(ids):
+                what = f"has {len(ids)} input_ids and {len(values)} {name} in one example"
+                raise mistake(
+                    "dataset_name", what, "one for every token; the label is -100 where there is nothing to learn"
+                )
+        encoded["input_ids"].append(_where(mask, ids) if mask else ids)
+        encoded["labels"].append(_where(mask, labels) if mask else labels)
+    return encoded
 
 
 def encode_texts(rows: Rows, tokenizer, column: str) -> dict[str, list]:
@@ -178,7 +240,10 @@ def encode_chats(rows: Rows, tokenizer, assistant_only: bool) -> dict[str, list]
 def encode_chat_completions(rows: Rows, tokenizer, completion_only: bool) -> dict[str, list]:
     texts, spans = [], []
     for prompt, completion in zip(rows["prompt"], rows["completion"], strict=True):
-        text = _render([*prompt, *completion], tokenizer)
+        chat = _joined(prompt or [], completion or [])
+        if not chat:
+            continue
+        text = _render(chat, tokenizer)
         border = _shared_start(prompt, text, tokenizer, "dataset_name") if completion_only else 0
         texts.append(text)
         spans.append([(border, len(text))])
@@ -207,7 +272,7 @@ def assistant_spans(chat: list[dict], text: str, tokenizer) -> list[tuple[int, i
     """
     spans = []
     for number, message in enumerate(chat):
-        if message["role"] != "assistant":
+        if message.get("role") != "assistant":
             continue
         start = _shared_start(chat[:number], text, tokenizer, "assistant_only_loss")
         # The line break after a message is not part of it.
@@ -263,12 +328,25 @@ def _encode_spans(texts: list[str], spans: list[list[tuple[int, int]]], tokenize
 def _render(chat: list[dict], tokenizer, **options) -> str:
     try:
         return tokenizer.apply_chat_template(chat, tokenize=False, **options)
-    except (TemplateError, TypeError, KeyError) as error:
+    except (
+        TemplateError,
+        TypeError,
+        KeyError,
+        ValueError,
+        AttributeError,
+    ) as error:  # the template's code may raise any
         raise mistake(
             "dataset_name",
             f"the tokenizer's chat template refuses a chat of the data: {' '.join(str(error).split())[:200]}",
             'messages such as {"role": "user", "content": "..."}, in an order that the template allows',
         ) from None
+
+
+def _joined(prompt: object, completion: object) -> list[dict]:
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        what = "a row of prompt and completion holds no lists of messages"
+        raise mistake("dataset_name", what, 'lists of {"role": ..., "content": ...} in every row')
+    return [*prompt, *completion]
 
 
 def _marks_assistant(tokenizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import time
 import traceback
@@ -19,7 +20,7 @@ from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
 from launch.output import manifest, record
 from launch.output.checkpoints import inspect, numbered
-from launch.terminal import console, print_note, print_problems
+from launch.terminal import console, name_too_long, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
 from recipes.errors import Failure, Problem, UserError
 from recipes.run import RunSpec
@@ -64,6 +65,8 @@ def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | No
 
 def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
     """What the user can correct; empty if that is not why it failed."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return [name_too_long(error)]
     problems = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
     return [run.with_source(problem) if run else problem for problem in problems]
 

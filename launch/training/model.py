@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
@@ -33,6 +32,7 @@ from recipes.errors import Problem, UserError, mistake
 from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
+from recipes.run.engine import expanded
 from recipes.run.local_model import max_positions
 from recipes.run.unloadable import (
     missing_weights,
@@ -60,7 +60,9 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
         )
-    except UNLOADABLE as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # its parsers raise anything for a damaged file
         raise unloadable(run, "tokenizer", error) from None
     if tokenizer.pad_token is None:
         # A new token would resize the embeddings.
@@ -137,7 +139,7 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _expanded(name: str) -> str:
-    return str(Path(name).expanduser())
+    return str(expanded(name))
 
 
 def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None) -> PreTrainedConfig:

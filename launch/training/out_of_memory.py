@@ -8,7 +8,6 @@ holds the flags, for `--on_oom next`.
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 import traceback
@@ -29,6 +28,7 @@ from launch.terminal import memory_size
 from recipes.errors import Failure, UserError
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
+from recipes.run.engine import read_json
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -105,11 +105,7 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
 
 def next_flags(folder: Path) -> Json | None:
     """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
-    try:
-        content = json.loads((folder / OUT_OF_MEMORY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    flags = content.get("next") if isinstance(content, dict) else None
+    flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
     return flags if isinstance(flags, dict) else None
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import io
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import pyarrow.json
 from datasets import Dataset, DatasetDict, ReadInstruction
+from datasets.packaged_modules.json import json as json_reader
 
 from launch.training.demo import demo_corpus, held_out
 from recipes.errors import UserError, mistake
 from recipes.rules.data import FILE_KINDS, nothing_to_evaluate_on
 from recipes.run import Settings
+from recipes.run.engine import expanded
+from recipes.run.local_model import existing_path
 
 
 def read_splits(run: Settings) -> tuple[Dataset, Dataset | None]:
@@ -58,34 +67,86 @@ def _listed(splits: Mapping[str, Dataset]) -> str:
 
 def _read(run: Settings) -> dict[str, Dataset]:
     """All splits of a local file, a local folder or a data set on the Hub, in this order."""
-    path = Path(run["dataset_name"]).expanduser()
-    if path.is_file():
-        return _read_file(path)
-    if path.is_dir():
-        return _read_folder(path, run["dataset_config"])
-    return _read_hub(run["dataset_name"], run["dataset_config"])
+    path = existing_path(run["dataset_name"])
+    with _null_is_a_row():
+        if path is None:
+            return _read_hub(run["dataset_name"], run["dataset_config"])
+        return _read_folder(path, run["dataset_config"]) if path.is_dir() else _read_file(path)
 
 
 def _read_file(path: Path) -> dict[str, Dataset]:
     kind = FILE_KINDS[path.suffix.lower()]
     try:
-        return dict(datasets.load_dataset(kind, data_files=str(path)))
+        # Absolute and escaped: the library takes brackets for a pattern, `http:` for an address.
+        return dict(datasets.load_dataset(kind, data_files=glob.escape(str(path.absolute()))))
     except Exception as error:  # parsers raise anything, and always about this file
-        reason = _first_bad_json_line(path) if path.suffix == ".jsonl" else None
-        raise mistake(
-            "dataset_name", f"{path} cannot be read as {kind}: {reason or _cause(error)}", "correct the file"
-        ) from None
+        raise _unreadable(path, error) from None
 
 
-def _first_bad_json_line(path: Path) -> str | None:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+def _unreadable(path: Path, error: Exception) -> UserError:
+    """What is wrong with a file or folder of data, whose reader has raised `error`."""
+    if "::" in str(path.absolute()):
+        what = f"{path} cannot be read: the library datasets takes :: for a way into an archive"
+        return mistake("dataset_name", what, "another name")
+    if path.is_dir():
+        what = f"the folder {path} cannot be read: {_cause(error)}"
+        if glob.escape(str(path.absolute())) != str(path.absolute()):
+            return mistake(
+                "dataset_name", f"{what}: the library datasets takes [, ], * and ? for a pattern", "rename it"
+            )
+        return mistake(
+            "dataset_name", what, "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files"
+        )
+    kind, bad_line = FILE_KINDS[path.suffix.lower()], _first_bad_line(path)
+    fix = f"iconv -f LATIN1 -t UTF-8 {path}, if it is that" if "UTF-8" in bad_line else "correct the file"
+    return mistake("dataset_name", f"{path} cannot be read as {kind}: {bad_line or _cause(error)}", fix)
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> UserError:
+    """What is wrong with data whose bytes turn out not to be UTF-8 where a text is used."""
+    path = existing_path(name)
+    if path and path.is_file():
+        return _unreadable(path, error)
+    return mistake("dataset_name", f"{name} holds bytes that are not UTF-8: {error}", "its files, saved as UTF-8")
+
+
+def _first_bad_line(path: Path) -> str:
+    """The first line that is not UTF-8, or in a .jsonl not JSON. Empty for any other file."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return ""
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                if line.strip():
-                    json.loads(line)
+                text = line.decode("utf-8-sig")
+                if suffix == ".jsonl" and text.strip():
+                    json.loads(text)
+            except UnicodeDecodeError:
+                return f"line {number} is not UTF-8"
+            except RecursionError:
+                return f"line {number} is nested too deeply"
             except ValueError as error:
                 return f"line {number}: {error}"
-    return None
+    return ""
+
+
+@contextlib.contextmanager
+def _null_is_a_row() -> Iterator[None]:
+    """pyarrow dies with a segmentation fault of a block of JSON lines that begins with `null`.
+
+    `{}` is the same row, without a value in any column.
+    """
+
+    def read_json(stream: io.BytesIO, **options) -> pyarrow.Table:
+        # With a line break before it, the search takes a tenth of the time that parsing takes.
+        lines = re.sub(rb"\n[ \t]*null[ \t\r]*(?=\n|$)", b"\n{}", b"\n" + stream.getvalue())[1:]
+        return pyarrow.json.read_json(io.BytesIO(lines), **options)
+
+    json_reader.paj = SimpleNamespace(read_json=read_json, ReadOptions=pyarrow.json.ReadOptions)
+    try:
+        yield
+    finally:
+        json_reader.paj = pyarrow.json
 
 
 def _read_folder(path: Path, config: str | None) -> dict[str, Dataset]:
@@ -93,11 +154,7 @@ def _read_folder(path: Path, config: str | None) -> dict[str, Dataset]:
     try:
         loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), config)
     except Exception as error:
-        raise mistake(
-            "dataset_name",
-            f"the folder {path} cannot be read: {_cause(error)}",
-            "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files",
-        ) from None
+        raise _unreadable(path, error) from None
     return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
 
 
@@ -106,7 +163,7 @@ def unread_files(run: Settings, rows: Dataset) -> str:
 
     `rows` are what it has read. Empty if it has read all.
     """
-    folder = Path(run["dataset_name"] or "no folder").expanduser()
+    folder = expanded(run["dataset_name"] or "no folder")
     if not folder.is_dir() or (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return ""
     kind = rows.info.builder_name

@@ -156,9 +156,10 @@ def refused_by_library(run: RunSpec, error: Exception) -> Problem:
     subject = next((name for name in named if "_" in name), "TrainingArguments")
     subject = next((name for name in named if run.explicit(name)), subject)
     is_setting = subject in legal.trainer_fields()
-    source, fix = (
-        (run.setting(subject).source, "another value, or leave it out") if is_setting else ("transformers", "")
-    )
+    files = [name for name in ("deepspeed", "fsdp_config", "accelerator_config") if run.explicit(name)]
+    source, fix = "transformers", f"correct what --{files[0]} names" if files else ""
+    if is_setting:
+        source, fix = run.setting(subject).source, "another value, or leave it out"
     first_line = str(error).strip().partition("\n")[0] or type(error).__name__
     return Problem(subject, f"{first_line} ({type(error).__name__})", fix, source)
 
@@ -171,4 +172,5 @@ def _refused_by_accelerate(run: RunSpec) -> Iterator[Problem]:
     try:
         load_config_from_file(run.engine.source)
     except Exception as error:
-        yield Problem("accelerate_config", f"{error} ({type(error).__name__})", "", run.engine.source)
+        fix = "correct it, or one of the files that `recipes where` names"
+        yield Problem("accelerate_config", f"{error} ({type(error).__name__})", fix, run.engine.source)

@@ -14,7 +14,7 @@ from typing import Any
 from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.legal import moved
-from recipes.run.engine import read_yaml
+from recipes.run.engine import is_argument, read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
 
 
@@ -24,7 +24,7 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
     Flags are `--name value`, `--name=value`, `--flag` or `--no_flag`. A dash in a name is an
     underscore, as for Hugging Face's parser.
     """
-    raw: dict[str, str | list[str] | bool | None] = {}
+    raw: dict[str, str | list[str] | bool] = {}
     rest = list(argv)
     while rest:
         flag = rest.pop(0)
@@ -40,7 +40,11 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
             name, values = name[3:], ["false"]
         if name in raw:
             problems.append(Problem(f"--{name}", "is given twice", "write it once", COMMAND_LINE))
-        raw[name] = _join(name, values, problems)
+        known = legal.settings().get(name)
+        if known and not values and "bool" not in known.types:
+            problems.append(Problem(f"--{name}", "needs a value", _expected(known), COMMAND_LINE))
+        else:
+            raw[name] = _join(name, values, problems)
     return accept(raw, COMMAND_LINE, problems)
 
 
@@ -71,10 +75,10 @@ def _is_bool(name: str) -> bool:
     return known is not None and "bool" in known.types
 
 
-def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[str] | bool | None:
+def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[str] | bool:
     known = legal.settings().get(name)
     if not values:
-        return True if known is None or "bool" in known.types else None
+        return True
     if len(values) == 1:
         return values[0]
     if known and "list" not in known.types:
@@ -168,6 +172,10 @@ def coerce(value: object, known: legal.Field) -> Any:
         raise ValueError(f"takes a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
+    if not all(map(is_argument, value if isinstance(value, list) else [value])):
+        raise ValueError(f"takes text without null bytes and half characters, got {value!r}")
+    if isinstance(value, dict) and not _has_text_keys(value):
+        raise ValueError(f"takes names that are text, got {value!r}")
     if isinstance(value, dict):
         pattern = _ANY_NUMBER if known.name == "lr_scheduler_kwargs" else _EXPONENT
         value = {key: _number_in_yaml(entry, pattern) for key, entry in value.items()}
@@ -191,6 +199,13 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return list(value)
     return value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
+
+
+def _has_text_keys(value: object) -> bool:
+    """Whether all names are text, which YAML does not ask for, in an object and those inside it."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _has_text_keys(entry) for name, entry in value.items())
+    return all(map(_has_text_keys, value)) if isinstance(value, list) else True
 
 
 _TOO_LARGE = 2**1023  # for a float

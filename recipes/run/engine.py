@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import mistake
+from recipes.flags import MOST_PROCESSES
 from recipes.run.parallelism import Parallelism, autotp_size, from_section, from_variables
 
 Json = dict[str, Any]  # an object of JSON or a mapping of YAML, as read or as it will be written
@@ -76,8 +77,8 @@ def find_yaml(name: str | Path) -> Path:
 
     Raises `UserError` for anything else.
     """
-    path = Path(name).expanduser()
-    if path.exists() and not path.is_dir():
+    path = expanded(name)
+    if os.path.exists(path) and not path.is_dir():  # noqa: PTH110, Path.exists raises for a name too long for a path
         return path
     known = sorted(file.stem for file in shipped("fast.yaml").parent.glob("*.yaml"))
     if str(name).removesuffix(".yaml") in known:
@@ -87,13 +88,30 @@ def find_yaml(name: str | Path) -> Path:
     raise mistake("--accelerate_config", f"there is no file {name}, and no shipped YAML of that name", fix)
 
 
+def expanded(name: str | Path) -> Path:
+    """The path with ~ expanded. That of an unknown user stays, where Path.expanduser raises."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111
+
+
+def is_argument(value: object) -> bool:
+    """False for a text that no path and no argument of a program can be: one with a null byte, or
+    with half a character. Bytes that are not UTF-8 can, and Python reads them as surrogates.
+    """
+    if not isinstance(value, str):
+        return True
+    try:
+        return b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
 def hf_home(environment: Mapping[str, str]) -> Path:
     """Where Hugging Face keeps what it downloads (huggingface_hub, constants.py).
 
     A user without a home folder has a folder that is named `~`, in the current one.
     """
     around = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(environment.get("HF_HOME") or f"{around}/huggingface"))  # noqa: PTH111
+    return expanded(environment.get("HF_HOME") or f"{around}/huggingface")
 
 
 def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
@@ -107,20 +125,12 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
 
     With `as_text` every value is text, as it was written: `8:00:00` is otherwise 28800 to YAML.
     """
-    import yaml
-
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _loader(as_text))
-    except KeyError as error:
-        raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", str(path)) from None
-    except OSError as error:
-        raise mistake(
-            subject, f"{path} cannot be read: {error.strerror}", "the path of an existing YAML file"
-        ) from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # `2026-13-13`, `!!int x`
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise mistake(subject, f"{path} cannot be read: {reason}", "the path of an existing YAML file") from None
+    content = yaml_content(text, str(path), subject, as_text)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -130,13 +140,44 @@ def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
     return content
 
 
+def yaml_content(text: str, path: str, subject: str, as_text: bool = False) -> Any:
+    """What a YAML text holds. Raises `UserError` about `subject` if it is not valid."""
+    import yaml
+
+    try:
+        content = yaml.load(text, _loader(as_text))
+        if _entries(content, {}) > _MOST_ENTRIES:
+            raise mistake(subject, f"{path} repeats its anchors without end", "each value written out", path)
+        return content
+    except KeyError as error:
+        raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", path) from None
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as error:  # `2026-13-13`, `!!int x`
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None
+
+
+_MOST_ENTRIES = 100_000  # aliases of aliases: a few lines that print as gigabytes
+
+
+def _entries(value: Any, known: dict[int, float]) -> float:
+    """How many values a YAML holds, an alias counted wherever it is used: endless inside itself."""
+    if not isinstance(value, (list, dict)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = float("inf")  # until all inside it are counted
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_entries(entry, known) for entry in inner)
+    return known[id(value)]
+
+
 def read_json(file: str | Path) -> tuple[Json | None, str]:
     """The object in a JSON file, and an empty text; or None, and what is wrong with the file."""
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError:
         return None, f"{file} cannot be read"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, f"{file} is not valid JSON: {error}"
     if not isinstance(content, dict):
         return None, f"{file} holds a {type(content).__name__}"
@@ -156,6 +197,13 @@ def _loader(as_text: bool) -> Any:
                     raise KeyError(key)
             return super().construct_mapping(node, deep)
 
+        def construct_yaml_int(self, node):
+            """Raises ValueError for a hexadecimal number that Python refuses to print, too."""
+            value = super().construct_yaml_int(node)
+            return value if str(value) else None
+
+    if not as_text:
+        Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     return Loader
 
 
@@ -220,9 +268,9 @@ def _fsdp(version: object, offload: object) -> Json:
 
 def _count(value: object, is_single: bool) -> int | None:
     """A number of processes. The launchers of several processes read it as text, too."""
-    if isinstance(value, str) and value.isdigit() and not is_single:
-        return int(value)
-    return value if type(value) is int else None
+    if isinstance(value, str) and value.isdecimal() and not is_single:
+        value = int(value)
+    return value if type(value) is int and value <= MOST_PROCESSES else None
 
 
 def from_deepspeed(config: str | Json) -> Engine:
@@ -323,5 +371,5 @@ def _precision(value: object) -> str:
 def _int(value: Any) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0

@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.run.engine import hf_home
+from recipes.run.engine import expanded, hf_home
 
 _METHOD = "sha256-"
 _OLD_METHOD = re.compile("[0-9a-f]{16}")  # earlier versions read only both ends of a file
@@ -31,7 +31,7 @@ def of_data(dataset_name: str | None) -> str | None:
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    path = Path(dataset_name).expanduser()
+    path = expanded(dataset_name)
     if not path.exists():
         return None
     return _hash_of([path] if path.is_file() else path.rglob("*"), path)
@@ -43,7 +43,7 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
     """
     if not name:
         return None
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.is_dir():
         return _hash_of((file for pattern in _MODEL_FILES for file in folder.glob(pattern)), folder)
     if re.fullmatch(r"[0-9a-f]{40}", revision):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recipes.run import fingerprints
 from recipes.run.batch import Batch
-from recipes.run.engine import Json
+from recipes.run.engine import Json, read_json
 from recipes.run.spec import FIT, RunSpec
 
 # Settings that decide how much memory a micro-batch takes, or how the global batch is split.
@@ -35,11 +35,8 @@ def identity(run: RunSpec) -> Json:
 def read(folder: str | Path) -> Json:
     """The fit in a folder; empty if it is missing or damaged."""
     file = Path(folder) / FIT
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {**content, "file": str(file)} if isinstance(content, dict) else {}
+    content, _ = read_json(file)
+    return {**content, "file": str(file)} if content else {}
 
 
 def with_fit(run: RunSpec) -> RunSpec:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.legal import models
-from recipes.run.engine import Json, read_json
+from recipes.run.engine import Json, expanded, read_json
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as get_text_config looks for them
@@ -36,9 +36,9 @@ OFFSET_POSITIONS = {
 def existing_path(name: str | None) -> Path | None:
     """The file or folder that a user names; None if there is none here."""
     try:
-        path = Path(name or "").expanduser()
+        path = expanded(name or "")
         return path if name and path.exists() else None
-    except (OSError, RuntimeError):  # too long for a path, or the home folder of nobody
+    except OSError:  # too long for a path
         return None
 
 
@@ -95,7 +95,7 @@ def safetensors_header(file: Path) -> Json | None:
         try:
             header = json.loads(opened.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, AttributeError, LookupError, TypeError):
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
             return None
     return header if max(ends, default=0) == size - 8 - length else None
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.errors import Problem, mistake
+from recipes.flags import MOST_PROCESSES
 from recipes.run.command_line import accept
-from recipes.run.engine import Json
+from recipes.run.engine import Json, expanded, is_argument, read_json
 from recipes.run.hardware import Hardware
 from recipes.run.local_model import existing_path
 from recipes.run.spec import BATCH, BATCH_FIELDS, BEST_MODEL, FIT, HIDDEN, LIBRARY, RunSpec
@@ -34,8 +35,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "local_world_size": (int,), "data_parallel_size": (int,), "started": (str,), "command": (list,), "folder": (str,),
     "launcher": (list,), "accelerate_config": (str,), "files": (dict,), "paths": (dict,), "environment": (dict,),
     "settings": (dict,), "versions": (dict,), "hardware": (dict,), "code": (dict,), "data": (str,), "model": (str,),
+    "error": (str,), "ended": (str,), "peak_memory_of": (str,),
 }  # fmt: skip
 _OF_TEXT = ("recipe_files", "command", "launcher", "files", "paths", "environment")
+_OF_TEXT_OR_NULL = ("versions", "code")  # a package that is not installed; whether the code was changed
+_LARGEST = 1e300  # of any number
 
 
 # --- Reading it -----------------------------------------------------------------------------------
@@ -72,10 +76,7 @@ def is_record_at(path: str) -> bool:
     file = file_of(path)
     if file.name == NAME or file.suffix != ".json":
         return file.name == NAME
-    try:
-        return is_record(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
-        return False
+    return is_record(read_json(file)[0])
 
 
 def is_record(content: object) -> bool:
@@ -87,29 +88,52 @@ def _fault(content: object) -> str:
     """What is wrong with a record; empty if nothing is."""
     if not is_record(content) or not isinstance(content, dict):
         return "it lacks status or settings"
+    if content["status"] is None:
+        return "its status is null"
     for name, types in _TYPES.items():
         unknown = name in content and content[name] is None and types not in ((dict,), (list,))
-        if name in content and not unknown and not isinstance(content[name], types):
+        if name in content and not unknown and type(content[name]) not in types:
             return f"{name} is {content[name]!r:.40}"
+    if _holds_no_argument({name: value for name, value in content.items() if name != "files"}):
+        return "a text in it cannot be that of a path or an argument"
+    if any(type(value) is int and abs(value) > _LARGEST for value in content.values()):
+        return "a number in it is out of range"
     sizes = [content.get(name) for name in ("world_size", "local_world_size", "data_parallel_size")]
-    if any(size is not None and size < 1 for size in sizes):
-        return "a number of processes is below 1"
-    for name in _OF_TEXT:
+    if any(size is not None and not 1 <= size <= MOST_PROCESSES for size in sizes):
+        return "a number of processes is not possible"
+    for name in (*_OF_TEXT, *_OF_TEXT_OR_NULL):
         part = content.get(name) or ()
-        if not all(isinstance(text, str) for text in (part.values() if isinstance(part, dict) else part)):
+        kinds = (str, bool, type(None)) if name in _OF_TEXT_OR_NULL else (str,)
+        if not all(isinstance(text, kinds) for text in (part.values() if isinstance(part, dict) else part)):
             return f"{name} holds something else than text"
-    if not all(Path(path).is_absolute() for path in content.get("files") or ()):
+    if not all(Path(path).is_absolute() and is_argument(path) for path in content.get("files") or ()):
         return "files have no absolute paths"
-    gpus = (content.get("hardware") or {}).get("gpus", [])
-    if not isinstance(gpus, (list, tuple)) or not all(isinstance(gpu, dict) and "name" in gpu for gpu in gpus):
+    return _fault_of_hardware(content.get("hardware") or {}) or _fault_of_settings(content["settings"])
+
+
+def _fault_of_hardware(hardware: Json) -> str:
+    gpus = hardware.get("gpus", [])
+    named = isinstance(gpus, list) and all(isinstance(gpu, dict) and isinstance(gpu.get("name"), str) for gpu in gpus)
+    if not named:
         return "hardware has GPUs without names"
-    entries = list(content["settings"].values())
+    return "" if type(hardware.get("cores", 1)) is int else "hardware has no number of cores"
+
+
+def _fault_of_settings(settings: Json) -> str:
+    entries = list(settings.values())
     whole = entries and all(isinstance(entry, dict) and {"value", "source"} <= set(entry) for entry in entries)
     if not whole or not all(
         isinstance(text, str) for entry in entries for text in (entry["source"], entry.get("reason", ""))
     ):
         return "its settings have no values with their sources"
     return ""
+
+
+def _holds_no_argument(value: object) -> bool:
+    """Whether any text in it, or name, is one that no path and no argument can be."""
+    if isinstance(value, dict):
+        return any(_holds_no_argument(part) for pair in value.items() for part in pair)
+    return any(map(_holds_no_argument, value)) if isinstance(value, list) else not is_argument(value)
 
 
 # --- Its settings, to be given again --------------------------------------------------------------
@@ -150,7 +174,7 @@ def at_their_place(values: Json, record: Json, replaced: Collection[str], proble
         if name in replaced or not isinstance(value, str):
             continue
         path, colon, function = _parts(value)
-        here = str(Path(path).expanduser().resolve())
+        here = str(expanded(path).resolve())
         if here != then and existing_path(then):
             found[name] = then + colon + function
         elif not existing_path(path):

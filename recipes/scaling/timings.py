@@ -88,8 +88,8 @@ def _value(name: str, value: Any, source: str) -> str | float:
         return str(value)
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise mistake(name, f"{value!r} is not a number", "a number, such as 12.5", source) from None
+    except (TypeError, ValueError, OverflowError):
+        raise mistake(name, f"{value!r:.40} is not a number", "a number, such as 12.5", source) from None
     positive = name in ("num_processes", "epoch_time", "samples", "step_time", "global_batch")
     if math.isfinite(number) and (number > _LARGEST or 0 < number < 1 / _LARGEST):
         raise mistake(name, f"{value!r} is out of range", "a number in seconds, bytes or counts", source)
@@ -114,6 +114,13 @@ def _lines(file: Path) -> list[tuple[int, str | Cells]]:
         raise mistake("FILE", f"{file} cannot be read: {error}", "a readable .csv or .jsonl file") from None
     if file.suffix == ".jsonl":
         return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    try:
+        return _csv_rows(file, text)
+    except csv.Error as error:  # such as a text above 131,072 letters, where a quotation is not closed
+        raise mistake("FILE", f"{file} cannot be read: {error}", "each row on a line, with closed quotes") from None
+
+
+def _csv_rows(file: Path, text: str) -> list[tuple[int, str | Cells]]:
     lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     columns = [name.strip() for name in lines.fieldnames or ()]
     lacking = [name for name in ("num_processes", "epoch_time") if name not in columns]
@@ -129,7 +136,7 @@ def _cells(line: str | Cells, source: str) -> Cells:
         return line
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise mistake("FILE", f"is not JSON: {error}", "one JSON object per line", source) from None
     if not isinstance(row, dict):
         raise mistake("FILE", f"{line[:40]!r} is not a JSON object", "one JSON object per line", source)
@@ -176,5 +183,8 @@ def require_room(file: str | Path, names: Iterable[str] = tuple(COLUMNS)) -> lis
 
 
 def _header(file: Path) -> list[str]:
-    with file.open(encoding="utf-8", newline="") as stream:
-        return next(csv.reader(stream))
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            return next(csv.reader(stream), [])
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise mistake("FILE", f"{file} cannot be read: {error}", "another file, or a .jsonl") from None

@@ -11,6 +11,7 @@ from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
+from recipes.flags import MOST_PROCESSES
 from recipes.legal import moved
 from recipes.rules.facts import (
     READ_BY,
@@ -192,6 +193,9 @@ def num_processes_is_given(run):
     A null is `Unsupported nproc_per_node value: None`. 'NO' needs no count, and ignores a 0.
     """
     raw, launched = run.engine.raw, run.engine.num_processes
+    if type(raw.get("num_processes")) is int and raw["num_processes"] > MOST_PROCESSES:
+        yield in_yaml(run, "num_processes", "is not a possible number of processes", "num_processes: 1, one per GPU")
+        return
     is_single = raw.get("distributed_type") in ("NO", False)
     value = raw.get("num_processes", 1 if is_single else None)
     if not raw or launched not in (None, value):

@@ -1,0 +1,217 @@
+"""Settings, records, notes and tables that a person has damaged: one answer with a fix, exit 2."""
+
+import json
+from functools import cache
+
+import pytest
+
+from launch.cli import main
+from launch.output.record import started
+from launch.output.submission import noted
+from recipes.run import resolve
+
+DEEP, ENDLESS = b"[" * 100_000, b"9" * 10_000
+LAUGHS = "\n".join(
+    ["a0: &a0 [x,x,x,x,x,x,x,x,x]", *(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
+)
+
+
+@pytest.fixture
+def answer(tmp_path, monkeypatch, capsys):
+    """The exit code of a command in a folder of its own, and what it prints to stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+    def answered(*argv):
+        try:
+            code = main(list(argv))
+        except SystemExit as error:  # of argparse
+            code = error.code
+        return code, capsys.readouterr().err
+
+    return answered
+
+
+def refused(answered) -> str:
+    code, printed = answered
+    assert code == 2 and ("Fix: " in printed or "usage: " in printed), printed
+    assert "Traceback" not in printed
+    return printed
+
+
+YAMLS = {
+    "a date that does not exist": b"learning_rate: 2026-13-45\n",
+    "an endless integer": b"max_steps: " + ENDLESS,
+    "an endless hexadecimal integer": b"max_steps: 0x" + b"f" * 10_000,
+    "endless nesting": b"max_steps: " + DEEP,
+    "infinity": b"learning_rate: .inf\n",
+    "a key that is null": b"~: 3\n",
+    "a key that is a list": b"? [a, b]\n: 3\n",
+    "keys of two kinds": b"lr_scheduler_kwargs: {a: 1, 3: 2}\n",
+    "a null byte": b'output_dir: "a\\0b"\n',
+    "half a character": b'run_name: "\\ud800"\n',
+    "anchors that grow without end": LAUGHS.encode() + b"\nlearning_rate: *a9\n",
+    "an anchor inside itself": b"learning_rate: &a [*a]\n",
+    "a wrong tag": b"seed: !!timestamp abc\n",
+    "another encoding": "run_name: café\n".encode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("name", YAMLS)
+@pytest.mark.parametrize(
+    ("top", "command"),
+    [
+        ("", ["check", "--config"]),
+        ("base: fast\npurpose: ours\nchanges:\n", ["check", "--recipe"]),
+        ("distributed_type: MULTI_GPU\n", ["check", "--accelerate_config"]),
+        ("", ["check", "--azureml"]),
+    ],
+    ids=["config", "recipe", "accelerate", "azure"],
+)
+def test_a_yaml_that_cannot_be_meant(name, top, command, answer, tmp_path):
+    indent = b"  " if top.startswith("base") else b""
+    lines = [indent + line for line in YAMLS[name].split(b"\n")]
+    (tmp_path / "mine.yaml").write_bytes(top.encode() + b"\n".join(lines))
+    refused(answer(*command, "mine.yaml"))
+
+
+def test_a_site_file_that_cannot_be_meant(answer, tmp_path):
+    (tmp_path / "accelerate-recipes").mkdir()
+    for content in YAMLS.values():
+        (tmp_path / "accelerate-recipes" / "site.yaml").write_bytes(content)
+        assert "site.yaml" in refused(answer("submit", "slurm", "--gpus_per_node", "2", "--dry_run"))
+
+
+@pytest.mark.parametrize("content", [b'{"a": ' + DEEP, b'{"zero_optimization": {"stage": Infinity}}', b"null", b"\xe9"])
+def test_a_deepspeed_json_that_cannot_be_meant(content, answer, tmp_path):
+    (tmp_path / "mine.json").write_bytes(content)
+    refused(answer("check", "--deepspeed", "mine.json"))
+
+
+FLAGS = {
+    "no value": ["check", "--config"],
+    "no value at the end": ["check", "--dataset_name", "--max_steps", "3"],
+    "an unknown user": ["check", "--accelerate_config", "~nobody_here/x.yaml"],
+    "dashes": ["submit", "slurm", "--nodes=--", "--dry_run"],
+    "dashes for a folder": ["scale", "report", "--output=--", "x.csv"],
+    "two billion processes": ["check", "--num_processes", "2147483648", "--gpu", "L4"],
+    "two billion GPUs": ["submit", "slurm", "--gpus_per_node", "2147483648", "--dry_run"],
+    "endless GPUs": ["submit", "slurm", "--gpus_per_node", "9" * 5000, "--dry_run"],
+    "a digit that is none": ["check", "--num_processes", "²"],
+    "a name too long": ["check", "--config", "a" * 5000],
+    "a path too long": ["show", "a/" * 3000],
+    "a run too long": ["compare", "b", "a" * 5000],
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_that_cannot_be_meant(name, answer):
+    refused(answer(*FLAGS[name]))
+
+
+def test_a_count_of_processes_in_a_yaml_has_a_limit(answer, tmp_path):
+    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2147483648\n")
+    assert "possible number" in refused(answer("check", "--accelerate_config", "mine.yaml", "--gpu", "L4"))
+
+
+def test_a_name_that_is_not_text_is_printed_escaped(answer):
+    assert "\\udce9" in refused(answer("show", "\udce9"))
+
+
+# --- Records and notes ---------------------------------------------------------------------------
+
+
+@cache
+def record() -> str:
+    return json.dumps({**started(resolve(["--recipe", "baseline"]), 1), "status": "finished"}, default=str)
+
+
+def changed(**fields) -> bytes:
+    return json.dumps({**json.loads(record()), **fields}).encode()
+
+
+def with_setting(name: str, **entry) -> bytes:
+    return changed(settings={**json.loads(record())["settings"], name: entry})
+
+
+RECORDS = {
+    "null": b"null",
+    "endless nesting": b'{"status": "finished", "settings": ' + DEEP,
+    "no settings": changed(settings=None),
+    "no status": changed(status=None),
+    "no hardware": changed(hardware=None),
+    "no code": changed(code=None),
+    "cores that are text": changed(hardware={"cores": "many"}),
+    "GPUs whose name is a list": changed(hardware={"gpus": [{"name": []}]}),
+    "a version that is a list": changed(versions={"torch": [2]}),
+    "a number beyond all": changed(final_loss=10**400),
+    "two billion processes": changed(world_size=2**31),
+    "a reason that is a list": with_setting("seed", value=1, source="command line", reason=[]),
+    "a null byte in a path": with_setting("output_dir", value="a\0b", source="command line"),
+    "half a character": changed(recipe="\ud800"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_damaged_record_is_named(name, answer, tmp_path):
+    for folder, content in (("run", record().encode()), ("other", RECORDS[name])):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "run.json").write_bytes(content)
+    for command in (["compare", "run", "other"], ["show", "./other"], ["diff", "run", "other"], ["rerun", "other"]):
+        assert "other/run.json" in refused(answer(*command))
+    assert answer("status", "other")[0] == 0
+
+
+NOTES = {
+    "endless nesting": DEEP,
+    "a null byte": b'{"target": "local", "title": "a", "log": "a\\u0000b"}',
+    "half a character": b'{"target": "local", "title": "a", "log": "\\ud800"}',
+    "a job that is a flag": b'{"target": "slurm", "title": "a", "log": "x", "job": "--help"}',
+    "a workspace of numbers": b'{"target": "azureml", "title": "a", "log": "x", "workspace": {"subscription_id": 1}}',
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_damaged_note_is_none(name, answer, tmp_path):
+    (tmp_path / "submission.json").write_bytes(NOTES[name])
+    assert noted(tmp_path) is None
+    assert answer("status", str(tmp_path))[0] == 0
+    refused(answer("logs", str(tmp_path)))
+
+
+def test_a_log_whose_name_is_too_long(answer, tmp_path):
+    note = {"target": "local", "title": "a", "log": "a" * 5000}
+    (tmp_path / "submission.json").write_text(json.dumps(note))
+    assert "too long" in refused(answer("logs", str(tmp_path)))
+
+
+# --- Timings -------------------------------------------------------------------------------------
+
+TIMINGS = {
+    "timings.csv": {
+        "a long text": b"num_processes,epoch_time,name\n1,2," + b"a" * 200_000,
+        "a long column": b"num_processes,epoch_time," + b"a" * 200_000 + b"\n1,2,3\n",
+        "an open quotation": b'num_processes,epoch_time,name\n1,2,"' + b"a\n" * 100_000,
+        "another encoding": b"num_processes,epoch_time,name\n1,2,\xe9\n",
+    },
+    "timings.jsonl": {
+        "a number beyond all": b'{"num_processes": 1, "epoch_time": 1' + b"0" * 400 + b"}",
+        "endless nesting": b'{"num_processes": ' + DEEP,
+        "half a character": b'{"num_processes": 1, "epoch_time": 2, "name": "\\ud800"}',
+    },
+}
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file in TIMINGS for name in TIMINGS[file]])
+def test_timings_that_cannot_be_read(file, name, answer, tmp_path):
+    (tmp_path / file).write_bytes(TIMINGS[file][name])
+    refused(answer("scale", "report", file))
+
+
+def test_timings_need_no_step(answer, tmp_path):
+    rows = [
+        {"num_processes": n, "epoch_time": 9 / n, "micro_batch": 4, "no_sync_step": 0.1, "global_batch": 8}
+        for n in (1, 2)
+    ]
+    (tmp_path / "timings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert answer("scale", "report", "timings.jsonl")[0] == 0

@@ -75,6 +75,8 @@ def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailur
     """What the machine did to a file. A mistake may be what a reader makes of it."""
     if isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, Exception):
         return None
+    if isinstance(error, UserError) and error.problems[0].subject == "output_dir":
+        return None  # nothing was written there yet: another folder helps
     return storage_failure(error, Path(run["output_dir"]) if run else None)
 
 

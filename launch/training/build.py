@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch.distributed import DistError
 from transformers import TrainingArguments
 
@@ -40,9 +41,21 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
     except DistError as error:
         what = f"the ranks of the run were not all there within {run['ddp_timeout']} s (ddp_timeout)"
         raise Failure(f"{what}: {' '.join(str(error).split())[:200]}") from None
+    if run.engine.kind == "deepspeed" and run.world_size > 1:
+        _tell_deepspeed()
     if args.hub_token is not None:
         args.hub_token = Unpickled(args.hub_token)
     return args
+
+
+def _tell_deepspeed() -> None:
+    """Hand the process group to DeepSpeed. On a CPU accelerate does not, if --deepspeed is beside a
+    launch of plain DDP, and ZeRO-3 would divide the weights of the model among one process.
+    """
+    from deepspeed import comm
+
+    if not comm.is_initialized():
+        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:

@@ -164,6 +164,7 @@ _DEEPSPEED: dict[str, list[Any]] = {
     "deepspeed_moe_layer_cls_names": ["LlamaMLP"],
     "deepspeed_config_file": ["ds.json"],
 }
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 JSON_KEYS: dict[str, list[Any]] = {
     "zero_optimization": [{"stage": 2}, {"stage": 3}, {"stage": 1}, {"stge": 2}, 2],
     "zero_optimization.stage": [0, 1, 2, 3, 7, "2", "auto"],
@@ -200,8 +201,10 @@ def _yaml_changes(file: str, random: Random) -> list[Change]:
 
 
 def _json_changes(random: Random) -> list[Change]:
-    start = Change("json", "zero_optimization", {"stage": random.choice((2, 2, 1, 3))})
-    return [start, *changed_keys(JSON_KEYS, "json", random, random.choice((0, 1, 2)))]
+    start = [Change("json", "zero_optimization", {"stage": random.choice((2, 2, 1, 3))})]
+    if random.random() < 0.7:  # as most people write it
+        start += [Change("json", name, "auto") for name in _SIZES]
+    return [*start, *changed_keys(JSON_KEYS, "json", random, random.choice((0, 1, 2)))]
 
 
 def changed_keys(keys: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:

@@ -1,5 +1,6 @@
 """Every engine really trains on a CPU: two ranks of DDP, ZeRO-2 and ZeRO-3 with offload."""
 
+import json
 import re
 import shutil
 
@@ -110,3 +111,17 @@ def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, 
     flags = ["--recipe", "memory", *model_flags(tiny_model, texts), *STEPS]
     outcome = launch(*flags, output=tmp_path, processes=1, config="standard.yaml")
     assert outcome.record["engine"] == "DeepSpeed ZeRO-2, optimizer offload"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_deepspeed_json_under_plain_ddp_trains_what_one_process_trains(
+    stage, one_process, tiny_model, texts, tmp_path
+):
+    """On a CPU nobody else tells ZeRO-3 of the processes before the model is loaded."""
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    config = {"zero_optimization": {"stage": stage}, **dict.fromkeys(sizes, "auto")}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    flags = [*model_flags(tiny_model, texts), *STEPS, "--deepspeed", str(tmp_path / "ds.json")]
+    outcome = launch_quickly(*flags, output=tmp_path / "out", processes=2, config="standard.yaml")
+    assert losses(outcome) == pytest.approx(losses(one_process), rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +64,8 @@ class RecipeTrainer(CommittingTrainer):
             if "mixed dtype (CPU)" in str(error):  # LayerNorm's; RMSNorm takes both
                 what = f"{self.model.dtype} weights cannot compute in another 16-bit type on a CPU in this model"
                 raise mistake("dtype", what.replace("torch.", ""), "--dtype float32") from None
+            if re.search("does not support (activation|gradient) checkpointing", str(error)):
+                raise mistake("gradient_checkpointing", _in_one_line(error), "--gradient_checkpointing false") from None
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or not _may_be_a_misfit(error):
                 raise

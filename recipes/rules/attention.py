@@ -10,8 +10,18 @@ from dataclasses import replace
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.legal import attention, models
-from recipes.rules.facts import advice, available, known_config, missing, mixed_precision, on_gpu, problem, rule
+from recipes.legal import attention
+from recipes.rules.facts import (
+    advice,
+    available,
+    known_config,
+    missing,
+    mixed_precision,
+    of_class,
+    on_gpu,
+    problem,
+    rule,
+)
 from recipes.run import RunSpec, nearest
 from recipes.run.local_model import text_config
 
@@ -77,20 +87,6 @@ def _is_known(name: str) -> bool:
     return name in attention.implementations() or attention.is_kernel(name)
 
 
-def _of_class(run: RunSpec, attribute: str) -> object:
-    """An attribute of the model's class; None if the class cannot be read.
-
-    A class that sets none has PreTrainedModel's: it supports nothing.
-    """
-    model_type = known_config(run).get("model_type")
-    if not isinstance(model_type, str):
-        return None
-    name = models.model_class(model_type, run["task"])
-    if name is None or name not in models.class_names(model_type):
-        return None  # code of its own, or a class that another model's file holds
-    return models.class_attribute(model_type, name, attribute, False)
-
-
 # --- The name and the model -----------------------------------------------------------------------
 
 
@@ -120,7 +116,7 @@ def attention_is_supported_by_the_model(run):
     """`ValueError: BloomForCausalLM does not support an attention implementation through ...`"""
     name = _asked(run)
     kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
-    if kind and _of_class(run, f"_supports_{kind}") is False:
+    if kind and of_class(run, f"_supports_{kind}") is False:
         what = f"{name} is not supported by models of type {known_config(run)['model_type']}"
         yield _problem(run, what, _LEAVE_OUT)
 
@@ -136,7 +132,7 @@ def flash_attention_is_the_models_own(run):
 
 
 def _own_kernels(run: RunSpec) -> list[str]:
-    own = _of_class(run, "_compatible_flash_implementations")
+    own = of_class(run, "_compatible_flash_implementations")
     return own if isinstance(own, list) else []
 
 

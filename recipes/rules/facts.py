@@ -92,6 +92,20 @@ def known_config(run: RunSpec) -> Json:
     return dict(model_config(run) or {})
 
 
+def of_class(run: RunSpec, attribute: str) -> object:
+    """An attribute of the model's class; None if the class cannot be read.
+
+    A class that sets none has PreTrainedModel's: it supports nothing.
+    """
+    model_type = known_config(run).get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    name = models.model_class(model_type, run["task"])
+    if name is None or name not in models.class_names(model_type):
+        return None  # code of its own, or a class that another model's file holds
+    return models.class_attribute(model_type, name, attribute, False)
+
+
 def absent_classes(run: RunSpec, names: Iterable[str]) -> list[str]:
     """Which of these classes are no part of the model.
 

@@ -10,7 +10,9 @@ from recipes.rules.facts import (
     gradient_accumulation_kwargs,
     in_yaml,
     is_true,
+    known_config,
     missing,
+    of_class,
     problem,
     rule,
     sections,
@@ -123,6 +125,14 @@ def compiling_needs_one_shape(run):
         yield advice(
             run, "torch_compile", "compiles again for every new length of a batch", "--packing, or leave it out"
         )
+
+
+@rule
+def the_model_can_checkpoint(run):
+    """`ValueError: CTRLLMHeadModel does not support activation checkpointing.`"""
+    if run["gradient_checkpointing"] and of_class(run, "supports_gradient_checkpointing") is False:
+        what = f"is not supported by models of type {known_config(run)['model_type']}"
+        yield problem(run, "gradient_checkpointing", what, "--gradient_checkpointing false")
 
 
 @rule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import CTRLConfig, CTRLLMHeadModel
 
 from recipes import legal
 from tests.support.real_failures import arguments, assert_fires, launched, train
@@ -37,6 +38,10 @@ CASES = {
         Run("--torch_compile --torch_compile_mode default"),
     ),
     "compiling_needs_one_shape": (Run("--torch_compile --packing false"), Run("--torch_compile --packing")),
+    "the_model_can_checkpoint": (
+        Run("--gradient_checkpointing --model_name_or_path model", files={"model/config.json": {"model_type": "ctrl"}}),
+        Run("--gradient_checkpointing --model_name_or_path model", files={"model/config.json": {"model_type": "gpt2"}}),
+    ),
     "syncing_each_batch_is_slow": (
         Run('--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'),
         Run('--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":false}}'),
@@ -105,6 +110,12 @@ def test_torch_has_no_such_backend_any_more(backend, tmp_path):
     with pytest.raises(torch._dynamo.exc.InvalidBackend, match=backend):
         train(tmp_path, torch_compile_backend=backend)
     assert_fires("compile_backend_is_known", {"torch_compile_backend": backend})
+
+
+def test_some_models_cannot_checkpoint(tmp_path):
+    model = CTRLLMHeadModel(CTRLConfig(vocab_size=300, n_embd=8, n_head=2, n_layer=1, dff=8))
+    with pytest.raises(ValueError, match="does not support activation checkpointing"):
+        train(tmp_path, model=model, gradient_checkpointing=True)
 
 
 def test_torch_has_no_such_mode(tmp_path):

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from launch.output import manifest
-from launch.output.checkpoints import numbered, remove, rotate
+from launch.output.checkpoints import inspect, numbered, remove, rotate
 
 
 class CommittingTrainer(Trainer):
@@ -86,11 +86,17 @@ class CommittingTrainer(Trainer):
 
     def _finalize_training(self, *args, **kwargs):
         self.finish_saving()
-        best = self.state.best_model_checkpoint
-        if self.args.should_save and best is not None and self.args.save_total_limit == 1:
-            # Trainer would, file by file: a kill in between would leave half a checkpoint.
-            remove(path for path in numbered(self.args.output_dir) if not path.samefile(best))
-        return super()._finalize_training(*args, **kwargs)
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        if self.args.should_save and best is not None and limit == 1:
+            # Trainer keeps the best alone, and deletes the others file by file: a kill in between
+            # would leave half a checkpoint. If the best is damaged, they are all there is.
+            if inspect(Path(best), self.is_deepspeed_enabled).valid:
+                remove(path for path in numbered(self.args.output_dir) if not path.samefile(best))
+            self.args.save_total_limit = None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
 
 def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:

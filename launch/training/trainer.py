@@ -201,11 +201,9 @@ class RecipeTrainer(CommittingTrainer):
             self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
-        best = Path(self.state.best_model_checkpoint)
-        is_main = self.args.process_index == 0
-        damage = gather_object([inspect(best, self.is_deepspeed_enabled).faults if is_main and best.is_dir() else ()])[
-            0
-        ]
+        best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
+        faults = inspect(best, self.is_deepspeed_enabled).faults if is_main and best.is_dir() else ()
+        damage = gather_object([faults])[0]
         if damage:
             print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
             return

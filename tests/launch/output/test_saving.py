@@ -120,7 +120,8 @@ def test_a_checkpoint_that_somebody_deletes_meanwhile_does_not_end_the_run(tiny_
     assert steps(tmp_path) == [6, 2]
 
 
-def test_a_damaged_best_model_is_not_loaded(tiny_model, texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags", [SIX_STEPS, KEEPS_ONE], ids=["two are kept", "one is kept"])
+def test_a_damaged_best_model_is_not_loaded(flags, tiny_model, texts, tmp_path, monkeypatch):
     commit = manifest.commit
 
     def damage_two(folder, names):
@@ -132,7 +133,7 @@ def test_a_damaged_best_model_is_not_loaded(tiny_model, texts, tmp_path, monkeyp
     monkeypatch.setattr(manifest, "commit", damage_two)
     evaluate = "--eval_strategy steps --eval_steps 2 --dataset_train_split train[:90%] --dataset_test_split train[90%:]"
     best = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true"  # the first is the best
-    outcome = train_here(tiny_model, texts, tmp_path, *SIX_STEPS, *evaluate.split(), *best.split())
+    outcome = train_here(tiny_model, texts, tmp_path, *flags, *evaluate.split(), *best.split())
     assert "checkpoint-2, the best, is damaged (model.safetensors has changed" in outcome.output
     assert (outcome.record["best_step"], outcome.record["model_step"]) == (2, 6)
     assert steps(tmp_path) == [6, 2]

@@ -203,7 +203,7 @@ def output_of(job: Job, azure: Azure) -> str:
     words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *([azure.data] if azure.data else [])]
     words += [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run)) else []
     if words and not azure.job_name:
-        name += "-" + hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
+        name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
     return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{_login()}/{name}"
 
 

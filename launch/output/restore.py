@@ -92,7 +92,7 @@ class _Files:
         if not target.resolve().is_relative_to(self.folder.resolve()):
             raise mistake(path, "is not a path of a file", f"a {NAME} as train.py wrote it")
         try:
-            write_whole(target, content.encode())
+            write_whole(target, content.encode(errors="backslashreplace"))
         except OSError as error:
             what = f"{target} cannot be written: {error.strerror}"
             raise mistake("output_dir", what, "another --output_dir") from None

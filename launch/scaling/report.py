@@ -85,13 +85,16 @@ def report(found: Findings, folder: Path) -> list[Path]:
     """
     drawn = _pictures(found) if plots.installed() else {}
     notes = _not_drawn(found)
+    texts = {
+        "comprehensive_summary.csv": summary_csv(found),
+        "summary_table.tex": summary_tex(found),
+        "performance_report.txt": text(found, notes),
+        "report.html": scale_page.page(found, list(drawn.values()), notes),
+    }
     content = {name: picture.png for name, picture in drawn.items()}
     content |= {
-        "comprehensive_summary.csv": summary_csv(found).encode(),
-        "summary_table.tex": summary_tex(found).encode(),
-        "performance_report.txt": text(found, notes).encode(),
-        "report.html": scale_page.page(found, list(drawn.values()), notes).encode(),
-    }
+        name: text.encode(errors="backslashreplace") for name, text in texts.items()
+    }  # names of folders may not be UTF-8
     try:
         for name, data in content.items():
             write_whole(folder / name, data)

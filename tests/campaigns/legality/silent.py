@@ -37,8 +37,11 @@ def _as_written(case: Case, judgement: Judgement, outcome: Outcome) -> str:
         return "nan and inf are not numbers"
     if judgement.run and all("both are given" in problem.what for problem in judgement.run.problems):
         return "one of two values of the same setting is dropped"
-    if judgement.run and all(" takes " in f" {problem.what}" for problem in judgement.run.problems):
-        return "a value of another type is refused, whether this run reads it or not"
+    no_value = (" takes ", " is not one of its values")
+    if judgement.run and all(
+        any(words in f" {problem.what}" for words in no_value) for problem in judgement.run.problems
+    ):
+        return "what is no value of the setting is refused, whether this run reads it or not"
     recipe = [change.value for change in case.changes if change.name == "recipe"]
     if recipe and outcome.record["recipe"] not in (recipe[-1], recipe[-1][0]):
         return f"trains {outcome.record['recipe']}"

@@ -92,9 +92,8 @@ def report(found: Findings, folder: Path) -> list[Path]:
         "report.html": scale_page.page(found, list(drawn.values()), notes),
     }
     content = {name: picture.png for name, picture in drawn.items()}
-    content |= {
-        name: text.encode(errors="backslashreplace") for name, text in texts.items()
-    }  # names of folders may not be UTF-8
+    # The name of a folder need not be UTF-8.
+    content |= {name: written.encode(errors="backslashreplace") for name, written in texts.items()}
     try:
         for name, data in content.items():
             write_whole(folder / name, data)

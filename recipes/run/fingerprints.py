@@ -25,7 +25,7 @@ _MODEL_FILES = (
 
 def of_data(dataset_name: str | None) -> str | None:
     """A hash of a local file, or of all files in a folder; without data, of the demonstration's:
-    the standard library of this Python. None for data of the Hub.
+    the standard library of this Python. None for data of the Hub, or if a file cannot be read.
 
     Up to 256 MiB are read whole, of more 4,096 blocks at equal distances and the files' ends.
     """
@@ -64,7 +64,14 @@ def differ(one: object, other: object) -> bool:
     return one != other and bool(_OLD_METHOD.fullmatch(one)) == bool(_OLD_METHOD.fullmatch(other))
 
 
-def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str:
+def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str | None:
+    try:
+        return _hash(files, folder)
+    except OSError:  # whoever reads the data or the model says so
+        return None
+
+
+def _hash(files: Iterable[Path], folder: Path | None) -> str:
     digest = hashlib.sha256()
     sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
     step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)

@@ -53,6 +53,12 @@ def numbered(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
 
 
+def not_folders(output_dir: str | Path) -> list[Path]:
+    """What else has the name of a checkpoint, such as a broken link: it would be in the way."""
+    found = Path(output_dir).glob("checkpoint-*")
+    return [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name) and not path.is_dir()]
+
+
 def inspect(path: Path, deepspeed: bool = False) -> Checkpoint:
     """The checkpoint in a folder with its faults, for a run with DeepSpeed or without.
 

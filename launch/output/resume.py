@@ -20,6 +20,7 @@ from launch.output.checkpoints import (
     finish_removals,
     inspect,
     newest_valid,
+    not_folders,
     numbered,
     remove,
 )
@@ -198,17 +199,28 @@ def _earlier_run(run: RunSpec, world: World) -> Earlier:
     finished = old.get("status") == "finished"
     if run["resume_from_checkpoint"] not in (None, True, "True", "true"):
         return _asked_for(run, world, finished)
+    in_the_way = [_skip(Checkpoint(path, 0, ("it is not a folder",))) for path in not_folders(folder)]
     if not numbered(folder) and not finished:
-        return Earlier()
+        return Earlier(notes=in_the_way)
     _require_same_training(run, old)
     if finished and not _asks_for_more(run, old):
-        return Earlier(finished=True, step=old.get("global_step", 0), notes=_changes(run, old, everything=True))
+        notes = [*_missing_model(folder), *_changes(run, old, everything=True)]
+        return Earlier(finished=True, step=old.get("global_step", 0), notes=notes)
     finish_removals(folder)
     newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed")
-    notes = [_skip(checkpoint) for checkpoint in damaged]
+    notes = [*in_the_way, *(_skip(checkpoint) for checkpoint in damaged)]
+    if not old:
+        notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"])
     return Earlier(newest.path, newest.step, notes=[*notes, *_notes(newest, run, world, old)])
+
+
+def _missing_model(folder: Path) -> list[str]:
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*model*.bin")):
+        return []
+    left = [path.name for path in numbered(folder)]
+    return [f"the model of the run is gone; left are {', '.join(left)}" if left else "the model of the run is gone"]
 
 
 def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from rich.markup import escape
 
@@ -59,13 +60,19 @@ def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | No
     It comes before a mistake, which may be what a reader makes of its cache: its own message, that
     the file cannot be read, would be wrong.
     """
+    if _is_too_long(error):
+        return None
     is_full = run is not None and Path(run["output_dir"]).exists() and refusal(Path(run["output_dir"])) in FULL
     return None if is_full else cache_problem(error)
 
 
+def _is_too_long(error: BaseException) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+
+
 def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
     """What the user can correct; empty if that is not why it failed."""
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+    if _is_too_long(error):
         return [name_too_long(error)]
     problems = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
     return [run.with_source(problem) if run else problem for problem in problems]

@@ -60,6 +60,7 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
         )
+        int(tokenizer.model_max_length)  # compared with lengths when it is used
     except MemoryError:
         raise
     except Exception as error:  # its parsers raise anything for a damaged file

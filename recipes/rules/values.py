@@ -37,10 +37,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "torch_empty_cache_steps": _COUNT,
     "eval_steps": (lambda value: value >= 0, "is a number of steps, or a fraction of the run below 1"),
     "eval_delay": _NOT_NEGATIVE,
-    "save_total_limit": (
-        lambda value: value >= 1,
-        "is a whole number from 1 up; 0 keeps them all, as leaving it out does",
-    ),
+    "save_total_limit": _COUNT,  # Trainer takes 0 for no limit
     "dataloader_num_workers": _NOT_NEGATIVE,
     "dataloader_prefetch_factor": _COUNT,
     "seed": _SEED,

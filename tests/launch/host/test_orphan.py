@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.host.signals import EXIT_CODE
-from tests.launch.host.test_preemption import STEPS, assert_resumable
+from tests.launch.host.test_preemption import ENDLESS, assert_resumable
 from tests.support.running import ROOT, model_flags
 from tests.support.stopping import ONE_PROCESS, TWO_RANKS
 from tests.support.waiting import wait_for
@@ -131,10 +131,10 @@ def test_a_shell_may_exit_and_leave_the_run_in_the_background(tmp_path):
 @pytest.mark.parametrize("start", [ONE_PROCESS, TWO_RANKS], ids=["one process", "two ranks"])
 def test_ranks_of_accelerates_launcher_save_when_it_dies(start, number, tiny_model, texts, tmp_path):
     """It dies of SIGUSR1 at once."""
-    with start([*model_flags(tiny_model, texts), *STEPS], tmp_path) as run:
+    with start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path) as run:
         run.wait_for_output("step 5/")
         os.kill(run.process.pid, number)
         output = run.end()
     assert "told to stop by the end of its launcher at step" in output, output
     assert run.process.returncode == -number != EXIT_CODE
-    assert 5 <= assert_resumable(tmp_path) < 100
+    assert assert_resumable(tmp_path) >= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import sys
 import time
 import traceback
@@ -62,7 +63,8 @@ def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | No
     """
     if _is_too_long(error):
         return None
-    is_full = run is not None and Path(run["output_dir"]).exists() and refusal(Path(run["output_dir"])) in FULL
+    folder = run["output_dir"] if run else ""
+    is_full = os.path.exists(folder) and refusal(Path(folder)) in FULL  # noqa: PTH110, Path.exists raises for a long name
     return None if is_full else cache_problem(error)
 
 

@@ -10,13 +10,14 @@ import resource
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tests.campaigns.bad_input.case import Case
+from tests.campaigns.legality.start import forked
 
 SECONDS = 10
 BUSY = 6  # so many times as long, once more, where it may only be the machine that is busy
@@ -43,7 +44,7 @@ def attempt(case: Case, folder: Path, seconds: float = SECONDS, wall_seconds: fl
     """
     log = folder.with_suffix(".log")
     started = time.monotonic()
-    pid = os.fork() or _child(case, folder, log, seconds)
+    pid = forked(partial(_in_folder, case, folder, log, seconds))
     status, used = _wait(pid, started + wall_seconds)
     took = time.monotonic() - started
     output = log.read_bytes().decode(errors="backslashreplace")
@@ -66,29 +67,17 @@ def _wait(pid: int, until: float) -> tuple[int | None, float]:
     return None, 0.0
 
 
-def _child(case: Case, folder: Path, log: Path, seconds: float) -> NoReturn:
-    code = 1
-    try:
-        os.setsid()
-        os.chdir(folder)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        _limit(seconds)
-        code = _run(case) or 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _in_folder(case: Case, folder: Path, log: Path, seconds: float) -> int:
+    os.setsid()
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _limit(seconds)
+    return _run(case)
 
 
 def _limit(seconds: float) -> None:

@@ -1,22 +1,37 @@
 """The folders outside a run's own that libraries write to, and the variables that move them.
 
 They are under the home folder unless somebody says otherwise: read-only in many containers, small
-on many clusters.
+on many clusters, shared by many machines. A lock that a killed process left in one must not hold
+up the next: the locks of datasets, huggingface_hub and inductor are flock's, which the kernel
+takes back, and torch's compiler of C++ gets one of that kind here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import functools
 import getpass
 import os
 import shutil
+import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
+
+from launch.host.signals import StopRequest, ending_children
 from launch.host.storage import FULL, causes
 from recipes.errors import Problem
 from recipes.run.engine import hf_home
+
+if TYPE_CHECKING:
+    from torch.utils.file_baton import FileBaton
 
 _UNWRITABLE = (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, *FULL)
 
@@ -95,3 +110,132 @@ def _caches() -> Iterator[tuple[str, Path]]:
         ("TORCHINDUCTOR_CACHE_DIR", Path(tempfile.gettempdir(), f"torchinductor_{_user()}")),
     ):
         yield own, Path(environment.get(own) or default)
+
+
+# --- torch's compiler of C++, which DeepSpeed's operators need once -------------------------------
+
+_WAIT_SECONDS = 0.1
+_TELL_SECONDS = 5
+_LONGEST_COMPILATION_SECONDS = 3600
+_BY_FLOCK = b"held by flock"
+
+
+def compile_safely(stop: StopRequest | None = None) -> None:
+    """From now on a compilation, which takes minutes, ends at once when `stop` is requested, and no
+    lock that a killed process left there is waited for.
+    """
+    from torch.utils import cpp_extension
+
+    load = cpp_extension.load
+
+    @functools.wraps(load)
+    def load_safely(*args, **kwargs):
+        with stop.at_once() if stop else contextlib.nullcontext(), ending_children():
+            return load(*args, **kwargs)
+
+    cpp_extension.load = load_safely
+    cpp_extension.FileBaton = _baton_class()
+
+
+@functools.cache
+def _baton_class() -> type[FileBaton]:
+    from torch.utils.file_baton import FileBaton
+
+    class Baton(FileBaton):
+        """torch's lock file, which the kernel unlocks too when the process that made it ends.
+
+        Who waited for it compiles too, which takes no time if that was done.
+        """
+
+        def try_acquire(self) -> bool:
+            file = Path(self.lock_file_path)
+            started, told = time.monotonic(), False
+            while (handle := _lock(file)) is None:
+                time.sleep(_WAIT_SECONDS)
+                if not told and time.monotonic() - started > _TELL_SECONDS:
+                    told = True
+                    _say(_waiting(file))
+            self.fd = handle
+            _end_orphans(file.parent)
+            if not any(file.parent.glob("*.so")):
+                _say(f"compiling {file.parent.name} into {file.parent}: this takes minutes, and only once")
+            return True
+
+        def release(self) -> None:
+            """Removes it before it is unlocked, or another process would lock what is removed."""
+            Path(self.lock_file_path).unlink(missing_ok=True)
+            os.close(self.fd)
+
+    return Baton
+
+
+def _lock(file: Path) -> int | None:
+    """The descriptor of a lock file that is ours now. None if another process has it."""
+    with contextlib.suppress(FileExistsError):
+        handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        with contextlib.suppress(OSError):  # a file system without locks: then it is as torch's own
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(handle, f"{_BY_FLOCK.decode()} of pid {os.getpid()} on {socket.gethostname()}".encode())
+        return handle
+    try:
+        handle = os.open(file, os.O_RDWR)
+        if _is_left_over(handle, file):
+            return handle
+        os.close(handle)
+    except OSError:  # removed meanwhile, or of another user
+        pass
+    return None
+
+
+def _is_left_over(handle: int, file: Path) -> bool:
+    """Whether its maker is gone: then it is locked, and ours.
+
+    Of plain torch's only its age tells: the maker may be on another machine.
+    """
+    is_old = _seconds_old(file) > _LONGEST_COMPILATION_SECONDS and not _users_here(file)
+    if not os.pread(handle, len(_BY_FLOCK), 0).startswith(_BY_FLOCK) and not is_old:
+        return False
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return os.path.samestat(os.fstat(handle), file.stat())
+
+
+def _seconds_old(file: Path) -> float:
+    """By the clock of its disk, which may be another machine's."""
+    with tempfile.TemporaryFile(dir=file.parent) as new:
+        return os.fstat(new.fileno()).st_mtime - file.stat().st_mtime
+
+
+def _users_here(file: Path) -> list[int]:
+    """Processes of this machine that have the lock file open, as its maker has."""
+    users = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and str(file.resolve()) in [opened.path for opened in process.open_files()]:
+                users.append(process.pid)
+    return users
+
+
+def _end_orphans(folder: Path) -> None:
+    """End what a killed maker of the lock has left behind: it would write the same files."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.name() == "ninja" and process.cwd() == str(folder.resolve()):
+                process.terminate()  # with its compilers
+                process.wait(_TELL_SECONDS)
+
+
+def _waiting(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        if maker := file.read_text(errors="replace"):
+            return f"waiting until {file.parent.name} is compiled: {file} is {maker}"
+    if users := _users_here(file):
+        return f"waiting until pid {users[0]} has compiled {file.parent.name}"
+    return (
+        f"waiting for {file}, which no process on this machine holds: unless another machine is compiling, "
+        f"one that was killed left it, and `rm {file}` lets this run go on"
+    )
+
+
+def _say(line: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

@@ -68,6 +68,57 @@ def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
         thread.join(_BEAT_SECONDS)  # or the last it says might be that it is here
 
 
+@contextlib.contextmanager
+def meeting(rank: int, size: int, timeout: float) -> Iterator[None]:
+    """Before the process group: each rank does in it what may take hours longer than on another,
+    and then waits for all of them.
+
+    They meet in the store of torchrun or `accelerate launch`; without one it does nothing. Raises
+    `Failure` if a rank gives no sign of life for `timeout` seconds.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        yield
+        return
+    store, left = _launchers_store(timeout), threading.Event()
+    thread = threading.Thread(target=_beat_until, args=(left, store.clone(), rank), daemon=True)
+    thread.start()
+    try:
+        yield
+        store.set(f"here/{rank}", "")
+        for other in range(size):
+            _wait_for(store, other, timeout)
+    finally:
+        left.set()
+        thread.join(_BEAT_SECONDS)
+
+
+def _launchers_store(timeout: float) -> Store:
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
+    return PrefixStore(f"meeting/{attempt}", store)
+
+
+def _beat_until(left: threading.Event, store: Store, rank: int) -> None:
+    with contextlib.suppress(RuntimeError):  # the launcher that holds the store has ended
+        store.add(str(rank), 1)
+        while not left.wait(_BEAT_SECONDS):
+            store.add(str(rank), 1)
+
+
+def _wait_for(store: Store, rank: int, timeout: float) -> None:
+    beats, since = 0, time.monotonic()
+    while not store.check([f"here/{rank}"]):
+        time.sleep(0.5)
+        before, beats = beats, store.add(str(rank), 0)
+        if beats != before:
+            since = time.monotonic()
+        elif time.monotonic() - since > timeout:
+            raise Failure(f"rank {rank} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
+
+
 def limit_waits(seconds: int) -> None:
     """Have gloo wait so long for a rank and no longer. Call it before the process group is made.
 

@@ -26,6 +26,7 @@ if __package__ in (None, ""):
     import_own_packages()
 
 from launch.host.elastic import PRINTED
+from launch.host.files import print_without_reader
 from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS
 
 if TYPE_CHECKING:
@@ -217,4 +218,5 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
+    print_without_reader()
     sys.exit(main())

@@ -6,11 +6,13 @@ some time later. A terminal that is closed sends SIGHUP.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command resumes
@@ -18,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
 
 _received: set[int] = set()  # by this process, since it handles them
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class Preempted(BaseException):
@@ -50,6 +52,18 @@ class StopRequest:
         """From now on only remember a signal: the current step or save is completed first."""
         self._deferred = True
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """In this block, which is long and has nothing to save, a signal ends the run at once."""
+        deferred = self._deferred
+        try:
+            if deferred and self.signal:
+                raise Preempted(f"told to stop by {self.signal}")
+            self._deferred = False
+            yield
+        finally:
+            self._deferred = deferred or self.stop_requested
+
     def request(self, by: str) -> None:
         """Ask for the stop from another thread, not by a signal but for the reason `by`."""
         self.signal = self.signal or by
@@ -79,3 +93,28 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+@contextlib.contextmanager
+def ending_children() -> Iterator[None]:
+    """If the block is interrupted, end what it has started, and what that has started in turn.
+
+    A parent that is killed leaves its children to this process meanwhile. Linux only.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    import psutil
+
+    prctl = ctypes.CDLL(None).prctl
+    before = set(psutil.Process().children(recursive=True))
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    except BaseException:
+        for child in set(psutil.Process().children(recursive=True)) - before:
+            with contextlib.suppress(psutil.Error):
+                child.terminate()
+        raise
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

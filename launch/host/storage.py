@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Whatever the file: no mistake in a program ends like this.
@@ -27,6 +30,7 @@ _GONE = (errno.ENOENT, errno.ENOTDIR)
 _STREAM_FAILED = ("iostream error", "unexpected pos", "file write failed", "Parent directory")
 _SHARED_MEMORY = Path("/dev/shm")
 _NO_SHARED_MEMORY = ("out of shared memory", "unable to allocate shared memory", "shared memory segment")
+_WORKER_ENDED = "exited unexpectedly with exit code {}."  # torch's words of `end_workers_that_cannot_send`
 _PROBE_BYTES = 2**20
 
 
@@ -48,14 +52,42 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
     too.
     """
     for failed in causes(error):
-        if isinstance(failed, RuntimeError) and any(words in str(failed) for words in _NO_SHARED_MEMORY):
+        code = _code_of_sending(failed)
+        if code == errno.ENOSPC:
             return _NO_ROOM_FOR_WORKERS
-        code = _code(failed)
+        code = code or _code(failed)
         if folder and code is None and _is_of_a_stream(failed):
             code = refusal(folder) or errno.EIO
         if code in _ANYWHERE or (folder and _is_changed(folder, code, failed)):
             return _described(code, failed, folder)
     return None
+
+
+@functools.cache  # once in a process
+def end_workers_that_cannot_send() -> None:
+    """From now on a DataLoader worker ends if it has no shared memory or no files for its batch.
+
+    Python only prints that the batch cannot be sent, and torch waits for it forever.
+    """
+    import multiprocessing  # which no mistake has to wait for
+    from multiprocessing.queues import Queue
+
+    only_print, only_print_too = Queue._on_queue_feeder_error, sys.excepthook  # type: ignore[attr-defined]
+
+    def end_worker(error: BaseException) -> None:
+        code = _code_of_sending(error)
+        if code and multiprocessing.parent_process() is not None:
+            os._exit(code)
+
+    def while_sent(error: Exception, item: object) -> None:
+        end_worker(error)
+        only_print(error, item)
+
+    def while_fetched(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        end_worker(error)  # the thread that hands over a batch's file tries again at once, and forever
+        only_print_too(kind, error, traceback)
+
+    Queue._on_queue_feeder_error, sys.excepthook = staticmethod(while_sent), while_fetched  # type: ignore[attr-defined]
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -79,6 +111,17 @@ def refusal(folder: Path) -> int | None:
             probe.unlink()
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
     return errno.EFBIG if limited else None
+
+
+def _code_of_sending(error: BaseException) -> int | None:
+    """Why a worker's batch could not be sent, in the worker as in the process that waits for it."""
+    words = str(error)
+    if isinstance(error, RuntimeError) and any(said in words for said in _NO_SHARED_MEMORY):
+        return errno.ENOSPC
+    for code in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
+        if isinstance(error, RuntimeError) and _WORKER_ENDED.format(code) in words:
+            return code
+    return own if (own := _code(error)) in (errno.EMFILE, errno.ENFILE) else None
 
 
 def _code(error: BaseException) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from launch.host.heartbeat import heartbeat
+from launch.host.heartbeat import heartbeat, meeting
 from launch.host.parent import Parent, parent, threads_per_process
 from launch.host.processes import free_port
 from recipes.errors import Failure, Problem, UserError, mistake
@@ -30,6 +30,10 @@ class World:
     local_size: int = 1
 
     @property
+    def nodes(self) -> int:
+        return self.size // self.local_size
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that prints."""
         return self.rank == 0
@@ -38,6 +42,15 @@ class World:
     def is_local_main(self) -> bool:
         """Whether this is the first rank of its node: a mistake may exist on one node only."""
         return self.rank % self.local_size == 0
+
+    def meeting(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        """Nodes may take longer than `timeout` seconds in it, each for itself, and leave together.
+
+        The ranks of one node need no meeting: they read the same data, and are ready at once.
+        """
+        if self.nodes == 1:
+            return contextlib.nullcontext()
+        return meeting(self.rank, self.size, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
@@ -134,6 +147,17 @@ def prepare_environment(run: RunSpec) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
+def use_threads(run: RunSpec, world: World) -> None:
+    """Compute on this process's share of the cores, on a CPU or in DeepSpeed's Adam of an offload.
+
+    `accelerate launch` leaves each process one thread.
+    """
+    import torch
+
+    if not run.hardware.cuda or run.engine.offload_optimizer != "none":
+        torch.set_num_threads(threads_per_process(run.hardware.cores, world.local_size))
+
+
 @contextlib.contextmanager
 def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None]:
     """Check the process group that TrainingArguments joined, and leave it at the end.
@@ -150,8 +174,7 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
             "leave use_cpu to the recipe",
             run.setting("use_cpu").source,
         )
-    if args.use_cpu:
-        torch.set_num_threads(threads_per_process(run.hardware.cores, world.local_size))
+    use_threads(run, world)
     torch.backends.cudnn.benchmark = bool(run["cudnn_benchmark"])
     if not gc.get_freeze_count():  # once in a process
         # Half a million objects of the libraries: scanning them takes 0.3 s of every collection.

@@ -11,9 +11,10 @@ import hashlib
 import re
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -25,7 +26,7 @@ from launch.jobs.job import Job, Node, flag_lines, launch_yaml, refuse_fresh
 from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
-from recipes.rules.data import FILE_KINDS
+from recipes.rules.data import file_kind
 from recipes.run import Json, with_flags
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Azure:
     job_tier: str | None = _one_of("spot basic standard premium", "of serverless compute")
     priority: str | None = _one_of("low medium high", "in the queue of the compute, where that has priorities")
     timeout: str | None = flag(None, "Azure ML cancels the job after this time: seconds, 90m, 12h, 2d or 1-12:00:00")
-    data: str | None = flag(None, "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name")
+    data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
     data_type: str | None = _one_of(
         "uri_file uri_folder", "of --data [by the uri's suffix; submitting asks the workspace for an asset's]"
     )
@@ -101,15 +102,23 @@ def node(azure: Azure, processes: int | None) -> Node:
     return replace(azure_read.node(processes or 1), data=azure.data)
 
 
-def render(job: Job, azure: Azure) -> str:
-    """The job as YAML. Its relative paths are those of the code that `STAGE` writes beside it."""
-    text = yaml.dump(body(job, azure), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-    if azure.data and not azure.data_type and _is_asset(azure.data):
-        text = f"# {azure.data} is taken for a folder: --data_type says otherwise, submitting asks.\n{text}"
+def render(job: Job, azure: Azure, kinds: Mapping[str, str] | None = None) -> str:
+    """The job as YAML. Its relative paths are those of the code that `STAGE` writes beside it.
+
+    `kinds` are the types of data assets as the workspace says; None if it was not asked.
+    """
+    text = yaml.dump(body(job, azure, kinds or {}), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    for asset in _untold(azure) if kinds is None else ():
+        text = f"# {asset} is taken for a folder: --data_type says otherwise, submitting asks.\n{text}"
     return text
 
 
-def body(job: Job, azure: Azure) -> Json:
+def _untold(azure: Azure) -> list[str]:
+    """The data assets of which nobody said whether they are files."""
+    return [] if azure.data_type else [data for data in azure.data if _is_asset(data)]
+
+
+def body(job: Job, azure: Azure, kinds: Mapping[str, str] = MappingProxyType({})) -> Json:
     """The job as data, in the order a reader expects."""
     refuse_fresh(job, "another --output_uri")
     name = azure.job_name or job.run.recipe.name
@@ -143,7 +152,7 @@ def body(job: Job, azure: Azure) -> Json:
         },
         "distribution": {"type": "pytorch", "process_count_per_instance": 1},
         "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.shutdown_seconds)},
-        "inputs": {"processes_per_node": job.processes_per_node, **_if_any("data", _input(azure))},
+        "inputs": {"processes_per_node": job.processes_per_node, **_inputs(azure, kinds)},
         "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": output_of(job, azure)}},
     }
 
@@ -200,7 +209,7 @@ def output_of(job: Job, azure: Azure) -> str:
     if azure.output_uri:
         return _remote("output_uri", azure.output_uri)
     name = azure.job_name or job.run.recipe.name
-    words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *([azure.data] if azure.data else [])]
+    words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *azure.data]
     words += [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run)) else []
     if words and not azure.job_name:
         name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
@@ -236,7 +245,8 @@ def _command(job: Job, azure: Azure) -> str:
     text = (_PREFLIGHT if job.preflight else "") + text
     lines = [line.strip() for line in text.splitlines()]
     lines += flag_lines(job.command[1:], _quoted)
-    lines += ["--dataset_name ${{inputs.data}}"] if azure.data else []
+    mounted = [f"${{{{inputs.{name}}}}}" for name in _inputs(azure, {})]
+    lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
     lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is installed there, not here
     lines += ["--output_dir ${{outputs.run}}"]
     return " \\\n  ".join(lines) + "\n"
@@ -248,16 +258,21 @@ def _quoted(word: str) -> str:
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
 
-def _input(azure: Azure) -> dict[str, str] | None:
-    """The data as the job mounts it: a file under its own name, or a folder."""
-    if not azure.data:
-        return None
-    if re.fullmatch(r"azureml:[^:@/\s]+", azure.data):
-        what = f"{azure.data} is not a version of a data asset"
-        raise mistake("data", what, f"{azure.data}:VERSION or {azure.data}@latest")
-    uri = _remote("data", azure.data)
-    suffix = "" if _is_asset(uri) else PurePosixPath(uri.partition("?")[0]).suffix.lower()
-    return {"type": azure.data_type or ("uri_file" if suffix in FILE_KINDS else "uri_folder"), "path": uri}
+def _inputs(azure: Azure, kinds: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The data as the job mounts it, files under their own names, or folders: `data`, and for the
+    other parts of a mixture `data_2` and so on.
+    """
+    names = ["data", *(f"data_{number}" for number in range(2, len(azure.data) + 1))]
+    return {name: _input(data, azure.data_type or kinds.get(data)) for name, data in zip(names, azure.data)}  # noqa: B905
+
+
+def _input(data: str, kind: str | None) -> dict[str, str]:
+    if re.fullmatch(r"azureml:[^:@/\s]+", data):
+        what = f"{data} is not a version of a data asset"
+        raise mistake("data", what, f"{data}:VERSION or {data}@latest")
+    uri = _remote("data", data)
+    is_file = not _is_asset(uri) and file_kind(PurePosixPath(uri.partition("?")[0]))
+    return {"type": kind or ("uri_file" if is_file else "uri_folder"), "path": uri}
 
 
 def _is_asset(uri: str) -> bool:
@@ -318,8 +333,8 @@ def check(text: str, job: Job, azure: Azure) -> None:
 
 def submit(text: str, job: Job, azure: Azure) -> int:
     client = azure_workspace.connected(_workspace(azure))
-    if azure.data and not azure.data_type and _is_asset(azure.data):
-        text = render(job, replace(azure, data_type=azure_workspace.data_type(client, azure.data)))
+    if assets := _untold(azure):
+        text = render(job, azure, {asset: azure_workspace.data_type(client, asset) for asset in assets})
     with tempfile.TemporaryDirectory() as folder:
         azure_stage.stage(job, Path(folder))
         name, address = azure_workspace.submit(client, text, Path(folder))

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.host.secrets import SECRET
@@ -20,11 +21,14 @@ _COMPUTE = re.compile(r"(azureml:)?[A-Za-z][\w-]*|azureml:/subscriptions/\S+")  
 _ENVIRONMENT = re.compile(r"azureml:([\w.-]+([:@][\w.-]+)?|//?(registries|subscriptions|locations)/\S+)")
 _REFERENCE = re.compile(r"\$\{\{\s*(\w+)\.([^}\s]*)\s*\}\}")
 _EXAMPLE = "azureml/fast.yaml"
+BUILD = "environment.build.path"
 _OLD_REFERENCE = re.compile(r"(?<!\$)(?<!\{)\{(?:inputs|outputs)\.\w+\}(?!\})")
 
 
-def missed_by_azure(content: Json) -> list[Problem]:
-    """What is wrong with a job although Azure's SDK accepts it. `content` is the YAML as data."""
+def missed_by_azure(content: Json, folder: Path) -> list[Problem]:
+    """What is wrong with a job although Azure's SDK accepts it. `content` is the YAML as data,
+    `folder` where its relative paths start.
+    """
     checks = (
         _type,
         _command,
@@ -37,7 +41,8 @@ def missed_by_azure(content: Json) -> list[Problem]:
         _outputs,
         _secrets,
     )
-    return [problem for check in checks for problem in check(content)]
+    found = [problem for check in checks for problem in check(content)]
+    return [*found, *_build(content, folder)]
 
 
 def misshapen(content: Json) -> list[Problem]:
@@ -80,6 +85,15 @@ def _environment(content: Json) -> Iterator[Problem]:
     if isinstance(environment, str) and not _ENVIRONMENT.fullmatch(environment):
         fix = "azureml:NAME:VERSION, azureml:NAME@latest or azureml://registries/..."
         yield Problem("environment", f"{environment!r} is not the name of an environment", fix)
+
+
+def _build(content: Json, folder: Path) -> Iterator[Problem]:
+    """The SDK reads every file of the folder, whatever it is, to see whether it is a known one."""
+    build = _section(_section(content, "environment"), "build")
+    path, dockerfile = str(build.get("path", "")), str(build.get("dockerfile_path") or "Dockerfile")
+    if "path" in build and (folder / path).is_dir() and not (folder / path / dockerfile).is_file():
+        what = f"the folder {path} has no {dockerfile}"
+        yield Problem(BUILD, what, f"the folder of the image's Dockerfile, as in {_EXAMPLE}")
 
 
 def _resources(content: Json) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import recipes
 from launch.jobs.job import SCRIPT, Job
 from recipes.errors import Problem, UserError, mistake
+from recipes.mixture import parts_of, paths_of
 from recipes.run.engine import shipped
 
 CODE = "recipes-code"  # the folder beside the job's YAML, which names it
@@ -101,10 +102,12 @@ def _named_files(job: Job) -> Iterator[Path | Problem]:
         yield _taken_along("accelerate_config", _from_here(job.config))
     for name in ("config", "deepspeed", "fsdp_config", "accelerator_config", "dataset_name"):
         value = run[name] if run.explicit(name) else None
-        if isinstance(value, str) and os.path.isfile(value):  # noqa: PTH113, Path.is_file raises for a long JSON
-            yield _taken_along(name, value)
-        elif isinstance(value, str) and _is_here(value):
-            yield _missing_there(name, value, "--data with an asset or uri")
+        named = [part.name for part in parts_of(value)] if name == "dataset_name" else [value]
+        for path in named:
+            if isinstance(path, str) and os.path.isfile(path):  # noqa: PTH113, Path.is_file raises for a long JSON
+                yield _taken_along(name, path)
+            elif isinstance(path, str) and (_is_here(path) or (name == "dataset_name" and paths_of(path))):
+                yield _missing_there(name, path, "--data with an asset or uri")
     for name in ("model_name_or_path", "resume_from_checkpoint"):
         value = run[name] if run.explicit(name) else None
         if isinstance(value, str) and _is_here(value):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.jobs.azure_check import as_problems, missed_by_azure, misshapen
+from launch.jobs.azure_check import BUILD, as_problems, missed_by_azure, misshapen
 from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
 from recipes.run import Json
@@ -60,10 +60,10 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
     found = misshapen(content)
     if found:
         return found
-    found = missed_by_azure(content)
+    found = missed_by_azure(content, folder)
     if sdk_is_installed():
         known = {problem.subject for problem in found}
-        if "type" in known:  # it would judge a job of another kind
+        if known & {"type", BUILD}:  # it would judge a job of another kind, or read another folder for hours
             return found
         found += [problem for problem in _refused_by_azure(text, folder) if problem.subject not in known]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -26,12 +27,12 @@ def this_node(processes: int | None = None) -> Node:
     return Node(hardware, processes or max(1, len(hardware.gpus)))
 
 
-def job_here(recipe: str | None, argv: Sequence[str], processes: int | None = None) -> Job:
+def job_here(recipe: str | None, argv: Sequence[str], processes: int | None = None, says_advice: bool = True) -> Job:
     """The checked job of a training on this machine.
 
-    Raises `UserError` with every problem; advice is printed.
+    Raises `UserError` with every problem; advice is printed, with `says_advice`.
     """
-    return checked_job(recipe, argv, this_node(processes))
+    return checked_job(recipe, argv, this_node(processes), says_advice=says_advice)
 
 
 def run_script(text: str, job: Job) -> int:
@@ -63,15 +64,20 @@ def run_script(text: str, job: Job) -> int:
     return process.returncode
 
 
-def is_written(log: Path) -> bool:
-    """Whether a run writes to this log: its processes hold the file's lock."""
+def is_written(path: Path) -> bool:
+    """Whether a run writes to this log, or to this folder: its processes hold the lock."""
     try:
-        with log.open("rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # there is none
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no log, or a file system without locks
+    except OSError:  # a file system without locks
         return False
+    finally:
+        os.close(handle)
     return False
 
 

@@ -38,7 +38,7 @@ class Node:
     hardware: Hardware
     processes: int
     packages: frozenset[str] | None = None
-    data: str | None = None
+    data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,16 @@ def checked_job(
     nodes: int = 1,
     preflight: bool = False,
     accelerate_config: str | None = None,
+    says_advice: bool = True,
 ) -> Job:
-    """The job of a legal run on `nodes` such nodes. Advice is printed.
+    """The job of a legal run on `nodes` such nodes. Advice is printed, with `says_advice`: not
+    where train.py follows at once, which says it.
 
     Raises `UserError` with every problem.
     """
     run = run_on(node, recipe, argv, nodes, accelerate_config)
     advice = require_legal(run)
-    if advice:
+    if advice and says_advice:
         print_problems(advice, console(stderr=True))
     return job_of(run, nodes, node.processes, argv, preflight, accelerate_config)
 
@@ -112,7 +114,7 @@ def run_on(
     the file or name of an Accelerate YAML that replaces the recipe's own.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
-    data = {"dataset_name": node.data} if node.data else {}
+    data = {"dataset_name": list(node.data)} if node.data else {}
     chosen = resolve(words, hardware=node.hardware)  # with --recipe's recipe, or that of --config's file
     run = resolve(
         words,

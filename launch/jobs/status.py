@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+from launch.jobs.here import is_written
 from launch.jobs.targets import TARGETS, submitted
 from launch.output import record
 from launch.output.submission import NAME, Submission
@@ -55,6 +56,8 @@ def _described(folder: Path) -> tuple[str, str, str]:
     submission = submitted(folder)
     outcome = _outcome(folder, submission)
     if submission is None:
+        if outcome == "running" and not is_written(folder):
+            outcome = "ended unexpectedly (killed?), or runs on another machine"
         return "started by hand", outcome, ""
     target, where = TARGETS[submission.target], _where(folder, submission)
     try:

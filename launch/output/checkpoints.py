@@ -9,27 +9,21 @@ as far as the files tell. Nothing in them is executed. A damaged checkpoint is n
 from __future__ import annotations
 
 import contextlib
-import json
+import math
+import os
 import re
 import shutil
-import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from launch.output import identity, manifest, record
+from launch.output.trainer_state import state_faults, step_of
+from launch.output.without_manifest import faults_in_part, holds_weights_alone
+from launch.terminal import memory_size
+from recipes.errors import mistake
+from recipes.run import Json, RunSpec
 
-from launch.output import manifest
-from launch.output.shards import shard_faults
-
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_CONFIGS = ("config.json", "adapter_config.json")  # a resume reads them, if only for a version
-_RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
-_SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# Entries that Trainer reads from these files when it resumes.
-_ENTRIES = {"optimizer.pt": {"state", "param_groups"}, "scheduler.pt": {"last_epoch"}}
-_RANDOM_ENTRIES = {"python", "numpy", "cpu"}
 _REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
 
 
@@ -53,10 +47,14 @@ def numbered(output_dir: str | Path) -> list[Path]:
     return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
 
 
-def not_folders(output_dir: str | Path) -> list[Path]:
-    """What else has the name of a checkpoint, such as a broken link: it would be in the way."""
-    found = Path(output_dir).glob("checkpoint-*")
-    return [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name) and not path.is_dir()]
+def in_the_way(output_dir: str | Path) -> list[Checkpoint]:
+    """What only has the name of a checkpoint, such as a broken link, or of a record."""
+    folder = Path(output_dir)
+    named = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    result = [Checkpoint(path, 0, ("it is not a folder",)) for path in named if not path.is_dir()]
+    if os.path.lexists(folder / record.NAME) and not (folder / record.NAME).is_file():
+        result.append(Checkpoint(folder / record.NAME, 0, ("it is not a file",)))
+    return result
 
 
 def inspect(path: Path, deepspeed: bool = False) -> Checkpoint:
@@ -65,26 +63,66 @@ def inspect(path: Path, deepspeed: bool = False) -> Checkpoint:
     Never raises: a file that cannot be read is a fault.
     """
     try:
-        return Checkpoint(path, _step(path), tuple(faults(path, deepspeed)), tuple(notes(path)))
+        found = tuple(faults(path, deepspeed))
+        step = _step(path) if found or _number(path) is not None else step_of(path)
+        return Checkpoint(path, step, found, tuple(notes(path)))
     except Exception as error:  # a damaged file may hold any byte
         return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
 
 
-def newest_valid(output_dir: str | Path, deepspeed: bool = False) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The newest checkpoint that can be resumed from, and the damaged ones that are newer."""
+def inspect_own(path: Path, run: Json | None, deepspeed: bool = False) -> Checkpoint:
+    """As `inspect`, but a checkpoint of another run than this one counts as damaged."""
+    fault = identity.fault(path, _step(path), run)
+    return Checkpoint(path, _step(path), (fault,)) if fault else inspect(path, deepspeed)
+
+
+def newest_valid(
+    output_dir: str | Path, deepspeed: bool = False, after: int = -1, last: float = math.inf
+) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """The newest checkpoint that can be resumed from, and the damaged ones that are newer.
+
+    Those of another run than the folder's count as damaged, and so do those beyond its `last` step.
+    If no record names the folder's run, it is that of the newest whole checkpoint. Those up to step
+    `after` are not looked at, and neither are those that were given up: they stay until they are
+    the oldest.
+    """
+    run = identity.of_folder(Path(output_dir))
     damaged: list[Checkpoint] = []
     for path in numbered(output_dir):
-        checkpoint = inspect(path, deepspeed)
+        if _step(path) <= after:
+            break
+        checkpoint = inspect_own(path, run, deepspeed)
+        if identity.GIVEN_UP in checkpoint.faults:
+            continue
+        if checkpoint.valid and checkpoint.step > last:
+            checkpoint = replace(checkpoint, faults=(f"it is beyond the last step of this run, {last}",))
         if checkpoint.valid:
             return checkpoint, damaged
         damaged.append(checkpoint)
     return None, damaged
 
 
+def newest_complete(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint of the folder's run that was saved whole, as far as can be told at
+    once: a resume reads every byte, and there may be no time for that.
+    """
+    run = identity.of_folder(Path(output_dir))
+    own = (path for path in numbered(output_dir) if not identity.fault(path, _step(path), run))
+    return next((path for path in own if _looks_complete(path)), None)
+
+
+def _looks_complete(path: Path) -> bool:
+    return manifest.has_its_files(path) if manifest.exists(path) else inspect(path).valid
+
+
 def _step(path: Path) -> int:
-    """N of checkpoint-N; 0 if the folder has another name."""
+    return _number(path) or 0
+
+
+def _number(path: Path) -> int | None:
+    """N of checkpoint-N, 0 too. None if the folder has another name."""
     number = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(number.group(1)) if number else 0
+    return int(number.group(1)) if number else None
 
 
 def archive_damaged(checkpoint: Checkpoint) -> Path:
@@ -102,17 +140,20 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
     As Trainer does it, but by their steps, since a copied folder or a wrong clock gives any times.
     Those beyond `newest` are of a run that was given up when it resumed from an earlier step. They
-    go first, and so do those that were never completed.
+    go first, and so do those that were never completed. Those of another run stay.
     """
     if limit is None or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
 
+    run = identity.of_checkpoint(newest)
+    found = {path: identity.fault(path, _step(path), run) for path in numbered(newest.parent)}
+
     def worth(path: Path) -> tuple[bool, bool, int]:
         is_complete = not manifest.exists(path) or manifest.is_committed(path)
-        return is_complete, _step(path) <= _step(newest), _step(path)
+        return is_complete, not found[path] and _step(path) <= _step(newest), _step(path)
 
-    by_age = sorted(numbered(newest.parent), key=worth)
+    by_age = sorted((path for path in found if found[path] != identity.FOREIGN), key=worth)
     old = [path for path in by_age if path.resolve() not in kept]
     remove(old[: max(0, len(by_age) - max(limit, len(kept)))])
 
@@ -124,16 +165,57 @@ def remove(checkpoints: Iterable[Path]) -> None:
     """
     for path in checkpoints:
         doomed = path.with_name(f"{_REMOVED}{path.name}")
-        shutil.rmtree(doomed, ignore_errors=True)  # a kill may have left one
+        _delete(doomed)  # a kill may have left one
         with contextlib.suppress(OSError):
             path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(doomed)
+
+
+def require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
+    """Raises `UserError` if the checkpoints that are kept, and one being written, would not fit.
+
+    Those of this run that are there already make room for new ones.
+    """
+    there = 0 if run["fresh"] else len(numbered(run["output_dir"]))
+    new = _new_checkpoints(run, there, steps)
+    is_model_beside_all = new < (run["save_total_limit"] or 0) + 1 - there
+    needed = new * checkpoint_bytes + (model_bytes if is_model_beside_all or not new else 0)
+    free = shutil.disk_usage(run["output_dir"]).free
+    if free > needed:
+        return
+    at_once = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
+    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{at_once}"
+    fix = "--output_dir on a larger disk"
+    if new > 1 and run["save_total_limit"] > 1:
+        fix += ", or --save_total_limit 1"
+    raise mistake("output_dir", what, fix, run.setting("output_dir").source)
+
+
+def _new_checkpoints(run: RunSpec, there: int, steps: int) -> int:
+    """How many checkpoints will be there at once beside those that are there; at least, if nobody
+    can know: only the evaluations tell when `save_strategy best` saves.
+    """
+    if run["save_strategy"] == "no":
+        return 0
+    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
+    epochs = math.ceil(run["num_train_epochs"])
+    saves = {"steps": math.ceil(steps / max(1, every)), "epoch": epochs if run["max_steps"] < 1 else 1}
+    limit = run["save_total_limit"]
+    wanted = 1 if limit is None or limit < 1 else max(1, limit + 1 - there)  # without a limit the user deletes them
+    return min(wanted, saves.get(run["save_strategy"], 1))
 
 
 def finish_removals(output_dir: Path) -> None:
     """Delete what a killed run was about to delete."""
     for doomed in output_dir.glob(f"{_REMOVED}checkpoint-*"):
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder, or whatever else has its name."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def faults(path: Path, deepspeed: bool = False) -> list[str]:
@@ -144,31 +226,14 @@ def faults(path: Path, deepspeed: bool = False) -> list[str]:
     """
     result = ["marked incomplete"] if (path / manifest.TRAINERS_MARKER).exists() else []
     if not manifest.exists(path):
-        return result + _faults_in_part(path, deepspeed)
+        return result + faults_in_part(path, _number(path), deepspeed)
     result += manifest.differences(path)
     if result:
         return result
     step = manifest.read(path)["step"]
-    if _step(path) and step != _step(path):
+    if _number(path) not in (None, step):
         return [f"{manifest.NAME} is that of step {step}"]
-    return _state_faults(path / "trainer_state.json", step)  # as this version of Trainer writes it
-
-
-def _faults_in_part(path: Path, deepspeed: bool) -> list[str]:
-    """What the files of a checkpoint without a manifest tell.
-
-    The number of processes that wrote it is read from its own files. Weights alone, as
-    `save_only_model` leaves them, are valid: `notes` says what a resume from them starts afresh.
-    """
-    result = _state_faults(path / "trainer_state.json", _step(path)) + _config_faults(path)
-    if deepspeed and ((path / "latest").exists() or any(path.glob("global_step*"))):
-        return result + _deepspeed_faults(path) + _rng_faults(path)
-    if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
-        return result + _fsdp_faults(path) + _torch_faults(path, ["scheduler.pt"]) + _rng_faults(path)
-    result += _weight_faults(path)
-    if _holds_weights_alone(path):
-        return result
-    return result + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
+    return state_faults(path, step)  # as this version of Trainer writes it
 
 
 def notes(path: Path) -> list[str]:
@@ -176,166 +241,8 @@ def notes(path: Path) -> list[str]:
     far the checkpoint could be judged.
     """
     result = []
-    if _holds_weights_alone(path):
+    if holds_weights_alone(path):
         result = ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
     if not manifest.exists(path):
         result.append(f"{path.name} has no {manifest.NAME}: it was judged in part, damaged weights may look whole")
     return result
-
-
-def _holds_weights_alone(path: Path) -> bool:
-    """Trainer writes trainer_state.json last.
-
-    If no other state is beside it, none was ever written.
-    """
-    states = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
-    return not any(True for pattern in states for _ in path.glob(pattern))
-
-
-def _rng_faults(path: Path) -> list[str]:
-    """One random state per rank: `rng_state.pth` of one process, or 0 to the last without a gap."""
-    ranks = sorted(int(number.group(1)) for file in path.iterdir() if (number := _RANK_STATE.fullmatch(file.name)))
-    if not ranks:
-        return _torch_faults(path, ["rng_state.pth"])
-    return _torch_faults(path, [f"rng_state_{rank}.pth" for rank in range(ranks[-1] + 1)])
-
-
-def _state_faults(file: Path, step: int) -> list[str]:
-    try:
-        state = json.loads(file.read_text())
-    except FileNotFoundError:
-        return ["trainer_state.json is missing"]
-    except (OSError, ValueError):
-        return ["trainer_state.json cannot be read"]
-    if not _is_trainer_state(state):
-        return ["trainer_state.json is not Trainer's"]
-    if step and state["global_step"] != step:
-        return [f"trainer_state.json is that of step {state['global_step']}"]
-    return []
-
-
-def _is_trainer_state(state: Any) -> bool:
-    """Whether the installed TrainerState accepts it. Fields come and go between versions."""
-    from transformers import TrainerState
-
-    try:
-        TrainerState(**state)
-    except TypeError:
-        return False
-    return {"global_step", "max_steps", "log_history"} <= set(state)
-
-
-def _config_faults(path: Path) -> list[str]:
-    """A resume reads these files, and ends in an error if they are not JSON objects."""
-    found = [path / name for name in _CONFIGS if (path / name).exists()]
-    return [f"{file.name} cannot be read" for file in found if not _is_json_object(file)]
-
-
-def _is_json_object(file: Path) -> bool:
-    try:
-        return isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def _weight_faults(path: Path) -> list[str]:
-    for name in _SHARD_INDEXES:
-        if (path / name).exists():
-            return _sharded_faults(path, name)
-    weights = [name for name in _WEIGHTS if (path / name).exists()]
-    if not weights:
-        return ["the weights are missing"]
-    return [fault for name in weights for fault in _file_faults(path / name)]
-
-
-def _sharded_faults(path: Path, index: str) -> list[str]:
-    try:
-        shards = sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
-        shards[0]  # an index that names no shard is damaged
-    except (OSError, LookupError, ValueError, TypeError, AttributeError):
-        return [f"{index} cannot be read"]
-    return _missing(path, shards) or [fault for name in shards for fault in _file_faults(path / name)]
-
-
-def _deepspeed_faults(path: Path) -> list[str]:
-    try:
-        name = (path / "latest").read_text().strip()
-    except OSError:
-        return ["latest is missing"]
-    except ValueError:
-        return ["latest cannot be read"]
-    folder = path / name
-    if not re.fullmatch(r"global_step\d+", name) or folder.is_symlink():
-        return ["latest does not name a folder of this checkpoint"]
-    if not folder.is_dir():
-        return [f"{folder.name} is missing"]
-    files = sorted(folder.glob("*.pt"))
-    shards = [file for file in files if file.name.endswith("_optim_states.pt")]
-    # DeepSpeed pickles its own classes: only loading would tell more, and would run what they name.
-    result = [f"{file.name} is cut off or damaged" for file in files if not _whole_zip(file)]
-    writers = max(1, sum(1 for _ in path.glob("rng_state_*.pth")))
-    if len(shards) != writers:
-        result.append(f"{folder.name} has {len(shards)} optimizer shards of {writers} processes")
-    if not any(file.name.endswith("_model_states.pt") for file in files):
-        result.append(f"{folder.name} has no model states")
-    return result + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
-
-
-def _fsdp_faults(path: Path) -> list[str]:
-    """Each state is one file, or a folder with the shards of all ranks."""
-    result = []
-    for name in ("pytorch_model_fsdp", "optimizer"):
-        whole = f"{name}.bin"
-        result += _torch_faults(path, [whole]) if (path / whole).exists() else shard_faults(path / f"{name}_0")
-    return result
-
-
-def _missing(path: Path, names: list[str]) -> list[str]:
-    return [f"{name} is missing" for name in names if not (path / name).exists()]
-
-
-def _torch_faults(path: Path, names: list[str]) -> list[str]:
-    return _missing(path, names) + [
-        fault for name in names if (path / name).exists() for fault in _file_faults(path / name)
-    ]
-
-
-def _file_faults(file: Path) -> list[str]:
-    if file.suffix == ".safetensors":
-        return [] if _whole_safetensors(file) else [f"{file.name} is cut off or damaged"]
-    if not _whole_zip(file):
-        return [f"{file.name} is cut off or damaged"]
-    return _loading_faults(file)
-
-
-def _loading_faults(file: Path) -> list[str]:
-    """What goes wrong when the file is loaded as in a resume. Its tensors stay on the disk."""
-    import torch
-    from transformers.trainer_pt_utils import safe_globals
-
-    try:
-        with safe_globals():
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever a pickle can raise
-        return [f"{file.name} cannot be loaded ({type(error).__name__})"]
-    expected = _RANDOM_ENTRIES if file.name.startswith("rng_state") else _ENTRIES.get(file.name, set())
-    lacking = expected - set(content) if isinstance(content, dict) else expected or {"a dictionary"}
-    return [f"{file.name} lacks {', '.join(sorted(lacking))}"] if lacking else []
-
-
-def _whole_zip(file: Path) -> bool:
-    """Whether every part of a torch.save file still has the checksum it was written with."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError):
-        return False
-
-
-def _whole_safetensors(file: Path) -> bool:
-    """Whether the header is valid and the file is as long as it says. No tensor is read."""
-    try:
-        with safe_open(file, framework="np"):
-            return True
-    except (OSError, SafetensorError):
-        return False

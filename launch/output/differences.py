@@ -9,6 +9,7 @@ from launch.output import surroundings
 from launch.output.record import NO_DIFFERENCE
 from launch.terminal import value_text
 from recipes.errors import Problem
+from recipes.mixture import title
 from recipes.run import COMMAND_LINE, HIDDEN, Json, RunSpec, fingerprints, recorded
 
 _NOT_RECORDED = "not recorded"
@@ -99,7 +100,9 @@ def _inputs(record: Json, run: RunSpec, now: dict[str, str | None]) -> Iterator[
     for name, what in _MATERIAL.items():
         if not run[name] and record["settings"].get(name, {}).get("value"):
             continue  # it is missing here, which is a problem of the record itself, or left out by the user
-        subject = run[name] or ("Python's standard library" if what == "data" else "the model")
+        subject = (title(run[name]) if what == "data" else run[name]) or (
+            "Python's standard library" if what == "data" else "the model"
+        )
         if fingerprints.differ(record.get(what), now[what]):
             fix = f"the {what} as it was, or --{name} with its path"
             if what == "data" and not run[name]:
@@ -125,7 +128,7 @@ def _environment(record: Json) -> Iterator[Problem]:
 
 
 def _settings(record: Json, run: RunSpec, same: Collection[str]) -> Iterator[Problem]:
-    at_its_place, skipped = set(record.get("paths") or {}), {*NO_DIFFERENCE, *same}
+    at_its_place, skipped = recorded.at_a_place(record), {*NO_DIFFERENCE, *same}
     if record.get("world_size") not in (None, run.world_size):
         skipped |= {"per_device_train_batch_size", "gradient_accumulation_steps"}  # they follow from it
     for name, entry in record["settings"].items():

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from launch.host.files import flush, write_whole
+from launch.host.files import flush, read_regular, write_whole
 from recipes.run import Json
 
 NAME = "manifest.json"
@@ -34,12 +34,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def begin(folder: Path, step: int, engine: str, world_size: int) -> None:
-    """Mark the checkpoint in `folder` as being written: by which engine and how many processes.
+def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
+    """Mark the checkpoint in `folder` as being written: by which engine, how many processes, and
+    which run (launch.output.identity).
 
     The mark is on the disk when this returns, so that it is there whatever a crash leaves.
     """
-    contents = {"version": VERSION, "step": step, "engine": engine, "world_size": world_size}
+    contents = {"version": VERSION, "step": step, "engine": engine, "world_size": world_size, "run": run}
     # `begun` is different every time: a node that reads it looks at the same disk as its writer.
     _write(folder, {**contents, "files": None, "begun": secrets.token_hex(8)})
     flush(folder.parent)
@@ -54,10 +55,8 @@ def commit(folder: Path, names: Collection[str]) -> bool:
     try:
         contents = read(folder)
         contents.pop("begun", None)
-        files = [folder / name for name in sorted(names)]
-        flush_files(files)
-        described = zip(sorted(names), _in_parallel(_described, files), strict=True)
-        _write(folder, {**contents, "files": dict(described)})
+        flush_files([folder / name for name in names])
+        _write(folder, {**contents, "files": described(folder, names)})
     except FileNotFoundError:
         return False
     return True
@@ -98,13 +97,22 @@ def is_committed(folder: Path) -> bool:
         return False
 
 
+def has_its_files(folder: Path) -> bool:
+    """Whether the checkpoint was completed, and each file still has its size. None is read."""
+    try:
+        files = read(folder)["files"]
+        return files is not None and all((folder / name).stat().st_size == files[name]["bytes"] for name in files)
+    except (OSError, ValueError):
+        return False
+
+
 def read(folder: Path) -> Json:
     """The manifest. Raises `OSError` or `ValueError` if it cannot be read, or is damaged."""
     try:
-        contents = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        contents = json.loads(read_regular(folder / NAME).decode())
     except RecursionError:
         contents = None
-    if not isinstance(contents, dict) or contents.pop("checksum", None) != _checksum_of(contents):
+    if not isinstance(contents, dict) or contents.pop("checksum", None) != checksum_of(contents):
         raise ValueError(f"{folder / NAME} is damaged")
     if contents["version"] != VERSION:
         raise ValueError(f"{folder / NAME} is of version {contents['version']}, not {VERSION}")
@@ -126,8 +134,18 @@ def differences(folder: Path) -> list[str]:
     foreign = [
         f"{name} does not belong to it" for name in _entries(folder) if name not in files and name not in parents
     ]
+    return [*changes(folder, files), *foreign]
+
+
+def described(folder: Path, names: Collection[str]) -> Json:
+    """Size and checksum of each of these files."""
+    return dict(zip(sorted(names), _in_parallel(lambda name: _described(folder / name), sorted(names)), strict=True))
+
+
+def changes(folder: Path, files: Json) -> list[str]:
+    """How these files, as `described`, differ from those in a folder, one line each."""
     found = _in_parallel(lambda name: _difference(folder / name, name, files[name]), sorted(files))
-    return [*filter(None, found), *foreign]
+    return [line for line in found if line]
 
 
 def _difference(file: Path, name: str, then: Json) -> str | None:
@@ -179,11 +197,11 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
-def _checksum_of(contents: Any) -> str:
+def checksum_of(contents: Any) -> str:
     return xxhash.xxh3_128(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def _write(folder: Path, contents: Json) -> None:
-    whole = {**contents, "checksum": _checksum_of(contents)}
+    whole = {**contents, "checksum": checksum_of(contents)}
     write_whole(folder / NAME, json.dumps(whole, indent=1, sort_keys=True).encode())
     flush(folder)

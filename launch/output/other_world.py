@@ -8,6 +8,7 @@ each weight whole. The converted copy lies beside the checkpoints only until it 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.host.files import read_regular
 from launch.host.processes import group, how_it_ended, last_lines, start_module
 from launch.host.world import World
 from launch.output import manifest
-from launch.terminal import memory_size
+from launch.terminal import memory_size, plural
 from recipes.errors import Failure, UserError, mistake
 
 if TYPE_CHECKING:
@@ -39,14 +41,37 @@ def writers(checkpoint: Path) -> int | None:
     return sum(1 for _ in checkpoint.glob("rng_state*.pth")) or None
 
 
-def note(checkpoint: Path, processes: int) -> str | None:
-    """What a resume by this number of processes cannot carry over exactly, in one line."""
+def stream_file(rank: int | str) -> str:
+    """The file of a checkpoint that says where a rank goes on in a stream of data."""
+    return f"places_{rank}.json"
+
+
+def readers_of(checkpoint: Path) -> tuple[int, int] | None:
+    """The processes that wrote a checkpoint of a run that streams, and the workers of each that
+    read the data. None if it holds no place in a stream.
+    """
+    file = next(checkpoint.glob(stream_file("*")), None)
     before = writers(checkpoint)
+    return None if file is None or before is None else (before, json.loads(read_regular(file))["workers"])
+
+
+def note(checkpoint: Path, processes: int, workers: int = 0) -> str | None:
+    """What a resume by this number of processes, each with so many workers that load data, cannot
+    carry over exactly, in one line.
+    """
+    before, readers = writers(checkpoint), readers_of(checkpoint)
+    if readers is not None and readers != (processes, max(1, workers)):
+        both = (readers, (processes, max(1, workers)))
+        then, now = (f"{plural(count, 'process')} with {plural(each, 'reader')} each" for count, each in both)
+        return (
+            f"{checkpoint.name} was written by {then} of the stream, {now} go on: the weights and the schedule "
+            "are kept; the stream begins another round, in which examples of the last may come again"
+        )
     if before in (None, processes):
         return None
     return (
-        f"{checkpoint.name} was written by {before} processes, {processes} go on: same data in the same order; "
-        "random numbers (dropout) and the rounding of sums differ"
+        f"{checkpoint.name} was written by {plural(before, 'process')}, {processes} go on: same data in the same "
+        "order; random numbers (dropout) and the rounding of sums differ"
     )
 
 
@@ -145,9 +170,14 @@ def shards(checkpoint: Path) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the copies that a killed run has left in an output folder."""
+    """Remove what a killed run has left in an output folder: copies of checkpoints, and what
+    safetensors had written of the model.
+    """
     for copy in folder.glob("converted-checkpoint-*"):
         shutil.rmtree(copy, ignore_errors=True)
+    for unfinished in folder.glob(".tmp??????"):  # as Rust's tempfile names it
+        with contextlib.suppress(OSError):  # a folder
+            unfinished.unlink()
 
 
 def _newest_tag(checkpoint: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from launch.host.memory import ran_out
 from launch.host.secrets import hide, in_environment
 from launch.host.signals import Preempted
 from launch.host.world import World
+from launch.output.manifest import checksum_of
 from launch.output.surroundings import surroundings
 from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
 from recipes.run.engine import read_json
@@ -26,9 +28,10 @@ _RUNNING = '"status": "running",'
 
 # With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
-    "task model_name_or_path model_revision dtype use_peft lora_r lora_alpha lora_target_modules load_in_4bit optim "
-    "dataset_name dataset_config dataset_train_split dataset_text_field dataset_label_field max_length packing "
-    "padding_free assistant_only_loss completion_only_loss"
+    "task problem_type model_name_or_path model_revision from_scratch dtype use_peft lora_r lora_alpha "
+    "lora_target_modules use_dora load_in_4bit optim dataset_name dataset_config dataset_train_split "
+    "dataset_text_field dataset_label_field max_length packing packing_strategy padding_free assistant_only_loss "
+    "completion_only_loss"
 ).split()
 # A resume keeps the old value of these without saying so: they are part of the checkpoint's state.
 KEPT_BY_RESUME = (
@@ -36,20 +39,34 @@ KEPT_BY_RESUME = (
 ).split()
 # A resume takes the new value of these, and then continues another training.
 CHANGES_COURSE = (
-    "global_batch_size seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip lr_scheduler_type "
-    "lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs label_smoothing_factor "
-    "neftune_noise_alpha lora_dropout bf16 fp16 tf32"
+    "global_batch_size dataset_streaming seed data_seed train_sampling_strategy dataloader_drop_last ignore_data_skip "
+    "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
+    "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32"
 ).split()
 
 # Where a run writes and what it prints: without influence on the training or its speed.
 NO_DIFFERENCE = {
     "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
+    "dataset_num_proc",
 }  # fmt: skip
 
 
 def read(folder: str | Path) -> Json:
     """The record in a folder. Empty if it is missing or damaged."""
-    return read_json(Path(folder) / NAME)[0] or {}
+    file = Path(folder) / NAME
+    return (os.path.isfile(file) and read_json(file)[0]) or {}  # noqa: PTH113, Path.is_file may raise
+
+
+def read_intact(folder: str | Path) -> Json:
+    """The record in a folder. Empty if it is missing or damaged, a wrong bit in a setting included:
+    what was trained cannot be told from it. Older records have no checksum.
+    """
+    found = read(folder)
+    return found if found.get("checksum") in (None, _checksum(found)) else {}
+
+
+def _checksum(record: Json) -> str:
+    return checksum_of(json.loads(_text({name: record.get(name) for name in ("settings", "data", "engine")})))
 
 
 def write(folder: str | Path, record: Json, name: str = NAME) -> None:
@@ -101,14 +118,27 @@ class Record:
 
 
 @contextlib.contextmanager
-def kept_record(run: RunSpec, world: World, data_commit: str | None = None) -> Iterator[Record]:
+def kept_record(
+    run: RunSpec,
+    world: World,
+    data_commit: str | None = None,
+    kept: Json | None = None,
+    identity: Json | None = None,
+    classes: list[str] | None = None,
+) -> Iterator[Record]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
     `failed`.
+
+    `kept` are recorded settings that a resume keeps, `identity` tells this run from others
+    (launch.output.identity), `classes` are a classifier's names.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
     record, content = Record(), started(run, world.size, data_commit)
+    content["settings"] |= kept or {}
+    content |= {"classes": classes} if classes else {}
+    content |= {"run": identity, "checksum": _checksum(content)}
     status, error_text = "failed", None
     if world.is_main:
         write(run["output_dir"], content)
@@ -164,6 +194,10 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
     settings = old.get("settings")
     recorded = settings.items() if isinstance(settings, dict) else ()
     then = {name: entry["value"] for name, entry in recorded if isinstance(entry, dict) and "value" in entry}
+    if then.get("packing") and run["packing"]:
+        then.setdefault("packing_strategy", "wrapped")  # before there was a choice
+    else:
+        then.pop("packing_strategy", None)
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 
 

@@ -6,26 +6,27 @@ import contextlib
 import fcntl
 import math
 import os
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from launch.host.files import make_folder
+from launch.host.files import make_folder, require_writable
 from launch.host.world import World
-from launch.output import manifest, other_world, record, submission
+from launch.output import final_model, identity, manifest, other_world, record, submission, trainer_state
 from launch.output.checkpoints import (
     Checkpoint,
     archive_damaged,
     finish_removals,
+    in_the_way,
     inspect,
     newest_valid,
-    not_folders,
     numbered,
     remove,
+    require_disk_space,
 )
-from launch.terminal import memory_size
 from recipes.errors import Problem, UserError, mistake
+from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
 from recipes.scaling.timings import require_room
 
@@ -35,7 +36,9 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `refusal` says why the folder is not for this run.
+    are for a person. `refusal` says why the folder is not for this run. `kept` are the recorded
+    settings that the checkpoint brings, whatever this run says. `identity` is that of the run that
+    goes on, or begins.
     """
 
     checkpoint: Path | None = None
@@ -43,6 +46,8 @@ class Earlier:
     finished: bool = False
     refusal: tuple[Problem, ...] = ()
     notes: list[str] = field(default_factory=list)
+    kept: Json = field(default_factory=dict)
+    identity: Json = field(default_factory=identity.new)
 
     def require_same_training(self) -> None:
         """Raises `UserError` with the refusal, if there is one."""
@@ -65,30 +70,47 @@ def _make_and_lock(run: RunSpec) -> int:
     """The file descriptor that holds the lock."""
     if run["measure"]:
         require_room(run["measure"])
-    _make_folder(run)
+    try:
+        make_folder(Path(run["output_dir"]))
+        require_writable(Path(run["output_dir"]))
+    except OSError as error:
+        raise _unwritable(run, error) from None
+    handle = _locked(run, fcntl.LOCK_EX)
+    record.forget_out_of_memory(Path(run["output_dir"]))
+    return handle
+
+
+def _locked(run: RunSpec, kind: int) -> int:
+    """The file descriptor that holds the lock of the folder. Raises `UserError` if it is in use."""
     handle = os.open(run["output_dir"], os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         what = f"another run is writing to {run['output_dir']}"
         raise mistake("output_dir", what, "another --output_dir, or wait", run.setting("output_dir").source) from None
     except OSError:  # a file system without locks, such as some NFS
         pass
-    record.forget_out_of_memory(Path(run["output_dir"]))
     return handle
 
 
-def _make_folder(run: RunSpec) -> None:
-    """Make the folder. Raises `UserError` if it is not writable."""
+def look_ahead(run: RunSpec) -> Earlier:
+    """What the records tell of the folder before the data is tokenized, which may take hours.
+
+    It changes nothing, except that --measure begins its file, so every rank may ask. It looks into
+    no checkpoint: `find_earlier_run` has the last word. Raises `UserError` if the folder is in use,
+    not writable, or of another training.
+    """
+    if run["measure"]:
+        require_room(run["measure"])
     folder = Path(run["output_dir"])
     try:
-        make_folder(folder)
-        probe = folder / ".writable"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        require_writable(folder)
     except OSError as error:
         raise _unwritable(run, error) from None
+    if folder.is_dir():
+        os.close(_locked(run, fcntl.LOCK_SH))
+    return _by_records(run)
 
 
 def _require_no_foreign_model(run: RunSpec) -> None:
@@ -97,7 +119,7 @@ def _require_no_foreign_model(run: RunSpec) -> None:
     if _holds_a_run(folder):
         return
     model = run["model_name_or_path"]
-    if any(folder.glob("*.safetensors")) or (model and Path(model).is_dir() and folder.samefile(model)):
+    if any(folder.glob("*.safetensors")) or (model and Path(model).resolve() == folder.resolve()):
         what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
         raise mistake("output_dir", what, "--output_dir with another folder", run.setting("output_dir").source)
 
@@ -143,43 +165,9 @@ def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int)
     Call it last before training, once nothing else is wrong.
     """
     other_world.remove_leftovers(Path(run["output_dir"]))
-    _require_disk_space(run, checkpoint_bytes, model_bytes, steps)
+    require_disk_space(run, checkpoint_bytes, model_bytes, steps)
     if run["fresh"]:
         _archive_older_run(run)
-
-
-def _require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
-    """Raises `UserError` if the checkpoints that are kept, and one being written, would not fit.
-
-    Those of this run that are there already make room for new ones.
-    """
-    there = 0 if run["fresh"] else len(numbered(run["output_dir"]))
-    new = _new_checkpoints(run, there, steps)
-    is_model_beside_all = new < (run["save_total_limit"] or 0) + 1 - there
-    needed = new * checkpoint_bytes + (model_bytes if is_model_beside_all or not new else 0)
-    free = shutil.disk_usage(run["output_dir"]).free
-    if free > needed:
-        return
-    at_once = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
-    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{at_once}"
-    fix = "--output_dir on a larger disk"
-    if new > 1 and run["save_total_limit"] > 1:
-        fix += ", or --save_total_limit 1"
-    raise mistake("output_dir", what, fix, run.setting("output_dir").source)
-
-
-def _new_checkpoints(run: RunSpec, there: int, steps: int) -> int:
-    """How many checkpoints will be there at once beside those that are there; at least, if nobody
-    can know: only the evaluations tell when `save_strategy best` saves.
-    """
-    if run["save_strategy"] == "no":
-        return 0
-    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
-    epochs = math.ceil(run["num_train_epochs"])
-    saves = {"steps": math.ceil(steps / max(1, every)), "epoch": epochs if run["max_steps"] < 1 else 1}
-    limit = run["save_total_limit"]
-    wanted = 1 if limit is None or limit < 1 else max(1, limit + 1 - there)  # without a limit the user deletes them
-    return min(wanted, saves.get(run["save_strategy"], 1))
 
 
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:
@@ -190,44 +178,94 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
         return Earlier(refusal=error.problems)
 
 
-def _earlier_run(run: RunSpec, world: World) -> Earlier:
+def _by_records(run: RunSpec) -> Earlier:
+    """What the folder holds, as far as run.json tells. Raises as `_earlier_run` does."""
     _require_no_foreign_model(run)
-    folder = Path(run["output_dir"])
+    folder, named = Path(run["output_dir"]), _named(run)
+    old = record.read_intact(folder)
     if run["fresh"]:
         return Earlier()
-    old = record.read(folder)
-    finished = old.get("status") == "finished"
-    if run["resume_from_checkpoint"] not in (None, True, "True", "true"):
-        return _asked_for(run, world, finished)
-    in_the_way = [_skip(Checkpoint(path, 0, ("it is not a folder",))) for path in not_folders(folder)]
-    if not numbered(folder) and not finished:
-        return Earlier(notes=in_the_way)
-    _require_same_training(run, old)
-    if finished and not _asks_for_more(run, old):
-        notes = [*_missing_model(folder), *_changes(run, old, everything=True)]
-        return Earlier(finished=True, step=old.get("global_step", 0), notes=notes)
+    if named and not _began_from(named, run, identity.of_folder(folder), old):
+        _require_may_begin(named, run, old)
+    elif numbered(folder) or named or _is_finished(old):
+        _require_same_training(run, old)
+        if _is_finished(old) and not _asks_for_more(run, old):
+            notes = [*final_model.notes(folder, old), *_changes(run, old, everything=True)]
+            return Earlier(finished=True, step=_steps_of(old), notes=notes)
+    return Earlier()
+
+
+def _earlier_run(run: RunSpec, world: World) -> Earlier:
+    earlier, folder = _by_records(run), Path(run["output_dir"])
+    if run["fresh"] or earlier.finished:
+        return earlier
+    old, own, named = record.read_intact(folder), identity.of_folder(folder), _named(run)
+    notes = [_skip(found) for found in in_the_way(folder)]
+    if named and not _began_from(named, run, own, old):
+        earlier = _asked_for(named, run, world, old)
+    elif numbered(folder) or named or _is_finished(old):
+        earlier = _continued(named, run, world, old, own)
+    return replace(earlier, notes=[*notes, *earlier.notes])
+
+
+def _continued(named: Path | None, run: RunSpec, world: World, old: Json, own: Json | None) -> Earlier:
+    """The run that the folder holds goes on. It may have begun from a checkpoint that is named."""
+    folder = Path(run["output_dir"])
     finish_removals(folder)
-    newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed")
-    notes = [*in_the_way, *(_skip(checkpoint) for checkpoint in damaged)]
+    begin = own["began_at"] if named and own else -1
+    newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed", begin, _last_step(run, old))
+    if newest is not None:
+        _require_steps_left(run, newest)
+    notes = [_skip(checkpoint) for checkpoint in damaged]
     if not old:
         notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
+    of_newest = identity.of_checkpoint(newest.path) if newest else None
+    if named and not identity.is_same(of_newest, own):
+        again = _asked_for(named, run, world, old)
+        return replace(again, notes=[*notes, *again.notes])
+    if named:
+        notes.append(f"this run began from {named} and goes on; another --output_dir begins there again")
+    own = own or of_newest or identity.new()
     if newest is None:
-        return Earlier(notes=[*notes, "no valid checkpoint: training starts over"])
-    return Earlier(newest.path, newest.step, notes=[*notes, *_notes(newest, run, world, old)])
+        return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=own)
+    notes += _notes(newest, run, world, old)
+    return Earlier(newest.path, newest.step, notes=notes, kept=_kept(run, old), identity=own)
 
 
-def _missing_model(folder: Path) -> list[str]:
-    if any(folder.glob("*.safetensors")) or any(folder.glob("*model*.bin")):
-        return []
-    left = [path.name for path in numbered(folder)]
-    return [f"the model of the run is gone; left are {', '.join(left)}" if left else "the model of the run is gone"]
+def _is_finished(old: Json) -> bool:
+    return old.get("status") == "finished"
 
 
-def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
-    path = Path(run["resume_from_checkpoint"])
-    if finished:
+def _named(run: RunSpec) -> Path | None:
+    """The checkpoint that the user has named, if any."""
+    path = run["resume_from_checkpoint"]
+    return None if path in (None, True, "True", "true") else Path(path)
+
+
+def _began_from(named: Path, run: RunSpec, own: Json | None, old: Json) -> bool:
+    """Whether the run that the folder holds began from this checkpoint, and by the same settings.
+
+    Then the same command was started again, as a job that is queued again is: it would lose all
+    steps since. Trainer itself starts from there every time.
+    """
+    if own is None or own["began_from"] != str(named.resolve()):
+        return False
+    return not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
+
+
+def _require_may_begin(path: Path, run: RunSpec, held: Json) -> None:
+    """Raises `UserError` if the checkpoint is of another training, or the output folder, whose
+    record is `held`, has a finished run.
+    """
+    if _is_finished(held):
         what = f"{run['output_dir']} holds a finished run, which a resume from {path} would overwrite"
         raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
+    _require_same_training(run, record.read_intact(path.parent))
+
+
+def _asked_for(path: Path, run: RunSpec, world: World, held: Json) -> Earlier:
+    """A run begins from a checkpoint that is named. `held` is the record of the output folder."""
+    _require_may_begin(path, run, held)
     checkpoint = inspect(path, run.engine.kind == "deepspeed")
     if not checkpoint.valid:
         raise mistake(
@@ -236,14 +274,22 @@ def _asked_for(run: RunSpec, world: World, finished: bool) -> Earlier:
             "leave it out: the newest valid checkpoint is found automatically",
             run.setting("resume_from_checkpoint").source,
         )
-    old = record.read(path.parent)
-    _require_same_training(run, old)
-    return Earlier(path, checkpoint.step, notes=_notes(checkpoint, run, world, old))
+    _require_steps_left(run, checkpoint)
+    old = record.read_intact(path.parent)
+    notes, begun = _notes(checkpoint, run, world, old), identity.begun_from(path, checkpoint.step)
+    return Earlier(path, checkpoint.step, notes=notes, kept=_kept(run, old), identity=begun)
 
 
 def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> list[str]:
-    of_other_world = other_world.note(checkpoint.path, world.size)
-    return [*checkpoint.notes, *([of_other_world] if of_other_world else []), *_changes(run, old)]
+    of_other_world = other_world.note(checkpoint.path, world.size, run["dataloader_num_workers"])
+    notes = [*checkpoint.notes, *([of_other_world] if of_other_world else []), *_changes(run, old)]
+    if run["dataset_streaming"] and other_world.readers_of(checkpoint.path) is None:
+        what = "has no place in the stream, or one that an earlier version wrote: it begins another round"
+        notes.append(f"{checkpoint.path.name} {what}, in which examples may come again")
+    if run["dataset_streaming"] and fingerprints.differ(old.get("data"), fingerprints.of_data(run["dataset_name"])):
+        what = "the data has changed since: the stream goes on at the same rows of its shards"
+        notes.append(f"{what}, or with another round if their number has changed")
+    return notes
 
 
 def _skip(checkpoint: Checkpoint) -> str:
@@ -262,8 +308,11 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
     data = fingerprints.of_data(run["dataset_name"])
     if data and old.get("data") == data:  # Azure ML mounts the same data at another path at every start
         changed.pop("dataset_name", None)
-    if not changed and fingerprints.differ(old.get("data"), data):
-        name = run["dataset_name"] or "Python's standard library"
+    if run["problem_type"] is None:  # the data will tell, and it is the same
+        changed.pop("problem_type", None)
+    streams = run["dataset_streaming"]  # whose broken row may have been mended: the others are as they were
+    if not changed and not streams and fingerprints.differ(old.get("data"), data):
+        name = title(run["dataset_name"]) or "Python's standard library"
         changed = {"dataset_name": (f"{name} as it was", "what it holds now")}
     if changed:
         name, (then, now) = next(iter(changed.items()))
@@ -286,17 +335,56 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
         )
 
 
+def _last_step(run: RunSpec, old: Json) -> float:
+    """The step that no checkpoint of this run can be beyond; infinity if that is not known."""
+    same = old and not record.changes(old, run, ["max_steps", "num_train_epochs"])
+    return run["max_steps"] if same and run["max_steps"] > 0 else math.inf
+
+
+def _require_steps_left(run: RunSpec, checkpoint: Checkpoint) -> None:
+    """Raises `UserError` if the checkpoint has trained more than this run is asked for: its model
+    would be saved as that of a shorter training.
+    """
+    name = "max_steps" if run["max_steps"] > 0 else "num_train_epochs"
+    epoch = trainer_state.epoch_of(checkpoint.path)
+    done, unit = (checkpoint.step, "steps") if name == "max_steps" else (round(epoch, 2), "epochs")
+    if done <= math.ceil(run[name]):
+        return
+    raise mistake(
+        name,
+        f"{checkpoint.path.name} has trained {done} {unit} already, more than {run[name]}",
+        f"--max_steps {checkpoint.step} to have its model, --resume_from_checkpoint with an older one, or --fresh",
+        run.setting(name).source,
+    )
+
+
+def _steps_of(old: Json) -> int:
+    """The steps of a finished run; 0 if its record does not tell."""
+    steps = old.get("global_step")
+    return steps if isinstance(steps, int) else 0
+
+
 def _asks_for_more(run: RunSpec, old: Json) -> bool:
     """Whether the run is longer than the finished one. True if only training can tell."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
-        return run["max_steps"] == -1 or run["max_steps"] > old.get("global_step", 0)
+        return run["max_steps"] == -1 or run["max_steps"] > _steps_of(old)
     then, now = changed.get("num_train_epochs", (0, 0))
     return run["max_steps"] == -1 and now > then
 
 
+def _kept(run: RunSpec, old: Json) -> Json:
+    return {name: old["settings"][name] for name in _kept_by_resume(run, old)}
+
+
+def _kept_by_resume(run: RunSpec, old: Json) -> dict[str, tuple[Any, Any]]:
+    """Settings that stay as they were, as name -> (then, now). An interval of 0 was none."""
+    changed = record.changes(old, run, record.KEPT_BY_RESUME)
+    return {name: values for name, values in changed.items() if values[0] or not name.endswith("_steps")}
+
+
 def _changes(run: RunSpec, old: Json, everything: bool = False) -> list[str]:
-    kept = record.changes(old, run, record.KEPT_BY_RESUME)
+    kept = _kept_by_resume(run, old)
     course = record.changes(old, run, record.CHANGES_COURSE)
     if everything:
         return [

@@ -8,18 +8,21 @@ from pathlib import Path
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from launch.output import manifest
-from launch.output.checkpoints import inspect, numbered, remove, rotate
+from launch.output import final_model, identity, manifest
+from launch.output.checkpoints import Checkpoint, inspect_own, numbered, remove, rotate
+from recipes.run import Json
 
 
 class CommittingTrainer(Trainer):
     """Trainer, but files are flushed and hashed in a thread beside the next steps.
 
     Only a checkpoint that has its manifest lets an older one be deleted, or is pushed to the Hub. A
-    kill before that loses this checkpoint alone. `engine` is its title, for the manifest.
+    kill before that loses this checkpoint alone. `engine` is its title, and `identity` that of the
+    run, for the manifest.
     """
 
     engine: str = ""
+    identity: Json | None = None
     _saving: Future | None = None  # the thread's work on the last checkpoint
 
     def train(self, *args, **kwargs):
@@ -37,17 +40,30 @@ class CommittingTrainer(Trainer):
         if saving is not None:
             saving.result()
 
-    def flush_model(self) -> None:
-        """Have the model at the end on the disk, before the run counts as finished."""
-        if self.args.should_save:
-            manifest.flush_files([file for file in Path(self.args.output_dir).iterdir() if file.is_file()])
+    def inspect(self, checkpoint: Path) -> Checkpoint:
+        """A checkpoint of this run with its faults."""
+        return inspect_own(checkpoint, self.identity, self.is_deepspeed_enabled)
+
+    def flush_model(self) -> Json:
+        """Have the model at the end on the disk, before the run counts as finished.
+
+        Returns its weights, for the record, as `manifest.described`: of rank 0 alone.
+        """
+        folder = Path(self.args.output_dir)
+        if not self.args.should_save:
+            return {}
+        manifest.flush_files([file for file in folder.iterdir() if file.is_file()])
+        return manifest.described(folder, final_model.weights(folder))
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
         step, limit = self.state.global_step, self.args.save_total_limit
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
-            manifest.begin(folder, step, self.engine, self.args.world_size)
+            if not identity.is_same(identity.of_checkpoint(folder), self.identity):
+                remove([folder])  # given up: files of its own would become part of the new one
+            manifest.begin(folder, step, self.engine, self.args.world_size, self.identity)
+        self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed
         try:
             super()._save_checkpoint(model, trial)
         finally:
@@ -90,7 +106,7 @@ class CommittingTrainer(Trainer):
         if self.args.should_save and best is not None and limit == 1:
             # Trainer keeps the best alone, and deletes the others file by file: a kill in between
             # would leave half a checkpoint. If the best is damaged, they are all there is.
-            if inspect(Path(best), self.is_deepspeed_enabled).valid:
+            if self.inspect(Path(best)).valid:
                 remove(path for path in numbered(self.args.output_dir) if not path.samefile(best))
             self.args.save_total_limit = None
         try:

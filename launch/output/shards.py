@@ -62,6 +62,16 @@ def _whole(stream: io.BufferedReader, offset: int, length: int) -> bool:
         return False
 
 
+def saved_object(file: Path) -> dict[str, Any]:
+    """The fields of the one object that torch.save has written, without running what it names.
+
+    Raises whatever a damaged file leads to.
+    """
+    with zipfile.ZipFile(file) as archive:
+        (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+        return _Inert(io.BytesIO(archive.read(pickled))).load().state
+
+
 class _Inert(pickle.Unpickler):
     """Reads a pickle with a plain record in place of every class or function that it names."""
 

@@ -56,7 +56,7 @@ def surroundings(run: RunSpec) -> Json:
         "launcher": launcher,
         "accelerate_config": yaml,
         "files": _files(run, yaml),
-        "paths": {name: path for name in recorded.INPUTS if (path := recorded.path_of(name, run[name]))},
+        "paths": {key: path for name in recorded.INPUTS for key, path in recorded.places_of(name, run[name]).items()},
         "environment": environment(),
         "code": code(),
         "versions": versions(),

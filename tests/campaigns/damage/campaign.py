@@ -22,7 +22,9 @@ _STOP = Moment(f"step {STOPPED_IN}", 1, signal=int(signal.SIGTERM))
 
 @dataclass(frozen=True)
 class Fault:
-    """`file` is a path in the output folder: in its newest checkpoint, or in the best model's."""
+    """`file` is a path in the output folder: in its newest checkpoint, or in the best model's, or
+    one of these itself.
+    """
 
     engine: str
     file: str
@@ -46,7 +48,8 @@ def prepare(scratch: Path, engine: str) -> list[Fault]:
     output = scratch / engine / OUTPUT
     folders = [output / NEWEST, *([output / BEST_STEP] if engine.endswith(BEST) else [])]
     files = sorted(str(file.relative_to(output)) for folder in folders for file in folder.rglob("*") if file.is_file())
-    return [Fault(engine, file, kind) for file in files for kind in faults.FAULTS]
+    whole = [Fault(engine, folder.name, faults.REPLACED) for folder in folders]
+    return whole + [Fault(engine, file, kind) for file in files for kind in faults.FAULTS]
 
 
 def _another(scratch: Path, engine: str) -> Path:

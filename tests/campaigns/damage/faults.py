@@ -1,12 +1,14 @@
-"""What can happen to a file of a checkpoint."""
+"""What can happen to a file of a checkpoint, or to the whole of it."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 PAGE = 4096
+REPLACED = "replaced by another run's"
 
 
 def _truncated(content: bytes, other: bytes | None, random: Random) -> bytes:
@@ -53,12 +55,19 @@ FAULTS: dict[str, Callable[[bytes, bytes | None, Random], bytes | None]] = {
     "one page zeroed": _page_zeroed,
     "one bit flipped": _bit_flipped,
     "removed": _removed,
-    "replaced by another run's": _replaced,
+    REPLACED: _replaced,
 }
 
 
 def do(fault: str, file: Path, others: Path, random: Random) -> bool:
-    """Damage a file; `others` is that of another run, if there is one. False if nothing changed."""
+    """Damage a file; `others` is that of another run, if there is one. False if nothing changed.
+
+    A whole checkpoint can only be REPLACED.
+    """
+    if file.is_dir():
+        shutil.rmtree(file)
+        shutil.copytree(others, file)
+        return True
     content = file.read_bytes()
     damaged = FAULTS[fault](content, others.read_bytes() if others.is_file() else None, random)
     if damaged is None:

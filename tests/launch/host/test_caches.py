@@ -1,14 +1,23 @@
-"""A cache that cannot be written is told with the variable that moves it."""
+"""A cache that cannot be written is told with the variable that moves it; a compilation can be
+stopped, and the lock of one that was killed is not waited for.
+"""
 
 import errno
+import multiprocessing
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from launch.host.caches import cache_problem
+from launch.host.caches import cache_problem, compile_safely
+from launch.host.signals import EXIT_CODE
 from tests.support.running import train_here
+from tests.support.stopping import Run
+from tests.support.waiting import PATIENCE, wait_for
 
 
 @pytest.fixture
@@ -125,3 +134,88 @@ def test_compiled_kernels_of_an_unknown_user_are_named_too(nobody, tmp_path, mon
     kernels = tmp_path / f"torchinductor_uid_{os.getuid()}"
     kernels.write_text("a file where the folder would be")
     assert cache_problem(error_in(kernels / "fx")).subject == "TORCHINDUCTOR_CACHE_DIR"
+
+
+# --- torch's compiler of C++ ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def baton(tmp_path, monkeypatch):
+    """torch's lock of a folder, once `compile_safely` has run."""
+    from torch.utils import cpp_extension
+
+    for name in ("FileBaton", "load"):
+        monkeypatch.setattr(cpp_extension, name, getattr(cpp_extension, name))
+    compile_safely()
+    return cpp_extension.FileBaton(str(tmp_path / "lock"))
+
+
+def holder(baton):
+    """A process that has the lock, as one that compiles."""
+
+    def hold(taken):
+        baton.try_acquire()
+        taken.set()
+        time.sleep(10 * PATIENCE)
+
+    fork = multiprocessing.get_context("fork")
+    taken = fork.Event()
+    process = fork.Process(target=hold, args=(taken,), daemon=True)
+    process.start()
+    assert taken.wait(PATIENCE)
+    return process
+
+
+def acquiring(baton):
+    thread = threading.Thread(target=baton.try_acquire, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_compilation_waits_for_another_ones_lock_until_that_is_killed(baton, capfd):
+    process = holder(baton)
+    waiting = acquiring(baton)
+    waiting.join(1)
+    assert waiting.is_alive()
+    process.kill()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    baton.release()
+    assert not Path(baton.lock_file_path).exists()
+
+
+def test_a_lock_of_plain_torch_without_a_maker_is_named_with_its_remedy(baton, tmp_path, capfd):
+    (tmp_path / "lock").touch()
+    waiting = acquiring(baton)
+    said = []
+    wait_for("a line", lambda: said.append(capfd.readouterr().err) or "waiting" in "".join(said))
+    assert f"rm {tmp_path}/lock" in "".join(said)
+    (tmp_path / "lock").unlink()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+
+
+def test_a_lock_of_plain_torch_that_is_older_than_any_compilation_is_taken(baton, tmp_path):
+    (tmp_path / "lock").touch()
+    os.utime(tmp_path / "lock", (1, 1))
+    assert baton.try_acquire()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_compilation_and_what_it_started(number, tmp_path, monkeypatch):
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec echo 1.11\nsleep 5000 &\necho $! > {tmp_path}/pid\nwait")
+    ninja.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ninja.parent), prepend=os.pathsep)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    with Run(["--recipe", "memory", "--use_cpu", "true", "--max_steps", "1"], tmp_path / "out") as run:
+        wait_for("the compiler", (tmp_path / "pid").exists)
+        run.process.send_signal(number)
+        output = run.end()
+    assert run.process.returncode == (130 if number == signal.SIGINT else EXIT_CODE), output
+    assert not list(tmp_path.glob("extensions/*/lock"))
+    compiler = int((tmp_path / "pid").read_text())
+    status = Path(f"/proc/{compiler}/status")
+    wait_for("the compiler's end", lambda: not status.exists() or "zombie" in status.read_text())

@@ -1,6 +1,7 @@
 """Ranks whose launcher has ended: they save and end, and a rank that cannot says so and ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def test_ranks_of_accelerates_launcher_save_when_it_dies(start, number, tiny_mod
         run.wait_for_output("step 5/")
         os.kill(run.process.pid, number)
         output = run.end()
-    assert "told to stop by the end of its launcher at step" in output, output
+    # Rank 0 speaks for both. Rank 1 may have seen it first.
+    assert re.search("told to stop by (the end of its launcher|another rank) at step", output), output
     assert run.process.returncode == -number != EXIT_CODE
     assert assert_resumable(tmp_path) >= 5

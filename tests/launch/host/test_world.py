@@ -4,13 +4,14 @@ import os
 import tempfile
 
 import pytest
+import torch
 
-from launch.host.world import World, launched
+from launch.host.world import World, launched, use_threads
 from recipes.errors import UserError
 from recipes.rules.check import check
 from recipes.run import resolve
-from recipes.run.engine import from_environment
-from recipes.run.hardware import Hardware
+from recipes.run.engine import from_environment, shipped
+from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import fork_ranks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
@@ -38,6 +39,22 @@ def test_rank_0_is_main_and_the_first_rank_of_each_node_is_local_main():
     ranks = [World(8, rank, 4) for rank in range(8)]
     assert [world.rank for world in ranks if world.is_main] == [0]
     assert [world.rank for world in ranks if world.is_local_main] == [0, 4]
+
+
+@pytest.mark.parametrize(("recipe", "threads"), [("memory", 3), ("sharded", 1)])
+def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, monkeypatch):
+    """`accelerate launch` leaves each process one thread."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    hardware = Hardware((Gpu("A100", (8, 0), 80 << 30),) * 2, cores=6)
+    yaml = str(shipped(f"{recipe}.yaml"))
+    run = resolve(["--recipe", recipe], hardware=hardware, world_size=2, accelerate_config=yaml, environment={})
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        use_threads(run, World(2, 0, 2))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

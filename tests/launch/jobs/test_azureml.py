@@ -68,7 +68,7 @@ def test_a_shipped_job_grows_with_the_set_option_that_its_comment_names():
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))
 def test_azures_own_parser_takes_a_rendered_job(recipe, rendered):
-    azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data="azureml:texts:1")
+    azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data=("azureml:texts:1",))
     body = sent(rendered(job(recipe, nodes=2), azure))
     assert body["resources"]["instanceCount"] == 2
     assert body["queueSettings"]["jobTier"] == "Spot"
@@ -103,7 +103,7 @@ def test_another_command_line_has_another_place_for_its_checkpoints():
         return azure_job.output_of(job(argv=argv), Azure(compute="c", **named))
 
     assert place("--seed", "1") == place("--seed", "1") != place("--seed", "2")
-    assert place(data="azureml:a:1") != place(data="azureml:b:1")
+    assert place(data=("azureml:a:1",)) != place(data=("azureml:b:1",))
     assert place("--seed", "1", job_name="mine") == place("--seed", "2", job_name="mine")
     another_engine = replace(job(), config=str(ROOT / "accelerate_configs" / "sharded.yaml"))
     assert azure_job.output_of(another_engine, Azure(compute="c")) != place()
@@ -237,6 +237,7 @@ def changed(path: str, value: object) -> str:
         ("outputs.run.mode", "rw", "outputs.run.mode", "rw_mount"),
         ("queue_settings", {"job_tier": "cheap"}, "queue_settings.job_tier", "is not one of spot, basic"),
         ("environment", {"build": {"path": "nowhere"}}, "environment.build.path", "there is no"),
+        ("environment", {"build": {"path": "/"}}, "environment.build.path", "has no Dockerfile"),
         ("environment", {"image": "a", "build": {"path": "environment"}}, "environment", "not both"),
     ],
 )
@@ -274,7 +275,9 @@ def test_a_shipped_job_and_the_training_in_it_are_legal(recipe, capsys):
     ],
 )
 def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys):
-    text = (FOLDER / "fast.yaml").read_text().replace(old, new).replace("path: environment", f"path: {FOLDER}")
+    text = (
+        (FOLDER / "fast.yaml").read_text().replace(old, new).replace("path: environment", f"path: {FOLDER}/environment")
+    )
     text = text.replace("code: ..", f"code: {ROOT}")
     (tmp_path / "mine.yaml").write_text(text)
     assert main(["check", "--azureml", str(tmp_path / "mine.yaml")]) == 2

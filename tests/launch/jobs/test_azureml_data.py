@@ -54,6 +54,23 @@ def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
     assert (data["jobInputType"], data["uri"]) == (kind, uri)
 
 
+def test_a_mixture_has_an_input_for_each_part(empty):
+    job = yaml.safe_load(dry_run("--data", f"{STORE}/a.jsonl", f"{STORE}/b/", f"{STORE}/c.jsonl.gz").read_text())
+    inputs = {name: (entry["type"], entry["path"]) for name, entry in job["inputs"].items() if name.startswith("data")}
+    assert inputs == {
+        "data": ("uri_file", f"{STORE}/a.jsonl"),
+        "data_2": ("uri_folder", f"{STORE}/b/"),
+        "data_3": ("uri_file", f"{STORE}/c.jsonl.gz"),
+    }
+    assert "--dataset_name ${{inputs.data}} ${{inputs.data_2}} ${{inputs.data_3}}" in job["command"]
+
+
+def test_a_mixture_is_not_for_classification(empty, capsys):
+    words = ["--data", "azureml:a:1", "azureml:b:1", "--dry_run", "--", *CLASSIFY]
+    assert main([*SUBMIT, *words]) == 2
+    assert "is a mixture" in capsys.readouterr().err
+
+
 def test_a_recorded_run_can_be_sent(empty):
     record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl"]), 1))
     data = sent(dry_run("--data", f"{STORE}/t.jsonl", training=["--config", "out/run.json"]))["inputs"]["data"]
@@ -103,6 +120,13 @@ def workspace(empty, monkeypatch):
     with loopback(empty, monkeypatch) as workspace:
         workspace.assets = {"rows": "uri_file", "parts": "uri_folder", "table": "mltable"}
         yield workspace
+
+
+def test_the_workspace_is_asked_for_the_type_of_each_part(workspace):
+    assert main([*SUBMIT, "--data", "azureml:rows:1", "azureml:parts:1", f"{STORE}/a.csv"]) == 0
+    (body,) = workspace.jobs.values()
+    kinds = {name: entry["jobInputType"] for name, entry in body["inputs"].items() if name.startswith("data")}
+    assert kinds == {"data": "uri_file", "data_2": "uri_folder", "data_3": "uri_file"}
 
 
 @pytest.mark.parametrize(

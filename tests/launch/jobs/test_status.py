@@ -1,6 +1,7 @@
 """`recipes status` and `recipes logs` of local runs; other targets have files of their own."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -143,3 +144,12 @@ def test_a_log_is_followed_through_a_character_that_comes_in_two_parts(tmp_path,
 def test_the_last_line_of_a_log_is_about_a_step(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
     assert last_line(tmp_path / "log") == last
+
+
+def test_a_run_started_by_hand_runs_while_it_holds_its_folder(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"status": "running"}')
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert "started by hand  running" in status(tmp_path, capsys)
+    os.close(handle)
+    assert "ended unexpectedly (killed?)" in status(tmp_path, capsys)

@@ -4,6 +4,7 @@ These have no manifest: plain Trainer has written them, or an older version of t
 """
 
 import json
+import os
 import pathlib
 import shutil
 
@@ -73,11 +74,43 @@ def test_a_gap_between_the_ranks_is_a_fault(checkpoint):
     assert faults(checkpoint) == ["rng_state_1.pth is missing"]
 
 
-def test_weights_alone_are_whole_and_say_what_starts_afresh(checkpoint):
-    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+
+
+@pytest.fixture
+def weights_alone(checkpoint):
+    for name in STATES:
         (checkpoint / name).unlink()
-    assert faults(checkpoint) == []
-    assert "optimizer, schedule and random state start afresh" in notes(checkpoint)[0]
+    return checkpoint
+
+
+@pytest.mark.parametrize("arguments", ["say so", "are not there"])
+def test_weights_alone_are_whole_and_say_what_starts_afresh(arguments, weights_alone):
+    file = weights_alone / "training_args.bin"
+    if arguments == "say so":
+        args = torch.load(file, weights_only=False)
+        args.save_only_model = True
+        torch.save(args, file)
+    else:
+        file.unlink()
+    assert faults(weights_alone) == []
+    assert "optimizer, schedule and random state start afresh" in notes(weights_alone)[0]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK", bytes(5000)])
+def test_states_that_were_saved_and_are_gone_are_faults(content, weights_alone):
+    if content is not None:
+        (weights_alone / "training_args.bin").write_bytes(content)
+    assert faults(weights_alone) == [f"{name} is missing" for name in STATES]
+
+
+def test_reading_the_arguments_runs_nothing(weights_alone, tmp_path):
+    class Touches:
+        def __reduce__(self):
+            return pathlib.Path.touch, (tmp_path / "ran",)
+
+    torch.save(Touches(), weights_alone / "training_args.bin")
+    assert faults(weights_alone) and not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])
@@ -118,8 +151,69 @@ def test_a_state_with_fields_of_another_version_is_a_fault(checkpoint):
     assert faults(checkpoint) == ["trainer_state.json is not Trainer's"]
 
 
-def test_a_state_of_another_step_is_a_fault(checkpoint):
-    assert inspect(checkpoint.rename(checkpoint.with_name("checkpoint-5"))).faults
+@pytest.mark.parametrize("step", [0, 5, 40])
+@pytest.mark.parametrize("whole", [True, False], ids=["with a manifest", "without one"])
+def test_a_number_that_is_not_its_step_is_a_fault(whole, step, checkpoint, real_checkpoint):
+    shutil.copytree(real_checkpoint, checkpoint, dirs_exist_ok=True) if whole else None
+    assert "that of step 4" in faults(checkpoint.rename(checkpoint.with_name(f"checkpoint-{step}")))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_steps", "x"),
+        ("global_step", 4.0),
+        ("global_step", True),
+        ("logging_steps", None),
+        ("logging_steps", -1),
+        ("eval_steps", 1.5),
+        ("save_steps", float("inf")),
+        ("train_batch_size", None),
+        ("epoch", []),
+        ("total_flos", None),
+        ("num_input_tokens_seen", {}),
+        ("log_history", None),
+        ("log_history", [1]),
+        ("best_metric", "0.5"),
+        ("best_global_step", 2.0),
+        ("best_model_checkpoint", 3),
+        ("stateful_callbacks", []),
+        ("stateful_callbacks", {"TrainerControl": []}),
+        ("stateful_callbacks", {"TrainerControl": {"args": {"should_save": "x"}}}),
+        ("stateful_callbacks", {"EarlyStopping": {"args": {"early_stopping_patience": "x"}}}),
+        ("stateful_callbacks", {"EarlyStopping": {"args": {"patience": 1}}}),
+        ("stateful_callbacks", {"OfSomebody": {"args": 3}}),
+    ],
+)
+def test_a_value_that_a_resume_could_not_use_is_named(name, value, checkpoint):
+    edit_state(checkpoint, {name: value})
+    assert faults(checkpoint) == [f"trainer_state.json has {name} {json.dumps(value):.40}"]
+
+
+@pytest.mark.parametrize(
+    "usable",
+    [
+        {"logging_steps": 1.0, "eval_steps": 0, "best_metric": None, "best_model_checkpoint": "elsewhere"},
+        {"epoch": 2, "log_history": [{"text": "any"}], "trial_params": {"a": 1}, "num_train_epochs": 3.0},
+        {"stateful_callbacks": {"OfSomebody": {"args": {"x": "y"}}, "Two": [{"args": {}}, {"attributes": {}}]}},
+    ],
+)
+def test_a_value_that_a_resume_can_use_is_no_fault(usable, checkpoint):
+    edit_state(checkpoint, usable)
+    assert faults(checkpoint) == []
+
+
+def edit_state(checkpoint, values):
+    file = checkpoint / "trainer_state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "config.json", "model.safetensors", "optimizer.pt", "latest"])
+def test_a_pipe_in_place_of_a_file_is_a_fault(name, checkpoint):
+    """Whoever opens it waits for somebody to write into it."""
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
+    assert faults(checkpoint, deepspeed=True) == [f"{name} is not a file"]
 
 
 def test_the_newest_valid_one_is_chosen_over_a_newer_damaged_one(checkpoint):
@@ -156,4 +250,5 @@ def test_a_shard_that_the_index_names_must_be_there(checkpoint):
 
 
 def test_a_folder_of_another_name_is_inspected_by_its_content_alone(checkpoint):
-    assert inspect(checkpoint.rename(checkpoint.with_name("best7"))).valid
+    inspected = inspect(checkpoint.rename(checkpoint.with_name("best7")))
+    assert inspected.valid and inspected.step == 4

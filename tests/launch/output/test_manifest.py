@@ -1,6 +1,7 @@
 """A checkpoint's manifest: whatever differs from what was written is named, and nothing is run."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -95,6 +96,13 @@ def test_any_byte_of_the_manifest_itself_counts(data, checkpoint):
 def test_an_unreadable_manifest_is_a_fault(content, checkpoint):
     (checkpoint / "manifest.json").write_bytes(content)
     assert inspect(checkpoint).faults
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
+def test_a_manifest_that_is_not_a_file_is_a_fault(make, checkpoint):
+    (checkpoint / "manifest.json").unlink()
+    make(checkpoint / "manifest.json")
+    assert faults(checkpoint)[0] == "manifest.json cannot be read"
 
 
 def test_a_checkpoint_whose_save_was_cut_short_is_named(checkpoint):

@@ -61,8 +61,9 @@ def test_a_failed_conversion_says_why_and_leaves_nothing(of_three, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
 
 
-def test_what_a_killed_conversion_has_left_is_removed(of_three, tmp_path):
+def test_what_a_killed_run_has_left_is_removed(of_three, tmp_path):
     (tmp_path / "converted-checkpoint-8" / "global_step8" / "tmp").mkdir(parents=True)
+    (tmp_path / ".tmpaOGUwI").touch()  # of the final model, by safetensors
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
     assert shards(of_three) == 3

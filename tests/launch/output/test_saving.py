@@ -2,9 +2,11 @@
 
 import errno
 import json
+import os
 import shutil
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,11 +96,92 @@ def test_without_a_record_the_run_says_what_it_cannot_tell(content, stopped, tin
     assert "run.json is missing or damaged" in " ".join(resumed.output.split())
 
 
+def test_a_wrong_bit_in_the_record_costs_no_checkpoint(whole_run, stopped, tiny_model, texts):
+    text = (stopped / "run.json").read_text()
+    (stopped / "run.json").write_text(text.replace('"value": 0.001,', '"value": 0.003,', 1))
+    resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
+    assert "run.json is missing or damaged" in " ".join(resumed.output.split())
+    assert losses(resumed) == losses(whole_run[0])
+
+
+def test_the_record_says_what_a_resume_kept(whole_run, stopped, tiny_model, texts):
+    (stopped / "checkpoint-6").rename(stopped / "six")
+    faster = ["5e-3" if word == "1e-3" else word for word in SIX_STEPS]
+    for _ in range(2):  # the second start has the first one's record
+        shutil.rmtree(stopped / "checkpoint-6", ignore_errors=True)
+        resumed = train_here(tiny_model, texts, stopped, *faster)
+        (stopped / "run.json").write_text(json.dumps({**resumed.record, "status": "running"}))
+        assert "learning_rate 0.005 is ignored by a resume: 0.001 is kept" in " ".join(resumed.output.split())
+        assert resumed.record["settings"]["learning_rate"]["value"] == 0.001
+        assert losses(resumed) == losses(whole_run[0])
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
+def test_a_record_that_is_not_a_file_is_set_aside(make, whole_run, stopped, tiny_model, texts):
+    (stopped / "run.json").unlink()
+    make(stopped / "run.json")
+    (stopped / "checkpoint-6").rename(stopped / "six")
+    resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
+    assert "run.json is damaged (it is not a file): skipped, kept as damaged-run.json" in " ".join(
+        resumed.output.split()
+    )
+    assert losses(resumed) == losses(whole_run[0]) and resumed.record["status"] == "finished"
+
+
+def test_intervals_and_callbacks_that_an_earlier_start_lacked_are_those_of_this_one(tiny_model, texts, tmp_path):
+    """Trainer divides by an interval of 0, and looks up the state of each callback."""
+    data = "--learning_rate 1e-3 --dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
+    none = "--logging_strategy no --logging_steps 0 --eval_strategy no --eval_steps 0".split()
+    train_here(tiny_model, texts, tmp_path, *data, *none, "--save_steps", "2", "--max_steps", "2")
+    some = "--logging_steps 1 --eval_strategy steps --eval_steps 2 --save_steps 2 --early_stopping_patience 9".split()
+    best = "--load_best_model_at_end --metric_for_best_model loss --max_steps 4".split()
+    longer = train_here(tiny_model, texts, tmp_path, *data, *some, *best)
+    assert longer.code == 0 and "checkpoint-2, step 2" in longer.output
+    assert {3, 4} <= {entry["step"] for entry in longer.record["log_history"] if "loss" in entry}
+    assert longer.record["best_step"] == 4
+    assert "is ignored by a resume" not in " ".join(longer.output.split())
+
+
+@pytest.mark.parametrize("steps", [None, "x", [], {}])
+def test_a_finished_run_whose_steps_cannot_be_told_goes_on(steps, whole_run, tiny_model, texts, tmp_path):
+    folder = shutil.copytree(whole_run[1], tmp_path / "finished")
+    (folder / "run.json").write_text(json.dumps({**read_record(folder), "global_step": steps}))
+    longer = train_here(tiny_model, texts, folder, *["8" if word == "6" else word for word in SIX_STEPS])
+    assert longer.code == 0 and longer.record["global_step"] == 8
+
+
 def test_a_finished_run_whose_model_is_gone_says_what_is_left(whole_run, tiny_model, texts, tmp_path):
     folder = shutil.copytree(whole_run[1], tmp_path / "finished")
     (folder / "model.safetensors").unlink()
     again = train_here(tiny_model, texts, folder, *SIX_STEPS)
-    assert again.code == 0 and "the model of the run is gone; left are checkpoint-6, checkpoint-4" in again.output
+    said = " ".join(again.output.split())
+    assert again.code == 0 and "the model of the run is gone; left are checkpoint-6, checkpoint-4" in said
+    assert "copy model.safetensors from checkpoint-6, which holds the same" in said
+
+
+@pytest.mark.parametrize("checkpoint_too", [False, True])
+def test_a_finished_run_whose_model_is_damaged_says_where_else_it_is(
+    checkpoint_too, whole_run, tiny_model, texts, tmp_path
+):
+    folder = shutil.copytree(whole_run[1], tmp_path / "finished")
+    for file in [folder / "model.safetensors", *([folder / "checkpoint-6/model.safetensors"] * checkpoint_too)]:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    said = " ".join(train_here(tiny_model, texts, folder, *SIX_STEPS).output.split())
+    remedy = "--fresh trains it again" if checkpoint_too else "copy model.safetensors from checkpoint-6"
+    assert f"model.safetensors has changed since it was written: {remedy}" in said
+
+
+def test_a_finished_run_whose_model_is_whole_says_nothing(whole_run, tiny_model, texts):
+    assert "note" not in train_here(tiny_model, texts, whole_run[1], *SIX_STEPS).output
+
+
+@pytest.mark.parametrize("files", [None, 3, {}, {"model.safetensors": 3}, {"model.safetensors": {}}])
+def test_a_record_without_the_models_checksums_is_an_older_one(files, whole_run, tiny_model, texts, tmp_path):
+    folder = shutil.copytree(whole_run[1], tmp_path / "finished")
+    (folder / "run.json").write_text(json.dumps({**read_record(folder), "model_files": files}))
+    assert "note" not in train_here(tiny_model, texts, folder, *SIX_STEPS).output
 
 
 def test_killed_saves_and_removals_do_not_fill_the_disk(stopped, tiny_model, texts):
@@ -225,6 +308,14 @@ def test_one_that_was_never_completed_goes_first(tmp_path):
     manifest.begin(tmp_path / "checkpoint-4", 4, "one process", 1)
     rotate(tmp_path / "checkpoint-6", 2, None)
     assert steps(tmp_path) == [6, 2]
+
+
+def test_a_file_in_the_place_of_a_deletion_does_not_block_it(tmp_path):
+    (tmp_path / "_removed-checkpoint-2").touch()
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    rotate(tmp_path / "checkpoint-4", 1, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
 def test_what_a_kill_left_of_a_deletion_is_no_checkpoint_and_goes_next_time(tmp_path):

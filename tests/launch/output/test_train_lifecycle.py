@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import count
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.running import SCRIPT, fork, losses, model_flags, read_record, train_here
 from tests.support.waiting import PATIENCE, wait_for
@@ -171,6 +174,35 @@ def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
     assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)
 
 
+def test_fewer_steps_than_a_checkpoint_has_trained_are_refused(stopped_at_four, tiny_model, texts):
+    """Its model would be saved as that of a shorter training. The advice has it saved as it is."""
+    rest = [word for word in EIGHT_STEPS if word not in ("--max_steps", "8")]
+    refused = train_here(tiny_model, texts, stopped_at_four, *rest, "--max_steps", "2")
+    assert refused.code == 2
+    assert "checkpoint-4 has trained 4 steps already, more than 2" in " ".join(refused.output.split())
+    saved = train_here(tiny_model, texts, stopped_at_four, *rest, "--max_steps", "4")
+    assert (saved.code, saved.record["global_step"], saved.record["status"]) == (0, 4, "finished")
+
+
+def test_fewer_epochs_than_a_checkpoint_has_trained_are_refused(tiny_model, texts, tmp_path):
+    flags = "--dataset_train_split train[:32] --save_strategy epoch --learning_rate 1e-3".split()
+    train_here(tiny_model, texts, tmp_path, *flags, "--num_train_epochs", "3")
+    (tmp_path / "run.json").write_text(json.dumps({**read_record(tmp_path), "status": "running"}))
+    refused = train_here(tiny_model, texts, tmp_path, *flags, "--num_train_epochs", "2")
+    assert refused.code == 2 and "has trained 3.0 epochs already, more than 2" in " ".join(refused.output.split())
+    assert train_here(tiny_model, texts, tmp_path, *flags, "--num_train_epochs", "3").code == 0
+
+
+def test_a_checkpoint_beyond_the_end_of_the_same_run_is_not_its_own(whole_run, stopped_at_four, tiny_model, texts):
+    foreign = shutil.copytree(stopped_at_four / "checkpoint-4", stopped_at_four / "checkpoint-40")
+    state = json.loads((foreign / "trainer_state.json").read_text())
+    (foreign / "trainer_state.json").write_text(json.dumps({**state, "global_step": 40}))
+    (foreign / "manifest.json").unlink()
+    resumed = train_here(tiny_model, texts, stopped_at_four, *EIGHT_STEPS)
+    assert "checkpoint-40 is damaged (it is beyond the last step of this run, 8)" in " ".join(resumed.output.split())
+    assert losses(resumed) == losses(whole_run[0])
+
+
 def test_another_optimizer_is_another_training(whole_run, tiny_model, texts):
     other = train_here(tiny_model, texts, whole_run[1], *EIGHT_STEPS, "--optim", "sgd")
     assert other.code == 2 and "optim" in other.output
@@ -262,3 +294,34 @@ class TestFullDisk:
     def test_a_disk_that_fills_up_says_what_was_saved(self, small_disk, tiny_model, texts):
         outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)
         assert outcome.code == 1 and "the disk is full" in outcome.output
+
+
+def test_a_run_killed_after_its_last_evaluation_has_that_once(tiny_model, texts, tmp_path):
+    split = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
+    flags = "--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()
+    once = train_here(tiny_model, texts, tmp_path, *split, *flags)
+    (tmp_path / "run.json").write_text(json.dumps({**once.record, "status": "running"}))
+    again = train_here(tiny_model, texts, tmp_path, *split, *flags)
+    assert [entry["step"] for entry in again.record["log_history"] if "eval_loss" in entry] == [2]
+    assert again.record["eval_loss"] == pytest.approx(once.record["eval_loss"])
+    assert again.record["train_loss"] is None
+
+
+def test_a_clock_that_is_set_back_makes_no_duration_negative(tiny_model, texts, tmp_path, monkeypatch):
+    now, calls = time.time, count()
+    monkeypatch.setattr(time, "time", lambda: now() - 3600 * next(calls))
+    assert 0 < train_here(tiny_model, texts, tmp_path, "--max_steps", "2").record["train_runtime"] < PATIENCE
+
+
+@pytest.mark.slow
+def test_a_resume_says_nothing_of_tied_weights(tiny_model, texts, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "tied")
+    words = [sys.executable, str(SCRIPT), *model_flags(tmp_path / "tied", texts), "--output_dir", str(tmp_path / "out")]
+    for steps in ("1", "2"):
+        flags = ["--max_steps", steps, "--save_steps", "1", "--verbose", "--use_cpu", "true"]
+        done = subprocess.run([*words, *flags], capture_output=True, text=True, check=True)
+    assert "resuming from" in done.stdout
+    assert "missing keys" not in done.stdout + done.stderr
+    assert "save_steps = 1 (command line)" in done.stdout

@@ -45,7 +45,7 @@ def train(
 
     Advice is left to train.py, whose output follows at once. Raises `UserError` with every problem.
     """
-    node = this_node(processes or _in_own_yaml(accelerate_config))
+    node = this_node(processes or in_own_yaml(accelerate_config))
     run = run_on(node, recipe, argv, accelerate_config=accelerate_config)
     require_legal(run)
     job = job_of(run, 1, node.processes, argv, accelerate_config=accelerate_config, is_stored=False)
@@ -54,7 +54,7 @@ def train(
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 
-def _in_own_yaml(name: str | None) -> int | None:
+def in_own_yaml(name: str | None) -> int | None:
     """The number of processes that an Accelerate YAML of the user's own says."""
     if name is None:
         return None

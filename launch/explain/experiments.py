@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
 from launch.output import record
-from recipes.planner.live_bytes import LiveBytes
+from recipes.planner.tracing.live_bytes import LiveBytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_NORM = 1.0

@@ -10,20 +10,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launch.doctor.measured import keep_own_context
 from launch.host.parent import THREADS, own_threads
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
 from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
+from recipes.run.metrics import METRICS, PER_CLASS
 from recipes.scaling.row import Timing
 
 if TYPE_CHECKING:
     import torch
 
+    from launch.data.load import Data
     from launch.output.resume import Earlier
-    from launch.training.data import Data
     from launch.training.trainer import RecipeTrainer
+
+
+MOST_CLASSES = 12  # in the table at the end
 
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
@@ -35,7 +40,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
     lines = {
         "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
-        "model": f"{run['model_name_or_path'] or 'byte-level decoder from scratch'}, {total:,} parameters{share}",
+        "model": f"{_model_name(run)}, {total:,} parameters{share}",
         "data": data.description,
         "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}{_threads(run)}",
         "batch": batch(run),
@@ -45,7 +50,9 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
     table = _table(lines)
     for index, (name, setting) in enumerate(changed.items()):
-        table.add_row("" if index else "changed", escape(f"{name} = {shown(name, setting.value)} ({setting.source})"))
+        table.add_row(
+            "" if index else "changed", escape(f"{name} = {_as_typed(shown(name, setting.value))} ({setting.source})")
+        )
     out.print(table)
     idle = len(run.hardware.gpus) - run.local_world_size
     if idle > 0:
@@ -57,6 +64,11 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         out.print(f"[yellow]advice[/yellow]  {what}. Fix: {fix}", highlight=False)
 
 
+def _as_typed(value: object) -> object:
+    """Without the `.0` of a float that is whole: `--save_steps 2` is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def batch(run: RunSpec) -> str:
     """How the global batch is split, and over what if that is not every process of the world."""
     split, sharing = run.batch, run.engine.parallelism.sharing
@@ -66,6 +78,11 @@ def batch(run: RunSpec) -> str:
     if sharing > 1:
         words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
     return words + (f", {split.reason}" if run.batch_source == FIT else "")
+
+
+def _model_name(run: RunSpec) -> str:
+    name = run["model_name_or_path"] or "byte-level decoder"
+    return f"{name} from scratch" if run["from_scratch"] or run["model_name_or_path"] is None else name
 
 
 def _threads(run: RunSpec) -> str:
@@ -93,6 +110,24 @@ def _summary(results: Json, run: RunSpec, out: Console) -> None:
     lines = {**dict(_summary_lines(results, run)), "written to": written(Path(run["output_dir"]))}
     out.print()
     out.print(_table(lines))
+    if results.get("per_class"):
+        _print_classes(results["per_class"], out)
+
+
+def _print_classes(per_class: Json, out: Console) -> None:
+    """The figures of each class, of many classes those with the lowest F1."""
+    shown = sorted(per_class, key=lambda name: per_class[name]["f1"])[:MOST_CLASSES]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("class", *PER_CLASS):
+        table.add_column(heading, justify="left" if heading == "class" else "right", overflow="fold")
+    for name in per_class:
+        if name in shown:
+            *shares, examples = (per_class[name][figure] for figure in PER_CLASS)
+            table.add_row(escape(name), *(f"{share:.4f}" for share in shares), f"{examples:,}")
+    out.print()
+    out.print(table)
+    if len(per_class) > len(shown):
+        out.print(f"of {len(per_class):,} classes, those with the lowest F1; run.json has all", highlight=False)
 
 
 def written(folder: Path) -> str:
@@ -125,13 +160,16 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
 
         with only_noted(f"adding a row to {run['measure']}", world):
             _timing(add_timings_row(run, world, trainer, results, argv), run, out)
+    if run.hardware.cuda and world.is_local_main:
+        with only_noted("keeping what CUDA takes, for the next plan,", world):
+            keep_own_context(run.hardware.gpus[0].name, world.size > 1)
     with only_noted("freeing its memory", world):
         trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
 
 
 def show_sample(run: RunSpec, world: World) -> None:
     """A few lines by the demonstration's model. Rank 0 prints them after the process group."""
-    from launch.training.demo import saved_sample
+    from launch.data.demo import saved_sample
 
     if not world.is_main:
         return
@@ -170,7 +208,8 @@ def _summary_lines(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
         yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"
     if run["load_best_model_at_end"]:
         yield "model", _which_model(results, run)
-    for name in ("eval_loss", "eval_accuracy"):
+    metrics = dict.fromkeys(metric for names in METRICS.values() for metric in names)
+    for name in ("eval_loss", *(f"eval_{metric}" for metric in metrics)):
         if results.get(name) is not None:
             yield name, f"{results[name]:.4f}"
     if results.get("step_time"):

@@ -1,97 +1,22 @@
-"""From tokens to batches: packed rows of one length, or rows padded to a common length."""
+"""The order of the examples, which of them a batch holds, and what BatchNorm makes of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
+from launch.data.batches import IGNORED
 from recipes.errors import mistake
 
-if TYPE_CHECKING:  # RecipeTrainer needs neither: it also trains where they are not installed
-    import pyarrow as pa
-    from datasets import Dataset
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from recipes.run import Settings
-
-IGNORED = -100  # the label that cross-entropy skips
-MULTIPLE = 8  # tensor cores want lengths divisible by 8
-
-Example = dict[str, Any]  # input_ids, and labels: one for each token, or one class
-
-
-def pack(examples: Dataset, length: int) -> Dataset:
-    """Join the examples end to end and cut them into rows of exactly `length` tokens.
-
-    The incomplete last row is dropped. So are rows without any label: a micro-batch of only such
-    rows has a loss of nan.
-    """
-    return examples.with_format("arrow").map(_Packer(length), batched=True, desc="Packing").with_format("torch")
-
-
-class _Packer:
-    """Packs batch after batch. Tokens that do not fill a row are kept for the next batch."""
-
-    def __init__(self, length: int):
-        self.length = length
-        self.rest = {name: np.empty(0, dtype=np.int32) for name in ("input_ids", "labels")}
-
-    def __call__(self, examples: pa.Table) -> pa.Table:
-        import pyarrow as pa
-
-        rows = {name: self._cut(name, examples[name]) for name in self.rest}
-        teaches = (rows["labels"][:, 1:] != IGNORED).any(axis=1)  # nothing predicts the first label
-        return pa.table({name: _list_array(cut[teaches]) for name, cut in rows.items()})
-
-    def _cut(self, name: str, column: pa.ChunkedArray) -> np.ndarray:
-        tokens = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-        stream = np.concatenate([self.rest[name], *tokens])
-        end = len(stream) // self.length * self.length
-        self.rest[name] = stream[end:]
-        return stream[:end].reshape(-1, self.length)
-
-
-def _list_array(rows: np.ndarray) -> pa.ListArray:
-    import pyarrow as pa
-
-    offsets = np.arange(0, rows.size + 1, rows.shape[1], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, pa.array(rows.ravel(), type=pa.int32()))
-
-
-def stack(rows: list[Example]) -> dict[str, torch.Tensor]:
-    """Packed rows have one length and nothing to mask."""
-    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in ("input_ids", "labels")}
-
-
-@dataclass(frozen=True)
-class Pad:
-    """Pads on the right. A row's labels are one per token, or one class for the whole row."""
-
-    pad_token_id: int
-    longest: int  # no batch is padded beyond it: the model may have no more positions
-
-    def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
-        length = max(len(row["input_ids"]) for row in rows)
-        width = min(-(-length // MULTIPLE) * MULTIPLE, self.longest)
-        batch = {
-            "input_ids": _padded([row["input_ids"] for row in rows], width, self.pad_token_id),
-            "attention_mask": _padded([[1] * len(row["input_ids"]) for row in rows], width, 0),
-        }
-        labels = [row["labels"] for row in rows]
-        per_token = isinstance(labels[0], list)
-        batch["labels"] = _padded(labels, width, IGNORED) if per_token else torch.tensor(labels)
-        return batch
-
-
-def _padded(rows: list[list[int]], width: int, filler: int) -> torch.Tensor:
-    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -127,18 +52,37 @@ def examples_in_last_round(loader: Any) -> int:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the epoch to the sampler, whatever wraps it."""
     sampler = loader
-    while (sampler := getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)) is not None:
+    while (sampler := _inner(sampler)) is not None:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 
 
-def example_numbers(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _inner(sampler: Any) -> Any:
+    inner = getattr(sampler, "batch_sampler", None)  # without a length, in a stream: `or` would ask for it
+    return getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def example_numbers(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Tensor:
     """For each label the number of its example: the row, or the position in a padding-free row."""
     labels = batch["labels"]
-    if "position_ids" in batch and labels.dim() == 2 and len(labels) == 1:
+    if padding_free:
         return (batch["position_ids"] == 0).cumsum(-1) - 1
     rows = torch.arange(len(labels), device=labels.device)
     return rows if labels.dim() == 1 else rows[:, None].expand_as(labels)
+
+
+def tokens_of(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Tensor | int:
+    """Tokens of a micro-batch without padding. What is counted stays on the device."""
+    if batch.get("attention_mask") is not None:
+        return batch["attention_mask"].sum()
+    tokens = batch["input_ids"].numel()
+    if "position_ids" not in batch or padding_free:
+        return tokens
+    # In a packed row only padding has no label at all from where its positions begin.
+    place = torch.arange(batch["input_ids"].shape[1], device=batch["input_ids"].device)
+    last_start = (place * (batch["position_ids"] == 0)).amax(-1)
+    last_label = (place * (batch["labels"] != IGNORED)).amax(-1)
+    return tokens - torch.where(last_label < last_start, len(place) - last_start, 0).sum()
 
 
 def has_batch_norm(model: torch.nn.Module) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import torch
+import transformers.trainer
 from torch.distributed import DistError
 from transformers import TrainingArguments
 
+from launch.data.load import Data
 from launch.host.heartbeat import limit_waits
 from launch.host.secrets import Unpickled
+from launch.host.storage import end_workers_that_cannot_send
 from launch.training.callbacks import (
     EarlyStopping,
     LogLastStep,
@@ -19,9 +23,9 @@ from launch.training.callbacks import (
     WarmUpAdvice,
     only_our_progress,
 )
-from launch.training.data import Data, compute_accuracy
+from launch.training.objective import MeanOverExamples, Metrics
 from launch.training.step_timing import TimedTrainer
-from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings, mean_over_examples
+from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings
 from recipes.errors import Failure, UserError
 from recipes.factories import arguments_for
 from recipes.rules.check import refused_by_library
@@ -58,29 +62,41 @@ def _tell_deepspeed() -> None:
         comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
+class _SteadyClock:
+    """Python's `time` for Trainer, which takes durations from a clock that may be set meanwhile."""
+
+    time = staticmethod(time.monotonic)
+
+
 def build_trainer(run: RunSpec, args: TrainingArguments, model, tokenizer, data: Data, console) -> RecipeTrainer:
     """The Trainer of a run with our callbacks.
 
     With `--measure` it also marks the parts of its steps.
     """
-    classifies = run["task"] == "sequence_classification"
+    end_workers_that_cannot_send()
+    for module in (transformers.trainer, transformers.trainer_utils):
+        module.time = _SteadyClock  # type: ignore[attr-defined]
+    kind = data.problem_type  # None for a language model
     trainer = (TimedTrainer if run["measure"] else RecipeTrainer)(
         model=model,
         args=args,
         train_dataset=data.train,
         eval_dataset=data.eval,
-        data_collator=data.collator,
+        data_collator=data.collator_for(model.config._attn_implementation),
         processing_class=tokenizer,
-        compute_metrics=compute_accuracy if classifies else None,
-        compute_loss_func=partial(mean_over_examples, label_smoothing=args.label_smoothing_factor)
-        if classifies
-        else None,
+        compute_metrics=Metrics(kind, data.labels or ()) if kind else None,
+        compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
         callbacks=[StopOnNotANumber(), LogLastStep(), WarmUpAdvice(run, console)],
     )
-    if classifies:
+    if kind:
         # These models accept **kwargs and ignore the count in them.
         trainer.model_accepts_loss_kwargs = False
+    elif trainer.label_smoother:
+        # Trainer shifts labels for names of classes that it knows. FSDP2 renames them, remote code
+        # has its own: such a model would learn to repeat each token.
+        trainer.label_smoother = partial(trainer.label_smoother, shift_labels=True)
     trainer.engine = run.engine.title
+    trainer.padding_free = run["padding_free"]
     trainer.meter = Meter()
     trainer.add_callback(trainer.meter)
     if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):

@@ -17,6 +17,7 @@ from launch.terminal import print_problems
 from launch.training.failure import NotANumber
 from recipes.rules.optimizer import warmup_within
 from recipes.run import RunSpec
+from recipes.run.metrics import IN_SHORT
 from recipes.scaling.timings import WARM_UP_STEPS
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Progress(TrainerCallback):
         logs = logs or {}
         parts = [
             f"{name} {_short(logs[name])}"
-            for name in ("loss", "learning_rate", "eval_loss", "eval_accuracy")
+            for name in ("loss", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
             if name in logs
         ]
         if not parts:

@@ -20,11 +20,11 @@ from launch.host.heartbeat import RankHangs
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
-from launch.output import manifest, record
-from launch.output.checkpoints import inspect, numbered
+from launch.output import record
+from launch.output.checkpoints import newest_complete
 from launch.terminal import console, name_too_long, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory, TrainingProgress
-from recipes.errors import Failure, Problem, UserError
+from recipes.errors import Failure, Problem, StreamBroke, UserError
 from recipes.run import RunSpec
 
 
@@ -63,7 +63,7 @@ def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | No
     """
     if _is_too_long(error):
         return None
-    folder = run["output_dir"] if run else ""
+    folder = (run["output_dir"] or "") if run else ""
     is_full = os.path.exists(folder) and refusal(Path(folder)) in FULL  # noqa: PTH110, Path.exists raises for a long name
     return None if is_full else cache_problem(error)
 
@@ -86,7 +86,10 @@ def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailur
         return None
     if isinstance(error, UserError) and error.problems[0].subject == "output_dir":
         return None  # nothing was written there yet: another folder helps
-    return storage_failure(error, Path(run["output_dir"]) if run else None)
+    folder = Path(run["output_dir"]) if run and run["output_dir"] else None
+    if folder and isinstance(error, UserError) and not folder.exists():
+        folder = None  # data is read before it is made
+    return storage_failure(error, folder)
 
 
 @contextlib.contextmanager
@@ -105,7 +108,7 @@ def _explained(error: BaseException, run: RunSpec | None, world: World) -> str |
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
-    if isinstance(error, Failure) and not isinstance(error, (NotANumber, RankHangs)):
+    if isinstance(error, Failure) and not isinstance(error, (NotANumber, RankHangs, StreamBroke)):
         return str(error)
     if run is None:  # nothing was resolved yet
         return _stopped(error)
@@ -117,17 +120,12 @@ def _explained(error: BaseException, run: RunSpec | None, world: World) -> str |
 
 def _saved(run: RunSpec, remedy: str = "") -> list[str]:
     """What a resume starts from, and what to do before it."""
-    newest = next(filter(_is_complete, numbered(run["output_dir"])), None)
+    newest = newest_complete(run["output_dir"])
     saved = f"Saved: {newest or 'no checkpoint yet'}."
     again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
     if newest is None:
         return [saved, f"{again}."] if remedy else [saved]
     return [saved, f"{again}: it takes the newest valid checkpoint."]
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    """Whether it was saved whole. A resume reads every byte; there may be no time for that now."""
-    return manifest.is_committed(checkpoint) if manifest.exists(checkpoint) else inspect(checkpoint).valid
 
 
 def _untrue_record(run: RunSpec, world: World) -> list[str]:
@@ -145,7 +143,7 @@ def _stopped(error: BaseException) -> str | None:
 def _failed(error: BaseException, run: RunSpec) -> str | None:
     if isinstance(error, NotANumber):
         return f"{error}; a lower learning rate or fp32 usually helps"
-    if isinstance(error, RankHangs):
+    if isinstance(error, (RankHangs, StreamBroke)):
         return str(error)
     if isinstance(error, NotImplementedError) and "underflow_overflow" in (run["debug"] or ""):
         return f"--debug underflow_overflow cannot look into this model ({error}): leave it out"
@@ -166,7 +164,8 @@ def _lost_a_rank(error: BaseException) -> bool:
 
 def _print(message: str, error: BaseException, run: RunSpec | None, world: World, since: float) -> None:
     """On the rank that failed. What happens to all ranks together is printed by one alone."""
-    own = isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
+    of_one_rank = isinstance(error, (OutOfMemory, NotANumber, StreamBroke))
+    own = of_one_rank or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
     if isinstance(error, RankHangs):
         own = error.is_reporter
     if not (world.is_main or own):

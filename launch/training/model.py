@@ -23,17 +23,19 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
+from transformers.integrations.deepspeed import initialize_weights_zero3
 
+from launch.data.demo import demo_config, demo_tokenizer
+from launch.data.load import Data
 from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
-from launch.training.data import Data
-from launch.training.demo import demo_config, demo_tokenizer
+from launch.training.separate import require_separate_examples, with_separate_examples
 from recipes.errors import Problem, UserError, mistake
 from recipes.rules.adapters import what_peft_accepts
 from recipes.rules.check import new_problems
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.engine import expanded
-from recipes.run.local_model import max_positions
+from recipes.run.local_model import is_classifier, max_positions
 from recipes.run.unloadable import (
     missing_weights,
     one_line,
@@ -60,7 +62,7 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
         )
-        int(tokenizer.model_max_length)  # compared with lengths when it is used
+        tokenizer("a")  # compares its length with model_max_length, which may be anything
     except MemoryError:
         raise
     except Exception as error:  # its parsers raise anything for a damaged file
@@ -78,18 +80,20 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     """
     # A new head, new adapters and a model from scratch start the same on every rank.
     set_seed(run["seed"])
-    config = load_config(run, tokenizer, data.labels)
+    config = load_config(run, tokenizer, data.labels, data.problem_type)
     waits = _waits_for_weights(run)
-    if run["model_name_or_path"] is None:
-        model = _from_scratch(run, config)
+    if waits and run["model_name_or_path"]:
+        model = _unread(run, config)
+    elif run["from_scratch"] or run["model_name_or_path"] is None:
+        model = _from_scratch(run, config, len(tokenizer))
     else:
-        model = _unread(run, config) if waits else _pretrained(run, config)
-    # With a cache, transformers overlooks where padding-free sequences begin.
-    model.config.use_cache = False
-    if run["padding_free"] and not waits:
-        _require_separate_sequences(run, model)
+        model = _pretrained(run, config)
+    # With a cache, transformers overlooks where padding-free sequences begin. A model of text and
+    # pictures asks the part about text.
+    model.config.use_cache = _text_config(model.config).use_cache = False
     if not waits:
-        require_batches_for_batch_norm(run, model, len(data.train or ()))
+        require_separate_examples(run, model)
+        require_batches_for_batch_norm(run, model, data.examples)
     return _with_adapters(run, model) if run["use_peft"] else model
 
 
@@ -99,9 +103,9 @@ def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str
     Empty for any other model.
     """
     config = load_config(run, tokenizer, labels=None)
-    names = [config.id2label[number] for number in sorted(config.id2label)]
-    heads = any("ForSequenceClassification" in name for name in config.architectures or ())
-    return names if heads else []
+    if not is_classifier({"architectures": config.architectures}):
+        return []
+    return [config.id2label[number] for number in sorted(config.id2label)]
 
 
 def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpec, list[Problem]]:
@@ -111,14 +115,16 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     Raises `UserError` if train.py cannot train such a model. `check` knows that of a local folder,
     and by the same rules; of a model on the Hub only now.
     """
-    config = described(load_config(run, tokenizer, labels=None))
-    known = replace(run, model=config)
-    known = known.limited("max_length", max_positions(config), "the longest sequence of this model")
+    config = load_config(run, tokenizer, labels=None)
+    content = described(config)
+    known = replace(run, model=content)
+    known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
     found = new_problems(known, run)
     errors = [problem for problem in found if problem.severity == "error"]
     if errors:
         raise UserError(*errors)
-    return known, found
+    known, advice = with_separate_examples(known, config)
+    return known, [*found, *advice]
 
 
 def described(config: PreTrainedConfig) -> Json:
@@ -143,16 +149,23 @@ def _expanded(name: str) -> str:
     return str(expanded(name))
 
 
-def load_config(run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None) -> PreTrainedConfig:
-    """The configuration of the run's model, with `labels` as its classes."""
+def load_config(
+    run: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    labels: list[str] | None = None,
+    problem_type: str | None = None,
+) -> PreTrainedConfig:
+    """The configuration of the run's model, with `labels` as its outputs."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
     text = _text_config(config)
     if getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = tokenizer.pad_token_id
+    if run["from_scratch"] and hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the weights that are not read
     if labels is not None:
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
-        config.problem_type = "single_label_classification"
+        config.problem_type = problem_type
     return config
 
 
@@ -185,13 +198,32 @@ def _construction_error(run: Settings, config: PreTrainedConfig) -> Exception | 
     return None
 
 
-def _from_scratch(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
+def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
+    """The model with random weights: the same on every rank, and on a CPU under every engine.
+
+    Under ZeRO-3 a GPU draws the numbers, and others than a CPU.
+    """
+    if vocabulary > (_text_config(config).vocab_size or vocabulary):
+        what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {_text_config(config).vocab_size:,}"
+        raise mistake("from_scratch", what, f"vocab_size {vocabulary} in its config.json")
     try:
-        return _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]), **_attention(run))
-    except UNLOADABLE as error:
-        if run["attn_implementation"] is None:
-            raise
-        raise without_attention(" ".join(str(error).split())) from None
+        model = _built(run, config)
+    except Exception as error:
+        if run["attn_implementation"] and isinstance(error, UNLOADABLE):
+            raise without_attention(" ".join(str(error).split())) from None
+        raise (wrong_config(run, error) if run["model_name_or_path"] else error) from None
+    # Once more: the layers' own constructors have drawn numbers too, but not under ZeRO-3.
+    for module in model.modules():
+        module._is_hf_initialized = False
+    set_seed(run["seed"])
+    initialize_weights_zero3(model) if is_deepspeed_zero3_enabled() else model.initialize_weights()
+    return model
+
+
+def _built(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
+    return _auto_class(run).from_config(
+        config, dtype=getattr(torch, run["dtype"]), trust_remote_code=run["trust_remote_code"], **_attention(run)
+    )
 
 
 def _waits_for_weights(run: Settings) -> bool:
@@ -206,9 +238,7 @@ def _waits_for_weights(run: Settings) -> bool:
 def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     """The model with weights in memory that nobody has touched, which takes no RAM."""
     with no_init_weights():
-        model = _auto_class(run).from_config(
-            config, dtype=getattr(torch, run["dtype"]), trust_remote_code=run["trust_remote_code"], **_attention(run)
-        )
+        model = _built(run, config)
     model.tie_weights()
     return model
 
@@ -236,30 +266,6 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     if note:
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
     return model
-
-
-def _require_separate_sequences(run: Settings, model: PreTrainedModel) -> None:
-    """Some models (OPT, BLOOM, Mamba, ...) silently let the sequences of a row attend to each
-    other: try it.
-    """
-    if is_deepspeed_zero3_enabled() or "flash" in (model.config._attn_implementation or ""):
-        return  # sharded weights, or kernels without a CPU version: cannot be tried here
-    # The second sequence is the same, the first one differs.
-    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 4, 5, 6]]
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=model.device)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        one, other = (
-            model(input_ids=torch.tensor([row], device=model.device), position_ids=positions).logits for row in rows
-        )
-    model.train(was_training)
-    if not torch.allclose(one[:, 3:], other[:, 3:], atol=1e-4, rtol=1e-3):
-        raise mistake(
-            "padding_free",
-            f"a {model.config.model_type} model lets the sequences of a row see each other",
-            "--padding_free false",
-        )
 
 
 def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
@@ -330,13 +336,15 @@ def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
+        use_dora=run["use_dora"],
         task_type=TaskType.SEQ_CLS if classifies else TaskType.CAUSAL_LM,
     )
     try:
         return get_peft_model(model, lora)
     except ValueError as error:  # for example, LoRA on experts does not support dropout
         text = " ".join(str(error).split())
-        raise mistake("use_peft", f"peft refuses this model: {one_line(text)}", what_peft_accepts(text)) from None
+        fix = what_peft_accepts(text, run["use_dora"])
+        raise mistake("use_peft", f"peft refuses this model: {one_line(text)}", fix) from None
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:

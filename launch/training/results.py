@@ -37,10 +37,16 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         **peak_memory(),
         "log_history": state.log_history,
     }
+    evaluated = trainer.model_step if trainer.model_step in trainer.per_class else state.global_step
+    if per_class := trainer.per_class.get(evaluated):
+        entries["per_class"] = per_class
+    if not steps:
+        entries["train_loss"] = None  # Trainer says 0: an earlier start has trained all of it
     if meter.step_time:
         entries["samples_per_second"] = run.batch.total / meter.step_time
         entries["tokens_per_second"] = tokens_per_step / meter.step_time
-        entries["mfu"] = utilisation(run, trainer.model, entries["tokens_per_second"])
+        attended = getattr(trainer.train_dataset, "attended", run["max_length"])
+        entries["mfu"] = utilisation(run, trainer.model, entries["tokens_per_second"], attended)
     return entries
 
 
@@ -86,7 +92,7 @@ def checkpoint_bytes(model: torch.nn.Module, run: RunSpec) -> int:
     return round(model_bytes(model) + parameter_count(model, trained_only=True) * of_optimizer)
 
 
-def flops_per_token(model: torch.nn.Module, length: int) -> float:
+def flops_per_token(model: torch.nn.Module, length: float) -> float:
     """Training FLOPs per token, by the formula of `recipes.planner.speed.model_flops`."""
     parameters = parameter_count(model)
     if not getattr(model.config, "tie_word_embeddings", False):
@@ -94,11 +100,14 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
     return model_flops(parameters, model.config, length)
 
 
-def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown."""
+def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float, attended: float) -> float | None:
+    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown.
+
+    `attended` is the length of the example that a token belongs to.
+    """
     peak = run.hardware.peak_flops
     if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
         return None
     if not flops_are_known(model.config):
         return None
-    return tokens_per_second * flops_per_token(model, run["max_length"]) / (peak * run.world_size)
+    return tokens_per_second * flops_per_token(model, attended) / (peak * run.world_size)

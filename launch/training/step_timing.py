@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState
 
 from launch.training.trainer import RecipeTrainer
+from recipes.scaling.row import PARTS
 from recipes.scaling.timings import WARM_UP_STEPS
 
 _MICRO_STEP = "micro-step"
@@ -30,39 +32,49 @@ class StepTimer:
 
     def __init__(self, cuda: bool) -> None:
         self.seconds: Counter[str] = Counter()
+        self.steps: list[float] = []  # seconds of each
         self.on = True
         self._cuda = cuda
-        self._marks: deque[tuple[str, Any]] = deque()
+        self._marks: deque[tuple[str, Any, bool]] = deque()
+        self._step: Counter[str] = Counter()
 
-    def mark(self, part: str) -> None:
+    def mark(self, part: str, ends_step: bool = False) -> None:
         if not self.on:
             return
         now: Any = time.perf_counter()
         if self._cuda:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
-        self._marks.append((part, now))
+        self._marks.append((part, now, ends_step))
 
     @contextlib.contextmanager
-    def only(self, part: str) -> Iterator[None]:
-        """The whole block is one part, whatever is marked inside."""
+    def last(self, part: str) -> Iterator[None]:
+        """The whole block is one part, whatever is marked inside, and the last of a step."""
         was_on, self.on = self.on, False
         yield
         self.on = was_on
-        self.mark(part)
+        self.mark(part, ends_step=True)
 
     def fold(self, wait: bool = False) -> None:
         """Add up the parts that the GPU has finished; with `wait`, all parts."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
-            (_, start), (part, end) = self._marks.popleft(), self._marks[0]
-            self.seconds[part] += start.elapsed_time(end) / 1000 if self._cuda else end - start
+            (_, start, _), (part, end, ends_step) = self._marks.popleft(), self._marks[0]
+            took = start.elapsed_time(end) / 1000 if self._cuda else end - start
+            self.seconds[part] += took
+            self._step[part] += took
+            # Trainer asks once more at the end of an epoch: nothing was computed since the step.
+            if ends_step and self._step["forward"]:
+                self.steps.append(sum(self._step[part] for part in PARTS))
+                self._step.clear()
 
     def restart(self) -> None:
         """Forget everything so far; the next part begins now."""
         self.fold(wait=True)
         self.seconds.clear()
+        self.steps.clear()
+        self._step.clear()
         self._marks.clear()
         self.mark("start")
 
@@ -85,6 +97,8 @@ class TimedTrainer(RecipeTrainer):
         self.sent: Sent | None = None
         # The micro-batches of the first timed step, and their items: an epoch's last step is short.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
+        self._load_before = read_load()
+        self.load = (self._load_before, self._load_before)  # at the first timed step, and after the last
         self._profiler: profile | None = None
         self._steps_begun = 0
         self.add_callback(_AfterOptimizer(self.timer))
@@ -97,10 +111,12 @@ class TimedTrainer(RecipeTrainer):
         output = super().train(*args, **kwargs)
         self.timer.fold(wait=True)
         self.timer.on = False
+        self.load = (self._load_before, read_load())
         return output
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         if self._steps_begun == WARM_UP_STEPS:
+            self._load_before = read_load()
             self.timer.restart()
         if self._steps_begun == WARM_UP_STEPS - 1 and not self._profiler:
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
@@ -132,7 +148,7 @@ class TimedTrainer(RecipeTrainer):
             self._profiler.stop()
             self.sent, self._profiler = _counted(self._profiler), None
         self.timer.mark("other")
-        with self.timer.only(self._due()):
+        with self.timer.last(self._due()):
             super()._maybe_log_save_evaluate(*args, **kwargs)
         self.timer.fold()
 
@@ -181,3 +197,40 @@ def _bytes(event: Any) -> int:
     width = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long": 8, "long int": 8, "int": 4}
     sizes = zip(event.shapes(), event.dtypes(), strict=False)
     return sum(math.prod(shape) * width.get(kind, 1) for shape, kind in sizes)
+
+
+# --- What else keeps the machine busy ------------------------------------------------------------
+
+_IDLE = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is counted as user time too
+
+
+@dataclass(frozen=True)
+class Load:
+    """CPU seconds until a time: of all programs, and of this process with its children."""
+
+    at: float
+    all: float
+    own: float
+
+
+def read_load() -> Load:
+    """The load until now. A container reads its host's."""
+    times = psutil.cpu_times()._asdict()
+    everyones = sum(seconds for name, seconds in times.items() if name not in _IDLE)
+    return Load(time.monotonic(), everyones, _own_cpu_seconds())
+
+
+def _own_cpu_seconds() -> float:
+    """Of this process, of children that have ended and of those that run."""
+    process = psutil.Process()
+    own = sum(process.cpu_times()[:4])
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            own += sum(child.cpu_times()[:4])
+    return own
+
+
+def busy_cores(before: Load, after: Load) -> tuple[float, float]:
+    """Cores that all programs, and that this one, kept busy between two readings."""
+    took = max(after.at - before.at, 1e-9)
+    return (after.all - before.all) / took, (after.own - before.own) / took

@@ -8,6 +8,8 @@ longer beside other processes than alone is contention.
 
 from __future__ import annotations
 
+import math
+import platform
 import shlex
 import time
 from collections.abc import Callable
@@ -20,15 +22,17 @@ import torch
 import torch.distributed as dist
 
 from launch.host.world import World
-from launch.training.step_timing import TimedTrainer
+from launch.training.step_timing import TimedTrainer, busy_cores
 from recipes.run import Json, RunSpec
 from recipes.scaling.causes import wire_time
-from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Timing
+from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Slowest, Timing
 from recipes.scaling.timings import append, name_of
 
 T = TypeVar("T")
 
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 6
+# The shorter a step, the more a disturbance changes it: as many pairs as fit into a second.
+_PAIRS_OF_SHORT_STEPS, _SECONDS_OF_PAIRS = 40, 1.0
 _LINK_TRIES = 5
 _FEW_BYTES = 8
 
@@ -37,8 +41,7 @@ _FEW_BYTES = 8
 class Repeated:
     """Median seconds of a repeated step: on the bare model, and what the exchange adds."""
 
-    bare: float  # of the median process
-    slowest_bare: float
+    bare: list[float]  # of each process
     exchange: float
 
 
@@ -60,12 +63,13 @@ def _row(run: RunSpec, trainer: TimedTrainer, results: Json, argv: list[str]) ->
     parts = _means(everyones)
     step_time = sum(parts.values())
     _count_writing_once(parts, everyones)
-    repeated = _repeated(run, trainer)
+    repeated = _repeated(run, trainer, step_time)
     no_sync = None
     if repeated:
         parts["communication"] = min(repeated.exchange, parts["backward"])
         parts["backward"] -= parts["communication"]
-        no_sync = NoSync(repeated.bare + parts["optimizer"], repeated.slowest_bare + parts["optimizer"])
+        optimizer = parts["optimizer"]
+        no_sync = NoSync(median_low(repeated.bare) + optimizer, max(repeated.bare) + optimizer)
     else:
         del parts["communication"]  # unknown
     overhead = _pass_overhead(run, trainer)
@@ -91,7 +95,42 @@ def _row(run: RunSpec, trainer: TimedTrainer, results: Json, argv: list[str]) ->
         link=link,
         peak_memory=max(_gathered(results["peak_memory_bytes"])),
         setup=_setup(run, trainer, argv),
+        timed=f"{steps} steps",
+        step_p50=max(_gathered(_percentile(trainer.timer.steps, 50))),
+        step_p99=max(_gathered(_percentile(trainer.timer.steps, 99))),
+        other_load=_other_load(trainer),
+        slowest=_slowest(trainer, repeated, [rank["data_wait"] for rank in everyones]),
     )
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    """The smallest value that is at least as large as that many of 100; 0 for none."""
+    ordered = sorted(values)
+    return ordered[math.ceil(percent / 100 * len(ordered)) - 1] if ordered else 0.0
+
+
+def _other_load(trainer: TimedTrainer) -> float:
+    """Cores that other programs kept busy during the timed steps, on the busiest node."""
+    nodes: dict[str, list[tuple[float, float]]] = {}
+    for host, busy in _gathered((platform.node(), busy_cores(*trainer.load))):
+        nodes.setdefault(host, []).append(busy)
+    return max(max(0.0, max(total for total, _ in ranks) - sum(own for _, own in ranks)) for ranks in nodes.values())
+
+
+def _slowest(trainer: TimedTrainer, repeated: Repeated | None, waits: list[float]) -> Slowest | None:
+    """The slowest process by its rank, host and device; None for a single process."""
+    places = _gathered((platform.node(), _device_name(trainer.args.device)))
+    if len(places) == 1:
+        return None
+    data_rank = waits.index(max(waits)) if max(waits) else None
+    if not repeated:
+        return Slowest(data_rank=data_rank)
+    rank = repeated.bare.index(max(repeated.bare))
+    return Slowest(rank, *places[rank], data_rank)
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def _means(everyones: list[dict[str, float]]) -> dict[str, float]:
@@ -139,7 +178,7 @@ def _gathered(value: T) -> list[T]:
     return everyones
 
 
-def _repeated(run: RunSpec, trainer: TimedTrainer) -> Repeated | None:
+def _repeated(run: RunSpec, trainer: TimedTrainer, step_time: float) -> Repeated | None:
     """None for an engine whose model cannot run without its exchange: ZeRO and FSDP."""
     batches, items = trainer.first_batches
     if run.engine.kind not in ("single", "ddp") or not batches:
@@ -156,6 +195,7 @@ def _repeated(run: RunSpec, trainer: TimedTrainer) -> Repeated | None:
 
     pairs = []
     count = min(_MOST_PAIRS, max(_FEWEST_PAIRS, trainer.timed_steps // 4))  # about half of the timed steps' time
+    count = max(count, min(_PAIRS_OF_SHORT_STEPS, round(_SECONDS_OF_PAIRS / (2 * step_time))))
     for number in range(count):
         order = (True, False) if number % 2 else (False, True)
         took = {exchanges: _timed(partial(step, exchanges), trainer.args.device) for exchanges in order}
@@ -166,7 +206,7 @@ def _repeated(run: RunSpec, trainer: TimedTrainer) -> Repeated | None:
         max(rank[number][True] for rank in everyones) - max(rank[number][False] for rank in everyones)
         for number in range(count)
     ]
-    return Repeated(median_low(alone), max(alone), max(0.0, median(added)) if len(everyones) > 1 else 0.0)
+    return Repeated(alone, max(0.0, median(added)) if len(everyones) > 1 else 0.0)
 
 
 def _pass_overhead(run: RunSpec, trainer: TimedTrainer) -> float | None:

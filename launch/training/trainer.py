@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,24 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.host.memory import ran_out
-from launch.output.checkpoints import inspect, numbered
+from launch.output.checkpoints import numbered
 from launch.output.other_world import AnyWorld, read_by
-from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
-from launch.training.batches import IGNORED, GroupedByLength, example_numbers, examples_in_last_round, set_epoch
+from launch.training.batches import GroupedByLength, example_numbers, examples_in_last_round, set_epoch, tokens_of
 from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
+from launch.training.objective import countable, filler
+from launch.training.streaming import StreamingTrainer
 from recipes.errors import mistake
 from recipes.run import Settings
 
 
-class RecipeTrainer(CommittingTrainer):
+class RecipeTrainer(StreamingTrainer):
     """Trainer with complete checkpoints, without flop counting in every micro-batch, and with a
     token count that never waits for the GPU.
 
@@ -35,6 +36,7 @@ class RecipeTrainer(CommittingTrainer):
     """
 
     tokens_seen: torch.Tensor | int = 0
+    padding_free: bool = False  # whether a micro-batch is one row of all its examples
     meter: Meter
     any_world: AnyWorld | None = None  # reads DeepSpeed's checkpoints of another number of processes
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
@@ -48,6 +50,7 @@ class RecipeTrainer(CommittingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
+        self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
@@ -88,6 +91,7 @@ class RecipeTrainer(CommittingTrainer):
         lost = sorted(name for name in missing & set(weights) if id(weights[name]) not in loaded)
         if lost:
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
+        load_result.missing_keys[:] = missing - set(weights)  # Trainer would warn of tied ones
         super()._issue_warnings_after_load(load_result)
         self._loaded = True
 
@@ -107,13 +111,13 @@ class RecipeTrainer(CommittingTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.tokens_seen = self.tokens_seen + sum(_tokens(batch) for batch in samples)
+        self.tokens_seen = self.tokens_seen + sum(tokens_of(batch, self.padding_free) for batch in samples)
         return samples, items
 
     def _get_num_items_in_batch(self, batch_samples, device):
         if batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             self._forget_repeated_examples(batch_samples[-1])
-        items = super()._get_num_items_in_batch(batch_samples, device)
+        items = super()._get_num_items_in_batch([countable(batch) for batch in batch_samples], device)
         if torch.is_tensor(items) and self.accelerator.is_fsdp2 and self.accelerator.parallelism_config is None:
             items = items.long()  # FSDP2 rounds floats that the model is given: in bf16, 654 items are 656
         if self._evaluated is not None:
@@ -124,15 +128,23 @@ class RecipeTrainer(CommittingTrainer):
         """Mask the labels of the examples that only fill up this process's share of the last
         batch.
         """
-        left = self._last_round if self.model.training else self.accelerator.gradient_state.remainder
+        # The model is no witness: an evaluation leaves it in its mode until the next step.
+        trains = self._evaluated is None
+        left = self._last_round if trains else self.accelerator.gradient_state.remainder
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if left <= 0 or not counted or "labels" not in batch:
             return
-        number = example_numbers(batch)
-        size = self.args.train_batch_size if self.model.training else self.args.eval_batch_size
+        number = example_numbers(batch, self.padding_free)
+        size = self.args.train_batch_size if trains else self.args.eval_batch_size
         group = self.args.process_index // self.get_tp_size()  # these processes have the same examples
         own = min(max(left - group * size, 0), size)
-        batch["labels"] = batch["labels"].masked_fill(number >= own, IGNORED)
+        batch["labels"] = batch["labels"].masked_fill(number >= own, filler(batch["labels"]))
+
+    def _prepare_inputs(self, inputs):
+        prepared = super()._prepare_inputs(inputs)
+        if "labels" in prepared:  # under DeepSpeed Trainer rounds floats to 16 bits: of labels 1001 to 1000
+            prepared["labels"] = inputs["labels"].to(self.args.device)
+        return prepared
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -147,6 +159,7 @@ class RecipeTrainer(CommittingTrainer):
         self._evaluated = _Evaluated()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         evaluated, self._evaluated = self._evaluated, None
+        self.per_class[self.state.global_step] = output.metrics.pop(f"{metric_key_prefix}_per_class", {})
         if evaluated.items is not None:
             sums = torch.stack([evaluated.total, torch.tensor(evaluated.weight, dtype=torch.float64)])
             total, weight = self.accelerator.reduce(sums.to(self.args.device), "mean").tolist()
@@ -162,7 +175,19 @@ class RecipeTrainer(CommittingTrainer):
             self._save_this_step()
             raise
         self.evaluations[self.state.global_step] = metrics
+        self._replace_repeated_evaluation()
         return metrics
+
+    def _replace_repeated_evaluation(self) -> None:
+        """A run that was killed after its last evaluation repeats it at the next start, of the best
+        model if that was loaded: the newest stands where the one before did.
+        """
+        *before, newest = self.state.log_history
+        for place, entry in enumerate(before):
+            if entry.keys() == newest.keys() and entry["step"] == self.model_step:
+                again = {**newest, "epoch": entry["epoch"], "step": entry["step"]}
+                self.state.log_history = [*before[:place], again, *before[place + 1 :]]
+                return
 
     def _save_this_step(self) -> None:
         """A checkpoint of this step, unless there is one, or the weights are those of another."""
@@ -187,6 +212,19 @@ class RecipeTrainer(CommittingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
+        self._complete_state()
+
+    def _complete_state(self) -> None:
+        """Give the state what the run that wrote it did not need, and this one divides by or looks
+        up: intervals that were 0, and the states of callbacks that are new.
+        """
+        own = TrainerState()
+        own.compute_steps(self.args, self.state.max_steps)
+        for interval in ("logging_steps", "eval_steps", "save_steps"):
+            setattr(self.state, interval, getattr(self.state, interval) or getattr(own, interval))
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
     def _evaluate_if_owed(self, trial, ignore_keys: list[str] | None) -> None:
         """The evaluation that the run before this one could not finish, with all that follows from
@@ -202,7 +240,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
-        faults = inspect(best, self.is_deepspeed_enabled).faults if is_main and best.is_dir() else ()
+        faults = self.inspect(best).faults if is_main and best.is_dir() else ()
         damage = gather_object([faults])[0]
         if damage:
             print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
@@ -280,16 +318,6 @@ class _Evaluated:
             self.weight += int(self.items)
 
 
-def mean_over_examples(outputs, labels, num_items_in_batch=None, label_smoothing: float = 0.0) -> torch.Tensor:
-    """The loss of a classifier: each example of a global batch has the same weight, whatever its
-    micro-batch.
-    """
-    losses = torch.nn.functional.cross_entropy(
-        outputs["logits"].float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
-    )
-    return losses / (len(labels) if num_items_in_batch is None else num_items_in_batch)
-
-
 def _may_be_a_misfit(error: Exception) -> bool:
     """Whether an error while a checkpoint is loaded may come from what the checkpoint holds."""
     kinds = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -299,16 +327,6 @@ def _may_be_a_misfit(error: Exception) -> bool:
 def _in_one_line(error: Exception) -> str:
     """The start of a library's message: its first line often only announces the second."""
     return " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
-
-
-def _tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | int:
-    """Tokens of one micro-batch without padding.
-
-    Counted from a mask, the number stays on the device.
-    """
-    if batch.get("attention_mask") is not None:
-        return batch["attention_mask"].sum()
-    return batch["input_ids"].numel()
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recipes.errors import mistake
+from recipes.errors import mistake, plural
 from recipes.run.parallelism import Parallelism
 
 
@@ -62,7 +62,7 @@ def split(
     Raises `UserError` if no split keeps the global batch.
     """
     count = data_parallel
-    processes = f"{count} processes" if sharing == 1 else f"{count} group{'s' * (count > 1)} of {sharing} processes"
+    processes = plural(count, "process") if sharing == 1 else f"{plural(count, 'group')} of {sharing} processes"
     if micro and accumulation:
         return _both_given(total, count, micro, accumulation, total_is_explicit)
     if micro:

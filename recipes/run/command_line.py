@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from recipes import legal
+from recipes import legal, mixture
 from recipes.errors import Problem, mistake
 from recipes.legal import moved
 from recipes.run.engine import is_argument, read_yaml
@@ -168,6 +168,10 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = "none"  # transformers 5 refuses None
     if type(value) is int and abs(value) >= _TOO_LARGE:
         raise ValueError("takes a number that is not that large")
+    if known.name == "dataset_name" and isinstance(value, list):
+        texts = [text for entry in value for text in (entry.values() if isinstance(entry, dict) else [entry])]
+        if all(map(is_argument, texts)):
+            return mixture.checked(value)
     if isinstance(value, list) and not all(isinstance(entry, (str, Enum)) for entry in value):
         raise ValueError(f"takes a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
@@ -263,4 +267,6 @@ def _expected(known: legal.Field) -> str:
         return "one of " + ", ".join(known.choices)
     if "dict" in known.types:  # some may be the path of a file, others not: an object is right for all
         return f'--{known.name} with a JSON object: {{"name": value}}'
+    if known.name == "dataset_name":
+        return "a name, a list of names, or in a file entries such as {name: data.jsonl, weight: 2}"
     return f"--{known.name} with {_names(known.types)}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from recipes.mixture import parts_of, paths_of
 from recipes.run.engine import expanded, hf_home
 
 _METHOD = "sha256-"
@@ -23,17 +27,22 @@ _MODEL_FILES = (
 )  # fmt: skip
 
 
-def of_data(dataset_name: str | None) -> str | None:
+def of_data(dataset_name: str | Sequence[Any] | None) -> str | None:
     """A hash of a local file, or of all files in a folder; without data, of the demonstration's:
     the standard library of this Python. None for data of the Hub, or if a file cannot be read.
+    Of a mixture: of each part's hash, or its name on the Hub, and what is taken of it.
 
     Up to 256 MiB are read whole, of more 4,096 blocks at equal distances and the files' ends.
     """
     if not dataset_name:
         return _hash_of(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    path = expanded(dataset_name)
-    if not path.exists():
-        return None
+    if not isinstance(dataset_name, str):
+        parts = [asdict(part) | {"name": of_data(part.name) or part.name} for part in parts_of(dataset_name)]
+        return f"{_METHOD}{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
+    paths = paths_of(dataset_name)
+    if len(paths) != 1:
+        return _hash_of(paths) if paths else None
+    path = paths[0]
     return _hash_of([path] if path.is_file() else path.rglob("*"), path)
 
 

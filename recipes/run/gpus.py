@@ -69,8 +69,14 @@ def _read(name: str) -> tuple[str, int | None]:
 
 
 def _nearest(chip: str) -> list[KnownGpu]:
-    near = difflib.get_close_matches(chip, {_read(gpu.name)[0] for gpu in CATALOGUE})
+    """Cards with a similar name that begins with the same letters: an MI300X is not a 3090."""
+    chips = {_read(gpu.name)[0] for gpu in CATALOGUE}
+    near = difflib.get_close_matches(chip, {other for other in chips if _letters(other) == _letters(chip)})
     return [gpu for gpu in CATALOGUE if _read(gpu.name)[0] in near]
+
+
+def _letters(chip: str) -> str:
+    return chip[: len(chip) - len(chip.lstrip("abcdefghijklmnopqrstuvwxyz"))]
 
 
 def _names(gpus: list[KnownGpu]) -> str:

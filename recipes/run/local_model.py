@@ -144,6 +144,12 @@ def config_value(config: Mapping[str, Any], field: str) -> Any:
     return config[name] if name in config else models.config_default(model_type, name)
 
 
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether the weights are those of a sequence classifier. Loading them does not ask."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)
+
+
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence, in tokens, that the model has positions for.
 
@@ -153,8 +159,9 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     positions = config_value(text, "max_position_embeddings")
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa says -1
         return None
-    if text.get("model_type") not in OFFSET_POSITIONS:
+    if str(text.get("model_type")) not in OFFSET_POSITIONS:
         return positions
     if (config_value(text, "position_embedding_type") or "absolute") != "absolute":
         return positions
-    return positions - (config_value(text, "pad_token_id") or 0) - 1
+    padding = config_value(text, "pad_token_id")
+    return positions - (padding if isinstance(padding, int) else 0) - 1

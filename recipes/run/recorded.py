@@ -8,6 +8,7 @@ recorded value is written too, unless the machine decided it and this is another
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from recipes.errors import Problem, mistake
 from recipes.flags import MOST_PROCESSES
+from recipes.mixture import paths_of
 from recipes.run.command_line import accept
 from recipes.run.engine import Json, expanded, is_argument, read_json
 from recipes.run.hardware import Hardware
@@ -29,15 +31,17 @@ INPUTS = (
 )  # fmt: skip
 # They said what to do on the day: with a folder, which belongs to the run, or before the training.
 _OF_THE_DAY = ("config", "fresh", "fit_only", "output_dir")
-_DERIVED = (BATCH, FIT, BEST_MODEL, LIBRARY, "hardware", "limit", "default", "demonstration")
+_DERIVED = (
+    BATCH, FIT, BEST_MODEL, LIBRARY, "hardware", "limit", "data", "default", "demonstration", "metric_for_best_model",
+)  # fmt: skip
 _TYPES: dict[str, tuple[type, ...]] = {
     "status": (str,), "recipe": (str,), "recipe_files": (list,), "engine": (str,), "world_size": (int,),
     "local_world_size": (int,), "data_parallel_size": (int,), "started": (str,), "command": (list,), "folder": (str,),
     "launcher": (list,), "accelerate_config": (str,), "files": (dict,), "paths": (dict,), "environment": (dict,),
     "settings": (dict,), "versions": (dict,), "hardware": (dict,), "code": (dict,), "data": (str,), "model": (str,),
-    "error": (str,), "ended": (str,), "peak_memory_of": (str,),
+    "error": (str,), "ended": (str,), "peak_memory_of": (str,), "classes": (list,),
 }  # fmt: skip
-_OF_TEXT = ("recipe_files", "command", "launcher", "files", "paths", "environment")
+_OF_TEXT = ("recipe_files", "classes", "command", "launcher", "files", "paths", "environment")
 _OF_TEXT_OR_NULL = ("versions", "code")  # a package that is not installed; whether the code was changed
 _LARGEST = 1e300  # of any number
 
@@ -69,6 +73,14 @@ def read(path: str | Path, subject: str) -> Json:
     if fault := _fault(content):
         raise mistake(subject, f"{file} is not the record of a run: {fault}", f"a {NAME}, as train.py wrote it")
     return content
+
+
+def began_from(output_dir: str, checkpoint: str) -> bool:
+    """Whether the run in an output folder began from this checkpoint, as its record says."""
+    file = os.path.join(output_dir, NAME)  # noqa: PTH118
+    content = read_json(file)[0] if os.path.isfile(file) else None  # noqa: PTH113, Path.is_file may raise
+    run = (content or {}).get("run")
+    return isinstance(run, dict) and run.get("began_from") == os.path.realpath(checkpoint)
 
 
 def is_record_at(path: str) -> bool:
@@ -169,15 +181,18 @@ def at_their_place(values: Json, record: Json, replaced: Collection[str], proble
     A file that is at neither place is a problem, unless its setting is among the `replaced`.
     """
     found = dict(values)
-    for name, then in (record.get("paths") or {}).items():
-        value = record["settings"].get(name, {}).get("value")
-        if name in replaced or not isinstance(value, str):
+    recorded = {name: record["settings"].get(name, {}).get("value") for name in INPUTS}
+    named = {key: (name, value) for name in recorded for key, value in _named(name, recorded[name]).items()}
+    for key, then in (record.get("paths") or {}).items():
+        name, value = named.get(key, ("", ""))
+        if not name or name in replaced:
             continue
         path, colon, function = _parts(value)
-        here = str(expanded(path).resolve())
-        if here != then and existing_path(then):
-            found[name] = then + colon + function
-        elif not existing_path(path):
+        here = _absolute(path)
+        if here != then and paths_of(then):
+            place = then + colon + function
+            found[name] = place if key == name else _renamed(found.get(name, recorded[name]), value, place)
+        elif not paths_of(path):
             places = then if here == then else f"{then}, where the run found it, nor at {here}"
             problems.append(Problem(name, f"{value} is not at {places}", f"--{name} with its path", source))
             found.pop(name, None)
@@ -190,12 +205,41 @@ def _parts(value: str) -> tuple[str, str, str]:
     return (match[1], match[2], match[3]) if match else (value, "", "")
 
 
-def path_of(name: str, value: object) -> str | None:
-    """The file or folder that a setting names, absolute; None if it names none that exists."""
-    if name not in INPUTS or not isinstance(value, str):
-        return None
-    path = existing_path(_parts(value)[0])
-    return str(path.resolve()) if path else None
+def places_of(name: str, value: object) -> dict[str, str]:
+    """The file or folder that a setting names, absolute, if it is there. Those of the parts of a
+    mixture are `dataset_name[0]` and so on.
+    """
+    paths = {key: _parts(text)[0] for key, text in _named(name, value).items()}
+    return {key: _absolute(path) for key, path in paths.items() if paths_of(path)}
+
+
+def at_a_place(record: Json) -> set[str]:
+    """The settings that named files or folders."""
+    return {key.partition("[")[0] for key in record.get("paths") or {}}
+
+
+def _named(name: str, value: object) -> dict[str, str]:
+    """What a setting names, as `places_of` has it."""
+    entries = {f"{name}[{number}]": entry for number, entry in enumerate(value)} if isinstance(value, list) else {}
+    texts = {key: entry.get("name") if isinstance(entry, dict) else entry for key, entry in entries.items()}
+    return {key: text for key, text in (texts or {name: value}).items() if isinstance(text, str)}
+
+
+def _renamed(entries: list[Any], name: str, place: str) -> list[Any]:
+    """The parts of a mixture, with those of this name at their place."""
+    return [
+        {**entry, "name": place}
+        if isinstance(entry, dict) and entry.get("name") == name
+        else place
+        if entry == name
+        else entry
+        for entry in entries
+    ]
+
+
+def _absolute(path: str) -> str:
+    """The real path of a file or folder; a pattern stays one."""
+    return str(expanded(path).resolve() if existing_path(path) else expanded(path).absolute())
 
 
 def without_secrets(
@@ -224,7 +268,7 @@ def otherwise_here(record: Json, derived: RunSpec, same_world: bool) -> Json:
     everything else derived here, for the recorded number of processes.
     """
     values = {}
-    skipped = {"fit", *_of_the_day(record["settings"]), *BATCH_FIELDS, *(record.get("paths") or {})}
+    skipped = {"fit", *_of_the_day(record["settings"]), *BATCH_FIELDS, *at_a_place(record)}
     same_machine = is_same_machine(record, derived.hardware)
     for name, entry in record["settings"].items():
         if name not in derived or name in skipped:

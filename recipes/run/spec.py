@@ -15,6 +15,7 @@ from recipes.errors import Problem
 from recipes.run.batch import Batch
 from recipes.run.engine import Engine
 from recipes.run.hardware import Hardware
+from recipes.run.metrics import smaller_is_better
 
 Settings = Mapping[str, Any]  # values of settings by name: a RunSpec, or a plain mapping
 
@@ -52,7 +53,7 @@ class RunSpec(Mapping):
     `model`: the configuration of its model once it is loaded; None before.
     `own_script`: a script of the user's own trains, not train.py.
     `batch_source`: what chose a micro-batch that the user did not, arithmetic or `--fit`.
-    `limits`: values that the user did not write, lowered to what the model allows.
+    `limits`: values that the user did not write, lowered to what the model allows, or told by data.
     """
 
     recipe: Recipe
@@ -107,6 +108,11 @@ class RunSpec(Mapping):
         """The run with its global batch split like this. Settings that depend on it follow."""
         return replace(self, batch=batch, batch_source=source)
 
+    def given_too(self, **settings: Any) -> RunSpec:
+        """The run as if these settings had been written, too: what is decided by them follows."""
+        given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
+        return replace(self, given={**self.given, **given})
+
     def with_source(self, problem: Problem) -> Problem:
         """The problem, completed with where its setting came from if it does not say."""
         if problem.source or problem.subject not in legal.settings():
@@ -145,13 +151,16 @@ class RunSpec(Mapping):
     def _layers(self, name: str) -> Iterator[tuple[str, catalog.Value | None]]:
         """What could decide a setting that the user did not write, from first to last."""
         if name in self.limits:
-            yield "limit", (self.limits[name].value, self.limits[name].reason)
+            yield self.limits[name].source, (self.limits[name].value, self.limits[name].reason)
         yield BATCH if name == "global_batch_size" else self.batch_source, self._from_batch(name)
         if name == "use_cpu":
             yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
         yield self.recipe.origin(name), self.recipe.settings.get(name)
+        if name == "greater_is_better":  # Trainer's default is True for all but a loss
+            metric = self["metric_for_best_model"]
+            yield "metric_for_best_model", (False, f"a smaller {metric} is better") if _is_error(metric) else None
         epochs_win = name == "max_steps" and "num_train_epochs" in self.given
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
             yield "demonstration", catalog.DEMONSTRATION[name]
@@ -175,3 +184,7 @@ class RunSpec(Mapping):
             return self.batch.total, str(self.batch)
         micro = name == "per_device_train_batch_size"
         return self.batch.micro if micro else self.batch.accumulation, self.batch.reason
+
+
+def _is_error(metric: str | None) -> bool:
+    return metric is not None and smaller_is_better(metric) is True and not metric.endswith("loss")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from launch.training.data import Data
-from launch.training.demo import demo_tokenizer
+from launch.data.demo import demo_tokenizer
+from launch.data.load import Data
 from tests.support.models import load, run_with
 from tests.support.running import launch_quickly, model_flags, train_here
 

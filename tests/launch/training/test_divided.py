@@ -115,3 +115,12 @@ def test_replicas_of_shards_train_what_ddp_trains(flags, ddp, tmp_path):
     assert outcome.code == 0, outcome.output
     assert "2 replicas of 2 shards" in outcome.record["engine"] and outcome.record["data_parallel_size"] == 4
     assert losses(outcome) == pytest.approx(losses(ddp), abs=1e-5)
+
+
+def test_a_group_shares_the_examples_of_a_stream(flags, divided, tmp_path):
+    stream = "--dataset_streaming --max_steps 5 --learning_rate 1e-2 --logging_steps 1 --global_batch_size 8"
+    of_group = [*flags[:6], *stream.split()]
+    one = launch_quickly(*of_group, output=tmp_path / "one", processes=1, config="single.yaml")
+    two = launch_quickly(*of_group, *divided, output=tmp_path / "two")
+    assert two.code == 0, two.output
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)

@@ -4,18 +4,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launch.training.data import load_data
+from launch.data.load import load_data
 from launch.training.model import load_tokenizer
 from recipes.run import resolve
 from tests.support.loop import loop_steps
 from tests.support.running import losses, model_flags, train_here
 
 STEPS, LENGTH, RATE = 8, 64, 1e-3
+JOINED = ("--packing", "--packing_strategy", "wrapped")
 
 
 def loop_losses(model, texts, *, micro, accumulation, bf16):
-    run = resolve([*model_flags(model, texts), "--packing"])
-    rows = torch.tensor(load_data(run, load_tokenizer(run)).train["input_ids"][:])
+    run = resolve([*model_flags(model, texts), *JOINED])
+    rows = torch.stack([row["input_ids"] for row in load_data(run, load_tokenizer(run)).train])
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     trained = loop_steps(
         reference, rows, steps=STEPS, micro=micro, accumulation=accumulation, learning_rate=RATE, bf16=bf16
@@ -28,8 +29,10 @@ def loop_losses(model, texts, *, micro, accumulation, bf16):
     [("baseline", 4, 4, False), ("standard", 4, 4, False), ("fast", 8, 2, False), ("fast", 8, 2, True)],
 )
 def test_losses_are_those_of_the_loop(tiny_model, texts, tmp_path, recipe, micro, accumulation, bf16):
-    flags = f"--recipe {recipe} --packing --max_steps {STEPS} --learning_rate {RATE} --logging_steps 1"
+    flags = f"--recipe {recipe} --max_steps {STEPS} --learning_rate {RATE} --logging_steps 1"
     order = "--train_sampling_strategy sequential --dataloader_drop_last --num_train_epochs 10"
-    outcome = train_here(tiny_model, texts, tmp_path, *flags.split(), *order.split(), *(["--bf16"] if bf16 else []))
+    outcome = train_here(
+        tiny_model, texts, tmp_path, *flags.split(), *order.split(), *JOINED, *(["--bf16"] if bf16 else [])
+    )
     expected = loop_losses(tiny_model, texts, micro=micro, accumulation=accumulation, bf16=bf16)
     assert losses(outcome) == pytest.approx(expected, rel=1e-3 if bf16 else 1e-5)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from datasets import Dataset
 
 from launch.train import main
 from tests.support.running import model_flags, read_record, train_here
@@ -32,7 +33,7 @@ def test_what_fails_after_the_training_is_one_note(broken, doing, monkeypatch, t
 
 
 def test_a_sample_that_cannot_be_read_is_one_note(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("launch.training.demo.saved_sample", fail)
+    monkeypatch.setattr("launch.data.demo.saved_sample", fail)
     assert main(["--max_steps", "1", "--output_dir", str(tmp_path)]) == 0
     assert read_record(tmp_path)["status"] == "finished"
     assert "the run is finished, but reading a sample" in capsys.readouterr().err
@@ -53,7 +54,7 @@ def test_the_record_holds_the_length_that_the_model_allows(tiny_model, texts, tm
 def test_a_mistake_names_the_limit_as_the_source_of_the_length(tiny_model, tmp_path, capsys):
     data = tmp_path / "short.jsonl"
     data.write_text(json.dumps({"text": "abc"}) + "\n")
-    assert main([*unlimited(tiny_model, data, tmp_path / "out"), "--packing"]) == 2
+    assert main([*unlimited(tiny_model, data, tmp_path / "out"), "--packing", "--packing_strategy", "wrapped"]) == 2
     assert f"too few for one packed sequence of {POSITIONS} (limit)" in capsys.readouterr().err
 
 
@@ -99,3 +100,10 @@ def raises(error):
         raise error
 
     return train
+
+
+def test_data_that_is_gone_is_not_the_output_folder(tiny_model, tmp_path, capsys):
+    Dataset.from_list([{"text": "abc"}] * 4).save_to_disk(tmp_path / "saved")
+    next((tmp_path / "saved").glob("*.arrow")).unlink()
+    assert main([*unlimited(tiny_model, tmp_path / "saved", tmp_path / "out"), "--max_length", "64"]) == 2
+    assert "dataset_name: the folder" in capsys.readouterr().err

@@ -54,13 +54,13 @@ def test_mfu_is_the_share_of_the_peak_of_all_gpus():
     run = resolve(settings={"packing": True, "max_length": 16}, hardware=H100, world_size=2, environment={})
     model = llama(tied=True)
     speed = 989e12 * 2 / flops_per_token(model, 16)
-    assert utilisation(run, model, speed) == pytest.approx(1.0)
+    assert utilisation(run, model, speed, attended=16) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("settings", [{"packing": False}, {"packing": True, "use_peft": True}])
 def test_mfu_is_not_claimed_where_the_formula_does_not_hold(settings):
     run = resolve(settings=settings, hardware=H100, environment={})
-    assert utilisation(run, llama(tied=True), 1e6) is None
+    assert utilisation(run, llama(tied=True), 1e6, attended=16) is None
 
 
 def test_a_bare_module_is_counted_too():

@@ -28,7 +28,7 @@ from transformers import (
     RobertaConfig,
 )
 
-from launch.training.demo import demo_tokenizer
+from launch.data.demo import demo_tokenizer
 from launch.training.model import described, load_model, load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
@@ -232,6 +232,13 @@ def test_a_configuration_that_the_model_refuses_is_one_line(tmp_path):
     assert "config.json does not make a model" in found.what and "multiple of the number" in found.what
 
 
+def test_a_tokenizer_that_cannot_be_used_is_one_line(tmp_path):
+    name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": "1024"}))
+    assert "cannot be loaded as a tokenizer" in problem(run_with(name)).what
+
+
 def test_weights_of_other_sizes(tmp_path):
     save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64)), tmp_path)
     assert "weights of other sizes than its config.json says" in loaded_anyway(tmp_path, intermediate_size=32).what
@@ -312,7 +319,7 @@ def test_adapters_that_peft_refuses_are_one_line(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
     name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
-    assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
+    assert found.subject == "lora_dropout" and "--lora_dropout 0" in found.fix
 
 
 def test_a_refusal_for_another_reason_says_nothing_of_dropout(tmp_path):

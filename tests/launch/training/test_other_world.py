@@ -79,8 +79,25 @@ def test_four_processes_then_two_then_one_then_three(recipe, more, train):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
     assert examples(here) == examples(there)
     assert not list(here.glob("converted-*"))
-    said = "checkpoint-11 was written by 1 processes, 3 go on: same data in the same order; random numbers (dropout)"
+    said = "checkpoint-11 was written by 1 process, 3 go on: same data in the same order; random numbers (dropout)"
     assert said in " ".join(outcome.output.split())
+
+
+@pytest.mark.parametrize("worlds", [(2, 2), (2, 4)])
+def test_stopped_before_the_last_batch_of_an_epoch(worlds, train):
+    """It is not full, and accelerate fills it with examples that count no second time."""
+    whole, there = train("standard", worlds=(2,))
+    outcome, here = train("standard", worlds=worlds, stops=(4,))
+    assert examples(here) == examples(there)
+    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
+
+
+def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_nothing(train):
+    whole, there = train("standard", worlds=(4,))
+    evaluated = "--eval_strategy steps --eval_steps 4 --dataset_test_split train[54:60] --per_device_eval_batch_size 1"
+    outcome, here = train("standard", *evaluated.split(), worlds=(4,))
+    assert examples(here) == examples(there)
+    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
 @pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
@@ -186,7 +203,7 @@ def test_an_optimizer_that_deepspeed_cannot_convert_is_refused_with_what_works(t
 def _save_classifier(folder) -> None:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from launch.training.demo import demo_tokenizer
+    from launch.data.demo import demo_tokenizer
 
     folder.mkdir()
     (folder / "own.py").write_text(CODE)

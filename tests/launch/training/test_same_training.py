@@ -11,11 +11,19 @@ STEPS = "--logging_steps 1 --learning_rate 1e-3 --eval_strategy epoch --save_str
 CLASSIFY = "--task sequence_classification".split()
 
 
+LABELS = {
+    "sequence_classification": lambda n: "no" if n * 7 % 3 else "yes",
+    "multi_label_classification": lambda n: [name for place, name in enumerate("abc") if n * 7 % (place + 2)],
+    "regression": lambda n: n * 7 % 5 - 1.25,
+}
+
+
 @pytest.fixture(scope="module")
-def labelled(tmp_path_factory):
-    """67 texts of two classes, in an order without a pattern."""
+def labelled(request, tmp_path_factory):
+    """67 texts with labels in an order without a pattern."""
     file = tmp_path_factory.mktemp("labelled") / "rows.jsonl"
-    rows = [{"text": f"row {n} " * (1 + n % 5), "label": "no" if n * 7 % 3 else "yes"} for n in range(67)]
+    label = LABELS[request.getfixturevalue("case")]
+    rows = [{"text": f"row {n} " * (1 + n % 5), "label": label(n)} for n in range(67)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
@@ -26,13 +34,20 @@ def labelled(tmp_path_factory):
         "causal_lm",
         pytest.param("padding_free", marks=pytest.mark.slow),
         pytest.param("sequence_classification", marks=pytest.mark.slow),
+        pytest.param("multi_label_classification", marks=pytest.mark.slow),
+        "regression",
     ],
 )
-def kind(request, tiny_model, texts, labelled):
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kind(case, request, tiny_model, texts):
     """Flags of a training whose epochs have 30 examples, and whose evaluations have 37."""
-    if request.param == "sequence_classification":
-        return [*model_flags(tiny_model, labelled), *ODD, *STEPS, *CLASSIFY]
-    more = ["--padding_free"] if request.param == "padding_free" else []
+    if case in LABELS:
+        return [*model_flags(tiny_model, request.getfixturevalue("labelled")), *ODD, *STEPS, *CLASSIFY]
+    more = ["--padding_free"] if case == "padding_free" else []
     return [*model_flags(tiny_model, texts), *ODD, *STEPS, *more]
 
 
@@ -41,8 +56,13 @@ def one_process(kind, tmp_path_factory):
     return train_here(*kind[1:4:2], tmp_path_factory.mktemp("one"), *kind[6:])
 
 
+SPEEDS = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+
 def evaluations(outcome) -> list[float]:
-    return [entry["eval_loss"] for entry in outcome.record["log_history"] if "eval_loss" in entry]
+    """The losses and metrics of all evaluations."""
+    entries = [entry for entry in outcome.record["log_history"] if "eval_loss" in entry]
+    return [entry[name] for entry in entries for name in entry if name.startswith("eval_") and name not in SPEEDS]
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_checkpoints_stay_sharded(both):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [(), ("--use_peft",)], ids=["whole", "lora"])
+@pytest.mark.parametrize("adapters", [(), ("--use_peft",), ("--use_peft", "--use_dora")], ids=["whole", "lora", "dora"])
 def test_a_resume_goes_on_bit_for_bit(adapters, sharded):
     _, folder = sharded(*adapters)
     resumed, _ = sharded(*adapters, steps=8, output=folder)
@@ -134,9 +134,11 @@ def test_in_bf16_the_loss_is_not_rounded(sharded, replicated):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("four_bits", [(), ("--load_in_4bit",)], ids=["lora", "qlora"])
-def test_adapters_train_as_under_ddp(four_bits, sharded, replicated):
-    (outcome, folder), (ddp, other) = sharded("--use_peft", *four_bits), replicated("--use_peft", *four_bits)
+@pytest.mark.parametrize("dora", [(), ("--use_dora",)], ids=["lora", "dora"])
+@pytest.mark.parametrize("four_bits", [(), ("--load_in_4bit",)], ids=["whole", "4 bits"])
+def test_adapters_train_as_under_ddp(four_bits, dora, sharded, replicated):
+    flags = ("--use_peft", *four_bits, *dora)
+    (outcome, folder), (ddp, other) = sharded(*flags), replicated(*flags)
     assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5)
     weights, expected = (load_file(place / "adapter_model.safetensors") for place in (folder, other))
     assert weights.keys() == expected.keys()

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from launch.host.storage import storage_failure
-from tests.support.running import launch_quickly, model_flags, train_here
+from tests.support.running import SCRIPT, launch_quickly, model_flags, train_here
 
 STEPS = ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "2"]
 needs_mounts = pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts a file system")
@@ -227,6 +228,17 @@ def test_failures_that_no_test_can_have_here_are_known_by_their_words(error, wha
 )
 def test_any_other_error_keeps_its_traceback(error, tmp_path):
     assert storage_failure(error, tmp_path) is None
+
+
+@pytest.mark.slow
+@needs_mounts
+def test_no_shared_memory_for_workers_is_one_line(tmp_path, tiny_model, texts):
+    flags = [*model_flags(tiny_model, texts), *STEPS, "--dataloader_num_workers", "1", "--output_dir", str(tmp_path)]
+    train = shlex.join([sys.executable, str(SCRIPT), *flags])
+    words = ["unshare", "--mount", "bash", "-c", f"mount -t tmpfs -o size=64k none /dev/shm && exec {train}"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "/dev/shm is full" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_cause_of_an_error_counts(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from launch.training.demo import demo_tokenizer
+from launch.data.demo import demo_tokenizer
 from tests.support.models import save
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 

@@ -29,18 +29,32 @@ def test_the_bucket_view_and_the_hook_reach_ddps_handler(trainer):
     assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
 
 
-def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
+def built(flags, model, tokenized_from) -> RecipeTrainer:
+    from launch.data.load import load_data
     from launch.training.build import build_arguments, build_trainer
-    from launch.training.data import load_data
     from launch.training.model import load_model, load_tokenizer
 
-    flags = ["--recipe", "fast", "--ddp_comm_hook", "fp16", "--output_dir", str(tmp_path)]
-    run = resolve([*model_flags(tiny_model, texts), *flags], environment={})
+    run = resolve([*model_flags(model, tokenized_from), *flags], environment={})
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
-    built = build_trainer(run, build_arguments(run), load_model(run, tokenizer, data), tokenizer, data, None)
-    handler = built.accelerator.ddp_handler
+    return build_trainer(run, build_arguments(run), load_model(run, tokenizer, data), tokenizer, data, None)
+
+
+def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
+    flags = ["--recipe", "fast", "--ddp_comm_hook", "fp16", "--output_dir", str(tmp_path)]
+    handler = built(flags, tiny_model, texts).accelerator.ddp_handler
     assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
+
+
+def test_label_smoothing_asks_for_the_next_token_whatever_the_models_class_is_called(tiny_model, texts, tmp_path):
+    """FSDP2 calls it FSDPLlamaForCausalLM, which Trainer takes for no language model."""
+    flags = ["--label_smoothing_factor", "0.1", "--output_dir", str(tmp_path), "--use_cpu", "true"]
+    trainer = built(flags, tiny_model, texts)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.eval()
+    loss = trainer.compute_loss(trainer.model, dict(batch)).item()
+    trainer.model.__class__ = type("FSDPModel", (type(trainer.model),), {})
+    assert trainer.compute_loss(trainer.model, dict(batch)).item() == loss
 
 
 def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
@@ -102,5 +116,6 @@ def test_without_enough_steps_there_is_no_step_time():
 
 
 def test_tokens_per_second_come_from_the_tokens_that_were_trained(tiny_model, texts, tmp_path):
-    record = train_here(tiny_model, texts, tmp_path, "--packing", "--max_steps", "8").record
+    full = ("--packing", "--packing_strategy", "wrapped", "--max_steps", "8")
+    record = train_here(tiny_model, texts, tmp_path, *full).record
     assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * 64)

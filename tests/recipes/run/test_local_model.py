@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 
 from recipes.legal import models
-from recipes.run.local_model import config_value, local_config, max_positions, text_config
+from recipes.run.local_model import config_value, is_classifier, local_config, max_positions, text_config
 
 TASKS = ("causal_lm", "sequence_classification")
 TYPES = sorted({kind for task in TASKS for kind in models.model_types(models._TABLES[task])} & models.known_types())
@@ -32,6 +32,13 @@ def test_every_type_that_transformers_knows_is_known():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     assert models.known_types() == set(CONFIG_MAPPING_NAMES)
+
+
+@pytest.mark.parametrize("odd", [None, True, 5.5, "x", [None], {"x": None}])
+def test_odd_values_are_left_to_the_library(odd):
+    assert not is_classifier({"architectures": odd})
+    assert max_positions({"model_type": odd, "max_position_embeddings": 64}) == 64
+    assert max_positions({"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": odd}) in (64, 65)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from launch.training.demo import generate_sample, saved_sample
+from launch.data.demo import generate_sample, saved_sample
 from tests.support.models import load, loss_of, run_with, save
 
 pytestmark = pytest.mark.usefixtures("no_network")

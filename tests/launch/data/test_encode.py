@@ -2,10 +2,13 @@
 
 import json
 
+import pyarrow
 import pytest
+from datasets import Features
 
-from launch.training.data import load_data
-from launch.training.demo import CHAT_TEMPLATE, demo_tokenizer
+from launch.data.demo import CHAT_TEMPLATE, demo_tokenizer
+from launch.data.encode import encode_rows
+from launch.data.load import load_data
 from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -117,7 +120,7 @@ def test_chat_that_the_template_refuses(tmp_path):
     tokenizer = demo_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     found = problem(run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}])), tokenizer)
-    assert "refuses a chat of the data: roles must alternate" in found.what
+    assert f"refuses a chat of the data: roles must alternate; it is {CHAT}"[:200] in found.what
 
 
 def test_assistant_only_needs_chats(tmp_path, tokenizer):
@@ -128,6 +131,116 @@ def test_assistant_only_needs_chats(tmp_path, tokenizer):
 def test_chats_without_an_assistant_would_give_nan(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT[:1]}]), assistant_only_loss=True)
     assert "all labels are masked" in problem(run, tokenizer).what
+
+
+# --- Messages that are not learned ---------------------------------------------------------------
+
+HEAD, TAIL = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", "See you<|im_end|>\n"
+BETWEEN = "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+MUTED = {
+    "an answer of null": {"role": "assistant", "content": None},
+    "an empty answer": {"role": "assistant", "content": ""},
+    "a weight of 0": {"role": "assistant", "content": "Hi!", "weight": 0},
+    "a weight of 0 in ShareGPT": {"from": "gpt", "value": "Hi!", "weight": 0},
+}
+
+
+@pytest.mark.parametrize("name", MUTED)
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED_TEMPLATE], ids=["marked", "unmarked"])
+@pytest.mark.parametrize("kind", ["conversations", "completion"])
+def test_an_answer_that_is_empty_or_has_no_weight_is_read_and_not_learned(name, template, kind, tmp_path):
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = template
+    chat = [CHAT[0], MUTED[name], *CHAT[2:]]
+    rows = [{"conversations": chat} if kind == "conversations" else {"prompt": chat[:1], "completion": chat[1:]}]
+    file = jsonl(tmp_path, rows)
+    train = load_data(run_with(dataset_name=file), tokenizer).train
+    words = "Hi!" if "weight" in name else ""
+    assert tokenizer.decode(train[0]["input_ids"]) == f"{HEAD}{words}<|im_end|>\n{BETWEEN}{TAIL}"
+    expected = BETWEEN + TAIL if kind == "completion" else HEAD + BETWEEN + TAIL
+    assert learned(tokenizer, train[0]) == expected
+    run = run_with(dataset_name=file, assistant_only_loss=True)
+    assert learned(tokenizer, load_data(run, tokenizer).train[0]) == "See you<|im_end|>"
+
+
+def test_a_question_without_weight_is_not_learned(tmp_path, tokenizer):
+    chat = [{**message, "weight": number % 2} for number, message in enumerate(CHAT)]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), tokenizer)
+    assert learned(tokenizer, data.train[0]) == "Hi!<|im_end|>\nSee you<|im_end|>\n"
+
+
+# As of Qwen3 and others: of all answers the last one alone is preceded by a thought.
+OF_ANSWERS = "{% if message['role'] == 'assistant' %}"
+THINKING = UNMARKED_TEMPLATE.replace(OF_ANSWERS, OF_ANSWERS + "{{ '<think></think>' if loop.last else '' }}")
+
+
+def test_a_template_that_writes_the_last_answer_in_another_way_mutes_the_same(tmp_path):
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = THINKING
+    chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
+    rows = [
+        {"messages": chat},
+        {"prompt": [], "completion": CHAT[1:2]},
+        {"instruction": "Bye", "output": "See you", "history": [["Hello", "Hi!"]]},
+    ]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
+    whole, alone, history = (learned(tokenizer, row) for row in data.train)
+    assert whole == f"{HEAD}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{TAIL}"
+    assert alone == "Hi!<|im_end|>\n"
+    assert history == f"Hi!<|im_end|>\n<|im_start|>user\n<think></think>{TAIL}"
+
+
+NO_ANSWER = {
+    "a completion": ({"prompt": "q", "completion": None}, {"prompt": "q", "completion": ""}),
+    "a completion of messages": (
+        {"prompt": CHAT[:1], "completion": None},
+        {"prompt": CHAT[:1], "completion": [{"role": "assistant", "content": None}]},
+    ),
+    "a chat": ({"messages": [CHAT[0], MUTED["an answer of null"]]}, {"messages": [CHAT[0], MUTED["a weight of 0"]]}),
+    "Alpaca": ({"instruction": "q", "output": None}, {"instruction": "q", "output": ""}),
+    "texts": ({"text": None}, {"text": ""}),
+}
+ALL_LEARNED = {"completion_only_loss": False}
+ANSWERED = {
+    "a completion": {"prompt": "q", "completion": "a"},
+    "a completion of messages": {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+    "a chat": {"messages": CHAT},
+    "Alpaca": {"instruction": "q", "output": "a"},
+    "texts": {"text": "a"},
+}
+
+
+OF_CHATS = [(name, {"assistant_only_loss": True}) for name in ("a chat", "a completion of messages", "Alpaca")]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"), [*((name, {}) for name in ANSWERED), *((name, ALL_LEARNED) for name in ANSWERED), *OF_CHATS]
+)
+def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tokenizer):
+    """However many such rows are tokenized together."""
+    rows = [*NO_ANSWER[name] * 150, ANSWERED[name]]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), **chosen), tokenizer)
+    assert len(data.train) == 1 and "300 left out: nothing to learn" in data.description
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_no_rows_have_no_tokens(name, tokenizer):
+    rows = pyarrow.Table.from_pylist([ANSWERED[name]])
+    for chosen in ({}, {"assistant_only_loss": True}) if name == "a chat" else ({},):
+        found = encode_rows(rows.slice(1), Features.from_arrow_schema(rows.schema), run_with(**chosen), tokenizer)
+        assert found == {"input_ids": [], "labels": []}
+
+
+def test_a_content_of_null_is_an_empty_text(tmp_path, tokenizer):
+    """Some templates would write "None"."""
+    chat = [{"role": "system", "content": None}, *CHAT]
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}])), tokenizer)
+    assert decoded(tokenizer, data.train)[0].startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
+
+
+def test_a_message_whose_text_has_another_name_is_refused(tmp_path, tokenizer):
+    rows = [{"messages": [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]}]
+    assert "has no attribute 'content'" in problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).what
 
 
 # --- Prompts and completions ---------------------------------------------------------------------

@@ -4,7 +4,7 @@ import datasets
 import pytest
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from launch.training.demo import demo_tokenizer
+from launch.data.demo import demo_tokenizer
 from tests.support.models import SMALL, save
 
 

@@ -1,0 +1,299 @@
+"""What a classifier learns: one class of a text, several, or a number, as its label column says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.compute as compute
+import torch
+from datasets import ClassLabel, Dataset, List, Value
+
+from launch.data.batches import Example, Pad
+from launch.data.encode import TEXT_TYPES
+from launch.data.packing import lengths_of
+from recipes.errors import Problem, UserError, mistake
+from recipes.rules.check import new_problems
+from recipes.run import RunSpec, Setting, Settings
+
+_FEW = 20  # whole numbers in a column of fractions may be classes
+SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the model learns. `problem_type` is transformers' name for it.
+
+    `names` are those of the model's outputs, in its order: classes, or the numbers of a regression.
+    `numbers` finds a class by the label of a row. `is_vector`: a row has a list with a number for
+    each output. `words` are for a person.
+    """
+
+    problem_type: str
+    names: list[str]
+    numbers: Mapping[Any, int] = field(default_factory=dict)
+    is_vector: bool = False
+    words: str = ""
+
+    def encode(self, label: Any) -> int | float | list[int] | list[float]:
+        """A row's label as batches take it: of several classes the numbers of those that apply."""
+        if self.problem_type == REGRESSION:
+            return [float(number) for number in label] if self.is_vector else float(label)
+        if self.problem_type == SINGLE:
+            return self.numbers[label]
+        if self.is_vector:
+            return [self.numbers[place] for place, applies in enumerate(label) if applies]
+        return sorted({self.numbers[one] for one in _each(label)})
+
+
+@dataclass(frozen=True)
+class PadLabelled(Pad):
+    """Pads the texts. A row's label is a list: of classes, as numbers below `classes`, which become
+    a 0 or 1 for each class; or with `classes` 0, of numbers to learn.
+    """
+
+    classes: int = 0
+
+    def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
+        labels = torch.zeros(len(rows), self.classes or len(rows[0]["labels"]))
+        for row, example in enumerate(rows):
+            if self.classes:
+                labels[row, example["labels"]] = 1.0
+            else:
+                labels[row] = torch.tensor(example["labels"])
+        return {**super().__call__([{**row, "labels": 0} for row in rows]), "labels": labels}
+
+
+def collator(pad: Pad, target: Target) -> Pad:
+    """Batches of texts with their labels."""
+    if target.problem_type == SINGLE or (target.problem_type == REGRESSION and not target.is_vector):
+        return pad
+    classes = len(target.names) if target.problem_type == MULTI else 0
+    return PadLabelled(pad.pad_token_id, pad.longest, classes)
+
+
+def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Target:
+    """What the column `label` of the rows holds. `--problem_type` wins, and otherwise its type
+    decides: texts and integers are classes, other numbers a regression, lists several classes
+    at once.
+
+    `classes` are the names of a model that was trained to classify, in its order. Raises
+    `UserError` if the column holds something else.
+    """
+    name = run["dataset_label_field"]
+    feature = rows.features["label"]
+    is_list = isinstance(feature, List)
+    inner = feature.feature if is_list else feature
+    if not isinstance(inner, (Value, ClassLabel)):
+        raise _no_class(name, "lists, or numbers and texts mixed")
+    column = _column(rows)
+    if is_list and column.null_count:
+        raise _incomplete(name, column.null_count, "a list in every row, empty where no class applies")
+    flat = compute.list_flatten(column) if is_list else column
+    wanted = run["problem_type"]
+    if wanted == REGRESSION or (wanted is None and _is_fraction(inner) and not (is_list and _is_binary(flat))):
+        found = _numbers(name, column, flat, is_list)
+        return replace(found, words=found.words + _hint(flat)) if wanted is None and not is_list else found
+    if wanted == SINGLE and is_list:
+        what = f"takes one class a row, and the column {name!r} holds lists"
+        raise mistake("problem_type", what, f"--problem_type {MULTI}, or leave it out")
+    if not is_list:
+        target = _classes(name, inner, flat, classes)
+        return _as_several(target) if wanted == MULTI else target
+    if not isinstance(inner, ClassLabel) and _are_vectors(column, flat):
+        outputs = compute.list_value_length(column)[0].as_py()
+        names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
+        return Target(MULTI, names, {n: n for n in range(outputs)}, True, f"multi-label: {outputs} labels")
+    target = _classes(name, inner, flat, classes)
+    return _as_several(target)
+
+
+def _as_several(target: Target) -> Target:
+    return replace(target, problem_type=MULTI, words=f"multi-label: {len(target.names):,} labels")
+
+
+def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Problem]]:
+    """The run with the `problem_type` of its data, and the advice that `check` could not give
+    before. Raises `UserError` for settings that do not go with such labels.
+    """
+    if problem_type is None or run["problem_type"] == problem_type:
+        return run, []
+    setting = Setting(problem_type, "data", f"what the column {run['dataset_label_field']} holds")
+    known = replace(run, limits={**run.limits, "problem_type": setting})
+    found = new_problems(known, run)
+    if errors := [problem for problem in found if problem.severity == "error"]:
+        raise UserError(*errors)
+    return known, found
+
+
+# --- Numbers -------------------------------------------------------------------------------------
+
+
+def _is_fraction(kind: Value | ClassLabel) -> bool:
+    return not isinstance(kind, ClassLabel) and kind.dtype.startswith(("float", "double", "decimal"))
+
+
+def _is_binary(numbers: pyarrow.ChunkedArray) -> bool:
+    return set(compute.unique(numbers).to_pylist()) <= {0, 1}
+
+
+def _are_vectors(column: pyarrow.ChunkedArray, flat: pyarrow.ChunkedArray) -> bool:
+    """Whether the lists have a 0 or 1 for each class: all have one length, from 2 on. As a list of
+    classes, such a one would name all of them.
+    """
+    lengths = compute.unique(compute.list_value_length(column)).to_pylist()
+    return len(lengths) == 1 and lengths[0] > 1 and not pyarrow.types.is_string(flat.type) and _is_binary(flat)
+
+
+def _numbers(name: str, column: pyarrow.ChunkedArray, flat: pyarrow.ChunkedArray, is_list: bool) -> Target:
+    types = pyarrow.types
+    if not (types.is_integer(flat.type) or types.is_floating(flat.type) or types.is_boolean(flat.type)):
+        what = f"regression learns numbers, and the column {name!r} holds {flat.type}"
+        raise mistake("problem_type", what, "leave it out, or a column of numbers")
+    values = compute.cast(flat, pyarrow.float64())
+    unusable = values.null_count + (compute.sum(compute.invert(compute.is_finite(values))).as_py() or 0)
+    if unusable:
+        raise _incomplete(name, unusable, "a number in every row")
+    lengths = compute.unique(compute.list_value_length(column)).to_pylist() if is_list else [1]
+    if len(lengths) > 1 or not lengths[0]:
+        shown = ", ".join(map(str, sorted(lengths)[:5]))
+        raise mistake("dataset_label_field", f"the lists in {name!r} hold {shown} numbers", "as many in every row")
+    limits = compute.min_max(values).as_py()
+    low, high = limits["min"], limits["max"]
+    words = "regression: " + (f"{low:g} in every row" if low == high else f"numbers from {low:g} to {high:g}")
+    names = [f"{name}_{number}" for number in range(lengths[0])] if is_list else [name]
+    return Target(REGRESSION, names, {}, is_list, words)
+
+
+def _hint(numbers: pyarrow.ChunkedArray) -> str:
+    """pandas makes fractions of whole numbers if any is missing."""
+    values = compute.unique(numbers).to_pylist()
+    if not 1 < len(values) <= _FEW or not all(_is_whole(value) for value in values):
+        return ""
+    return f"; for {len(values)} classes: --problem_type {SINGLE}"
+
+
+def _incomplete(name: str, count: int, fix: str) -> UserError:
+    rows = "1 row" if count == 1 else f"{count:,} rows"
+    return mistake("dataset_label_field", f"the column {name!r} has {rows} without a usable label", fix)
+
+
+# --- Classes -------------------------------------------------------------------------------------
+
+
+def _classes(name: str, kind: Value | ClassLabel, flat: pyarrow.ChunkedArray, of_model: Sequence[str]) -> Target:
+    """The classes that occur, or those that the data or the model itself lists."""
+    if isinstance(kind, ClassLabel):
+        by_label: dict[Any, str] = dict(enumerate(kind.names))
+    else:
+        by_label = _names_by_label(name, kind, compute.unique(flat).to_pylist())
+    names = list(by_label.values())
+    if len(names) < 2 and not _all_known(names, of_model):
+        raise mistake("dataset_label_field", f"all rows have the label {names[0]!r}", "data with two classes or more")
+    if _all_known(names, of_model):
+        place = {known.lower(): number for number, known in enumerate(of_model)}
+        in_order = [next((n for n in names if n.lower() == known.lower()), known) for known in of_model]
+        words = f"{len(in_order):,} classes" + (", as many as the model knows" if len(names) < len(in_order) else "")
+        return Target(SINGLE, in_order, {label: place[n.lower()] for label, n in by_label.items()}, words=words)
+    numbers = {label: number for number, label in enumerate(by_label)}
+    return Target(SINGLE, names, numbers, words=f"{len(names):,} classes")
+
+
+def _all_known(names: Sequence[str], of_model: Sequence[str]) -> bool:
+    """Whether the model was trained on all of these classes, maybe among others."""
+    found = {name.lower() for name in names}
+    return len(found) == len(names) and found <= {name.lower() for name in of_model}
+
+
+def _names_by_label(field_name: str, kind: Value, values: list[Any]) -> dict[Any, str]:
+    """The name of each class by the label in a row, in the order of the classes.
+
+    Texts are in alphabetical order. Numbers from 0 stay as they are: one that is missing may be in
+    other data. Others, such as -1 and 1 or ids with wide gaps, are numbered in their order.
+    """
+    if kind.dtype in TEXT_TYPES and all(isinstance(value, str) for value in values):
+        return {value: value for value in sorted(values)}
+    if not values or not all(_is_whole(value) for value in values):
+        raise _no_class(field_name, ", ".join(repr(value) for value in values[:5]) or "nothing")
+    whole = sorted(int(value) for value in values)
+    dense = whole[0] == 0 and whole[-1] < 10 * len(whole)
+    return {number: str(number) for number in (range(whole[-1] + 1) if dense else whole)}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value == int(value)
+
+
+def _no_class(name: str, held: str) -> UserError:
+    return mistake(
+        "dataset_label_field",
+        f"the column {name!r} holds {held}: a class is a text or a whole number",
+        "a label for every row, as a text or a whole number; or --problem_type regression for numbers to learn",
+    )
+
+
+# --- Rows ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Labelled(torch.utils.data.Dataset):
+    """The tokens of each text, with its label as the model learns it."""
+
+    examples: Dataset
+    target: Target
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, number: int) -> Example:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[Example]:
+        """A micro-batch at once, which torch's loader asks for."""
+        rows = self.examples[numbers]
+        labels = map(self.target.encode, rows["label"])
+        return [{"input_ids": ids, "labels": label} for ids, label in zip(rows["input_ids"], labels, strict=True)]
+
+
+def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelled:
+    """The examples whose text is not empty. Raises `UserError` for labels unlike the target's."""
+    _require_known(_column(rows), run["dataset_label_field"], target, flag)
+    examples = rows.select(np.flatnonzero(lengths_of(rows)))
+    if not len(examples):
+        what = f"all texts in the column {run['dataset_text_field']!r} are empty"
+        raise mistake(flag, what, "texts to classify")
+    return Labelled(examples, target)
+
+
+def _column(rows: Dataset) -> pyarrow.ChunkedArray:
+    return rows.select_columns("label").with_format("arrow")[:]["label"]
+
+
+def _require_known(column: pyarrow.ChunkedArray, name: str, target: Target, flag: str) -> None:
+    """Raises `UserError` for a label that `Target.encode` cannot take, in data to evaluate on."""
+    is_list = pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)
+    if target.problem_type == REGRESSION or target.is_vector:
+        found = _numbers(name, column, compute.list_flatten(column) if is_list else column, is_list)
+        if len(found.names) != len(target.names) or is_list != target.is_vector:
+            what = f"has {len(found.names)} numbers a row in {name!r}, and the training data {len(target.names)}"
+            raise mistake(flag, what, "rows with labels of the same shape")
+        return
+    if is_list and (target.problem_type == SINGLE or column.null_count):
+        raise mistake(flag, f"has lists in {name!r}, unlike the training data, or none", "the same labels in both")
+    values = compute.unique(compute.list_flatten(column) if is_list else column).to_pylist()
+    unknown = [value for value in values if value not in target.numbers]
+    if unknown:
+        shown = ", ".join(repr(value) for value in unknown[:5])
+        raise mistake(
+            flag,
+            f"has labels that are not among the classes: {shown}",
+            "rows whose labels the training data has too: rows that are sorted by label, shuffled before the split",
+        )
+
+
+def _each(label: Any) -> list:
+    return label if isinstance(label, list) else [label]

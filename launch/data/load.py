@@ -1,0 +1,265 @@
+"""Data for a run: read, tokenized by its columns, and checked before a single step is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import DataCollatorWithFlattening
+
+from launch.data.batches import UNKNOWN, Example, Pad, Stack
+from launch.data.cache import Tokenized
+from launch.data.formats import described
+from launch.data.labels import Labelled, collator, labelled, recognise
+from launch.data.mixture import Source, evaluated, mixed, of_parts, table, tokens_of_parts
+from launch.data.packing import Cut, Joined, Packs, joined, joins, lengths_of, packed
+from launch.data.sources import unread_files
+from launch.data.streams import Stream, description_of, open_part, stream_of
+from launch.data.tokens import NOTHING, of_examples
+from launch.host.world import World
+from recipes.errors import UserError, mistake
+from recipes.mixture import Part, title
+from recipes.run import RunSpec, Settings
+
+Rows = Cut | Packs | Joined | Labelled
+
+
+@dataclass
+class Data:
+    """What Trainer needs, and a description for a person.
+
+    `labels` are the names of a classifier's outputs and `problem_type` what it learns of them, None
+    for language models. `commit` is the Hub's, of data from there; None if unknown.
+    """
+
+    train: Rows | Stream
+    eval: Rows | None
+    collator: Callable[[list[Example]], dict[str, torch.Tensor]]
+    description: str
+    labels: list[str] | None
+    commit: str | None = None
+    problem_type: str | None = None
+
+    def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
+        """The collator for the model's attention: Flash is told where examples begin."""
+        if "flash" not in (attention or ""):
+            return self.collator
+        if isinstance(self.train, Stream) and "position_ids" in self.train.longest:  # not in joined rows
+            return Stack(UNKNOWN)
+        if not isinstance(self.train, Packs):
+            return self.collator
+        both = (self.train, self.eval) if isinstance(self.eval, Packs) else (self.train,)
+        return Stack(max(packs.most_examples for packs in both))
+
+    @property
+    def examples(self) -> int:
+        """How many there are to train on; 0 if unknown."""
+        return 0 if isinstance(self.train, Stream) else len(self.train or ())
+
+    def steps(self, run: RunSpec) -> int:
+        """Optimizer steps of the whole run, at least: a last batch that is not full may count."""
+        if run["max_steps"] > 0:
+            return run["max_steps"]
+        return max(1, int(self.examples // run.batch.total * run["num_train_epochs"]))
+
+
+def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
+    """The run's data, ready to train on. Raises `UserError` for anything the user can correct.
+
+    It may take hours: one process of each node tokenizes, and the others wait. So it is to be
+    called before a process group is joined, whose time-outs would end them. `classes` are the names
+    that the model was trained to tell apart, in its order.
+    """
+    if run["dataset_streaming"]:
+        return _streamed(run, tokenizer)
+    if run["task"] == "sequence_classification":
+        return _classification(run, tokenizer, classes)
+    return _causal_lm(run, tokenizer)
+
+
+def require_same_data(data: Data, world: World) -> None:
+    """Each process asks the Hub for itself. Raises `UserError` on one that got another commit than
+    rank 0.
+    """
+    commit = world.decide(lambda: data.commit)
+    if commit and data.commit and commit != data.commit:
+        what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this one {data.commit}"
+        raise mistake("dataset_name", what, "the same command again")
+
+
+def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:
+    """The longest example of the data, `count` times: it takes the most memory. Of a stream, the
+    longest that it may have.
+    """
+    if isinstance(rows, Stream):
+        return torch.utils.data.Subset([rows.longest], [0] * count)  # type: ignore[arg-type]
+    longest = 0 if isinstance(rows, (Packs, Joined)) else int(lengths_of(rows.examples).argmax())
+    return torch.utils.data.Subset(rows, [longest] * count)
+
+
+# --- Language models -----------------------------------------------------------------------------
+
+
+def _causal_lm(run: RunSpec, tokenizer) -> Data:
+    sources = [_source(run, tokenizer, *found) for found in tokens_of_parts(run, tokenizer)]
+    train = _ready(run, tokenizer, mixed(sources), "dataset_train_split")
+    evaluation = evaluated(run, [source.eval for source in sources])
+    held_out = evaluation and _ready(run, tokenizer, evaluation, "dataset_test_split")
+    note = f"\n{table(sources, run['max_length'])}" if sources[1:] else sources[0].note
+    left_out = [sum(counts) for counts in zip(*(source.left_out for source in sources), strict=True)]
+    return Data(
+        train=train,
+        eval=held_out,
+        collator=_collator(run, tokenizer),
+        description=_describe(run, train, left_out[0]) + note + _held_out(run, held_out, left_out[1]),
+        labels=None,
+        commit=", ".join(source.commit for source in sources if source.commit) or None,
+    )
+
+
+def _source(run: RunSpec, tokenizer, part: Part, found: Tokenized) -> Source:
+    """The examples of one part."""
+    train = _learnable(run, found.train, "dataset_train_split")
+    held_out = None if found.eval is None else _learnable(run, found.eval, "dataset_test_split")
+    return Source(
+        name=str(part),
+        weight=part.weight,
+        train=train,
+        eval=held_out,
+        left_out=(len(found.train) - len(train), len(found.eval or ()) - len(held_out or ())),
+        note=described(found.columns, tokenizer.chat_template, run["dataset_text_field"], joins(run))
+        + unread_files(part.name, found.kind),
+        commit=found.commit,
+    )
+
+
+def _streamed(run: RunSpec, tokenizer) -> Data:
+    opened = [found for _, found in of_parts(run, partial(open_part, tokenizer=tokenizer))]
+    parts, evals, notes, commits = zip(*opened, strict=True)
+    stream, flag = stream_of(run, tokenizer, parts), "dataset_test_split"
+    evaluation = evaluated(run, [None if tokens is None else _learnable(run, tokens, flag) for tokens in evals])
+    held_out = evaluation and _ready(run, tokenizer, evaluation, flag)
+    left_out = sum(len(tokens or ()) for tokens in evals) - len(evaluation or ())
+    return Data(
+        train=stream,
+        eval=held_out,
+        collator=_collator(run, tokenizer),
+        description=description_of(run, stream, notes) + _held_out(run, held_out, left_out),
+        labels=None,
+        commit=", ".join(filter(None, commits)) or None,
+    )
+
+
+def _collator(run: Settings, tokenizer) -> Callable:
+    if run["packing"]:
+        return Stack()
+    if run["padding_free"]:
+        return DataCollatorWithFlattening()
+    return _padding(run, tokenizer)
+
+
+def _padding(run: Settings, tokenizer) -> Pad:
+    # Padding is masked, so any token works.
+    return Pad(tokenizer.pad_token_id or 0, run["max_length"])
+
+
+def _learnable(run: Settings, tokens: Dataset, flag: str) -> Dataset:
+    """The examples without those that have nothing to learn.
+
+    A micro-batch of only such examples has a loss of nan.
+    """
+    first = of_examples(tokens, tokens.data.column("first_learned").to_numpy())
+    examples = tokens.select(np.flatnonzero(first < (NOTHING if joins(run) else run["max_length"])))
+    if not len(examples):
+        raise _nothing_to_learn(run, flag)
+    return examples
+
+
+def _ready(run: Settings, tokenizer, examples: Dataset, flag: str) -> Cut | Packs | Joined:
+    """The examples as the run trains on them."""
+    if not run["packing"]:
+        return Cut(examples, run["max_length"])
+    if joins(run):
+        return _joined(run, examples, flag)
+    return packed(examples, run["max_length"], tokenizer.pad_token_id or 0)
+
+
+def _joined(run: Settings, examples: Dataset, flag: str) -> Joined:
+    rows = joined(examples, run["max_length"])
+    if len(rows):
+        return rows
+    total = int(lengths_of(examples).sum())
+    if total >= run["max_length"]:
+        raise _nothing_to_learn(run, flag)
+    raise mistake(
+        "max_length",
+        f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {run['max_length']:,}",
+        f"--max_length {total} or less, or --packing false",
+    )
+
+
+def _nothing_to_learn(run: Settings, flag: str) -> UserError:
+    return mistake(
+        flag,
+        f"no example has anything to learn within {run['max_length']:,} tokens: "
+        "all labels are masked, and the loss would be nan",
+        "texts, completions or assistant messages that are not empty, or a larger --max_length",
+    )
+
+
+# --- Classification ------------------------------------------------------------------------------
+
+
+def _classification(run: RunSpec, tokenizer, classes: Sequence[str]) -> Data:
+    if not run["dataset_name"]:
+        raise mistake("dataset_name", "is missing: classification needs labelled texts", "--dataset_name FILE_OR_ID")
+    ((part, found),) = tokens_of_parts(run, tokenizer)
+    target = recognise(run, found.train, classes)
+    train = labelled(run, found.train, target, "dataset_train_split")
+    held_out = None if found.eval is None else labelled(run, found.eval, target, "dataset_test_split")
+    description = f"{_describe(run, train, len(found.train) - len(train))}, {target.words}"
+    left_out = len(found.eval or ()) - len(held_out or ())
+    return Data(
+        train=train,
+        eval=held_out,
+        collator=collator(_padding(run, tokenizer), target),
+        description=description + unread_files(part.name, found.kind) + _held_out(run, held_out, left_out),
+        labels=target.names,
+        commit=found.commit,
+        problem_type=target.problem_type,
+    )
+
+
+# --- Figures -------------------------------------------------------------------------------------
+
+
+def _describe(run: Settings, rows: Rows, left_out: int) -> str:
+    return f"{title(run['dataset_name']) or 'stdlib source'}, {_counts(rows, run['max_length'], left_out)}"
+
+
+def _held_out(run: Settings, rows: Rows | None, left_out: int) -> str:
+    return "" if rows is None else f"\nevaluation: {_counts(rows, run['max_length'], left_out)}"
+
+
+def _counts(rows: Rows, length: int, left_out: int) -> str:
+    """How many examples or sequences there are, and what of the data is not in them."""
+    lengths = lengths_of(rows.examples)
+    total, shown = int(lengths.sum()), np.minimum(lengths, length)
+    text = f"{len(rows):,} sequences of {length:,} tokens"
+    if isinstance(rows, Joined) and (rest := total - len(rows) * length):
+        text += f", {rest:,} tokens left over" + (", most with nothing to learn" if rest >= length else "")
+    if isinstance(rows, Packs):
+        text += f" ({len(lengths):,} examples side by side, {shown.sum() / (len(rows) * length):.1%} full)"
+    if isinstance(rows, (Cut, Labelled)):
+        text = f"{len(rows):,} examples of {shown.mean():,.0f} tokens, the longest {shown.max():,}"
+    if isinstance(rows, Labelled) and (full := int((lengths == length).sum())):
+        text += f", {full:,} of them cut there or just as long"
+    if isinstance(rows, (Cut, Packs)) and (cut := total - int(shown.sum())):
+        text += f", {cut:,} tokens cut ({cut / total:.1%}): examples longer than {length:,}"
+        wrapped = "--packing_strategy wrapped goes on in the next sequence, for pre-training on texts"
+        text += f" ({wrapped})" if isinstance(rows, Packs) else ""
+    return text + (f", {left_out:,} left out: nothing to learn in them" if left_out else "")

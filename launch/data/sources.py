@@ -1,0 +1,389 @@
+"""Reading data: a file, a folder, the Hub or the demonstration, as rows not yet tokenized."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import glob
+import gzip
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+
+import datasets
+import pyarrow.json
+from datasets import Dataset, DatasetDict, Features, IterableDataset, ReadInstruction
+from datasets.packaged_modules.json import json as json_reader
+from datasets.table import table_cast
+from huggingface_hub import HfApi
+
+from launch.data.demo import demo_corpus, held_out
+from recipes.errors import StreamBroke, UserError, mistake
+from recipes.mixture import paths_of
+from recipes.rules.data import FILE_KINDS, file_kind, nothing_to_evaluate_on
+from recipes.run import Settings
+from recipes.run.engine import expanded
+
+# A reader takes some 10 MB at a time, and each time the columns and types that it finds there.
+_ALIKE = "the columns and types of the first rows in all others, or a file for each: --dataset_name FILE FILE"
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)  # a .gz that was not copied whole, or is none
+
+
+def demo_splits(run: Settings) -> dict[str, Dataset]:
+    texts = demo_corpus()
+    evaluates = run["eval_strategy"] != "no"
+    parts = dict(zip(("train", "test"), held_out(texts), strict=True)) if evaluates else {"train": texts}
+    return {name: Dataset.from_dict({"text": part}) for name, part in parts.items()}
+
+
+def wanted_splits(run: Settings, names: list[str]) -> dict[str, str]:
+    """What the flags for the splits ask for: to train on, and to evaluate on if the run does."""
+    wanted = {"dataset_train_split": run["dataset_train_split"]}
+    if run["eval_strategy"] != "no":
+        held_out = run["dataset_test_split"] or next((name for name in ("test", "validation") if name in names), None)
+        if held_out is None:
+            raise UserError(nothing_to_evaluate_on(f"the data has {', '.join(names)}", run["dataset_streaming"]))
+        wanted["dataset_test_split"] = held_out
+    return wanted
+
+
+def rows_needed(run: Settings, names: list[str]) -> dict[str, float]:
+    """The splits that a run reads, and how many rows from the start: infinity for all of them.
+
+    Raises `UserError` if there is no such split.
+    """
+    needed: dict[str, float] = {}
+    for flag, wanted in wanted_splits(run, names).items():
+        # A part that ends at the same row however long its split is needs no more than that.
+        some, more = (_parts(dict.fromkeys(names, rows), flag, wanted) for rows in (10**12, 10**13))
+        for part, longer in zip(some, more, strict=True):
+            rows = part.to if part.to == longer.to and part.from_ == longer.from_ else math.inf
+            needed[part.splitname] = max(needed.get(part.splitname, 0), rows)
+    return needed
+
+
+def take(splits: Mapping[str, Dataset], flag: str, wanted: str) -> Dataset:
+    """The rows of `train`, `train[:95%]` or `train[:10]+test`, from whatever source."""
+    parts = _parts({name: len(split) for name, split in splits.items()}, flag, wanted)
+    taken = [splits[part.splitname].select(range(part.from_, part.to) or []) for part in parts]
+    rows = taken[0] if len(taken) == 1 else datasets.concatenate_datasets(taken)
+    if not len(rows):
+        listed = ", ".join(f"{name} ({len(split):,} rows)" for name, split in splits.items())
+        raise mistake(flag, f"the split {wanted!r} is empty", f"a split with rows in it: {listed}")
+    return rows
+
+
+def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
+    """The parts of splits that a text asks for, given how many rows each split has."""
+    try:
+        return ReadInstruction.from_spec(wanted).to_absolute(rows)
+    except (ValueError, AssertionError):
+        what = f"there is no split {wanted!r}; the data has {', '.join(rows)}"
+        raise mistake(flag, what, "name one of them, or a slice of one") from None
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Streams:
+    """All splits of a data set, read piece by piece when they are asked for.
+
+    `files` are those that a split is read from, as far as they are known.
+    """
+
+    splits: dict[str, IterableDataset]
+    files: dict[str, list[str]]
+    commit: str | None  # of the Hub
+
+    @property
+    def kind(self) -> str:
+        """The reader's name: json, csv, parquet, ..."""
+        return next(iter(self.splits.values())).info.builder_name or ""
+
+
+def file_versions(run: Settings) -> list | None:
+    """Path, size and times of each file: with another one it is other data. None for the Hub's.
+
+    The time of the last change of the file itself is one that no program can set back, as `rsync
+    -t` and `tar` do with that of its contents.
+    """
+    paths = paths_of(run["dataset_name"])
+    if not paths:
+        return None
+    files = sorted(_files_in(paths[0])) if paths[0].is_dir() else paths
+    found = [(file, file.stat()) for file in files]
+    return [(str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """As the library does, without hidden ones."""
+    for file in folder.rglob("*"):
+        if file.is_file() and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts):
+            yield file
+
+
+def newest_commit(name: str) -> str | None:
+    """Of a data set on the Hub. None if it cannot be reached."""
+    if datasets.config.HF_HUB_OFFLINE:
+        return None
+    try:
+        return HfApi().dataset_info(name, timeout=30).sha
+    except Exception:  # reading it says why, or finds what an earlier start has left in the cache
+        return None
+
+
+def open_streams(run: Settings, commit: str | None, shards: int = 1) -> Streams:
+    """The data, to be read inside `null_is_a_row`. `commit` is that of `newest_commit`.
+
+    Rows that lie on the disk as Arrow tables get so many `shards`; others have their own.
+    """
+    if not run["dataset_name"]:
+        return Streams(_from_tables(demo_splits(run), shards), {}, None)
+    paths = paths_of(run["dataset_name"])
+    if not paths:
+        return _stream_hub(run["dataset_name"], run["dataset_config"], commit, shards)
+    path = paths[0]
+    if path.is_dir() and _is_saved(path):
+        return Streams(_from_tables(_read_saved(path), shards), {}, None)
+    try:
+        if path.is_dir():
+            builder = datasets.load_dataset_builder(str(path), run["dataset_config"])
+        else:
+            kind = str(file_kind(path))
+            options = {"encoding": "utf-8-sig"} if kind == "text" else {}  # or the mark stays in the first line
+            builder = datasets.load_dataset_builder(kind, data_files=_escaped(paths), **options)
+        streams = dict(builder.as_streaming_dataset())
+    except Exception as error:  # parsers raise anything, and always about these files or this folder
+        raise unreadable(_bad_one(paths), error) from None
+    return Streams(streams, {name: list(files) for name, files in (builder.config.data_files or {}).items()}, None)
+
+
+def _from_tables(splits: Mapping[str, Dataset], shards: int) -> dict[str, IterableDataset]:
+    return {name: rows.to_iterable_dataset(max(1, min(shards, len(rows)))) for name, rows in splits.items()}
+
+
+def _stream_hub(name: str, config: str | None, commit: str | None, shards: int) -> Streams:
+    if commit is not None:
+        return Streams(_load_hub(name, config, revision=commit, streaming=True), {}, commit)
+    # Out of reach: what is in the library's own cache.
+    found = _load_hub(name, config)
+    return Streams(_from_tables(found, shards), {}, hub_commit(next(iter(found.values()))))
+
+
+def _cannot_be_read(name: str, error: Exception) -> UserError:
+    paths = paths_of(name)
+    return unreadable(_bad_one(paths), error) if paths else _not_on_hub(name, error)
+
+
+def pieces(
+    stream: IterableDataset,
+    name: str,
+    rows: int,
+    features: Features | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    explained: Callable[[str, Exception], Exception] = _cannot_be_read,
+) -> Iterator[pyarrow.Table]:
+    """The rows of a stream of Arrow tables, so many at a time, with the types of `features` once
+    their columns are renamed.
+
+    Raises what `explained` makes of an error: `UserError` for what cannot be read.
+    """
+    try:
+        for table in stream.iter(rows):
+            yield table if features is None else table_cast(renamed(table, columns), features.arrow_schema)
+    except Exception as error:  # parsers and networks raise anything
+        raise explained(name, error) from None
+
+
+def new_names(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
+    """Old name -> new name. A column is left out if another one gets its name."""
+    return {name: columns.get(name, name) for name in names if name in columns or name not in columns.values()}
+
+
+def renamed(table: pyarrow.Table, columns: Mapping[str, str]) -> pyarrow.Table:
+    names = new_names(table.column_names, columns)
+    return table.select(list(names)).rename_columns(list(names.values())) if columns else table
+
+
+def require_rows(name: str) -> None:
+    """Raises `UserError` for a file in which none were found."""
+    paths = paths_of(name)
+    if paths and paths[0].is_file():
+        raise unreadable(paths[0], ValueError("there are no rows in it"))
+
+
+def hub_commit(rows: Dataset) -> str | None:
+    """The commit of data from the Hub. `datasets` names a folder of its cache after it
+    (load.py, `HubDatasetModuleFactory`: the builder's hash). None for any other data.
+    """
+    names = (part for file in rows.cache_files for part in Path(file["filename"]).parts)
+    return next((name for name in names if re.fullmatch(r"[0-9a-f]{40}", name)), None)
+
+
+def _escaped(paths: list[Path]) -> list[str]:
+    """Absolute and escaped: the library takes brackets for a pattern, `http:` for an address."""
+    return [glob.escape(str(path.absolute())) for path in paths]
+
+
+def _bad_one(paths: list[Path]) -> Path:
+    """Of files that cannot be read, the first in which the reason is seen."""
+    return next((path for path in paths if _first_bad_line(path)), paths[0]) if paths[1:] else paths[0]
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    """What is wrong with a file or folder of data, whose reader has raised `error`."""
+    if "::" in str(path.absolute()):
+        what = f"{path} cannot be read: the library datasets takes :: for a way into an archive"
+        return mistake("dataset_name", what, "another name")
+    if path.is_dir():
+        what = f"the folder {path} cannot be read: {_cause(error)}"
+        if glob.escape(str(path.absolute())) != str(path.absolute()):
+            return mistake(
+                "dataset_name", f"{what}: the library datasets takes [, ], * and ? for a pattern", "rename it"
+            )
+        if "Couldn't cast" in what:
+            return mistake("dataset_name", what, _ALIKE)
+        return mistake(
+            "dataset_name", what, "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files"
+        )
+    kind, bad_line = file_kind(path), _first_bad_line(path)
+    cause = bad_line or _cause(error)
+    fix = _ALIKE if "Couldn't cast" in cause else "correct the file"
+    if "UTF-8" in bad_line:
+        with path.open("rb") as file:
+            is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        fix = f"iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path}, if it is that"
+    return mistake("dataset_name", f"{path} cannot be read as {kind}: {cause}", fix)
+
+
+def stream_broke(name: str, error: Exception) -> UserError | StreamBroke:
+    """What a stream has raised while it was read: a mistake in the data, or a failure."""
+    if isinstance(error, UserError):
+        return error
+    if isinstance(error, UnicodeDecodeError):
+        return not_utf8(name, error)
+    is_failure = isinstance(error, OSError) or not isinstance(error, (ValueError, TypeError, LookupError))
+    if is_failure and not isinstance(error, _DAMAGED):
+        return StreamBroke(f"{name} could not be read on: {_cause(error)}")
+    files = [path for path in paths_of(name) if path.is_file()]
+    cause, fix = _cause(error), "rows that all have the columns and types of the first ones"
+    if line := next(filter(None, map(_first_bad_line, files)), ""):
+        cause, fix = line, "correct the file"
+    elif "parse error" in cause:
+        fix = "correct the file that the library names above"
+    return mistake("dataset_name", f"{name} cannot be read on: {cause}", fix)
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> UserError:
+    """What is wrong with data whose bytes turn out not to be UTF-8 where a text is used."""
+    paths = paths_of(name)
+    if paths and paths[0].is_file():
+        return unreadable(_bad_one(paths), error)
+    return mistake("dataset_name", f"{name} holds bytes that are not UTF-8: {error}", "its files, saved as UTF-8")
+
+
+def _first_bad_line(path: Path) -> str:
+    """The first line that is not UTF-8, or in a .jsonl not JSON. Empty for any other file."""
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".zst"):
+        return ""
+    if suffix == ".gz":
+        suffix = Path(path.stem).suffix.lower()
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as lines:
+            for line in lines:
+                number += 1
+                text = line.decode("utf-8-sig")
+                if suffix == ".jsonl" and text.strip():
+                    json.loads(text)
+    except UnicodeDecodeError:
+        return f"line {number} is not UTF-8"
+    except RecursionError:
+        return f"line {number} is nested too deeply"
+    except _DAMAGED as error:
+        return f"it is damaged after line {number}: {error}"
+    except ValueError as error:
+        return f"line {number}: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def null_is_a_row() -> Iterator[None]:
+    """pyarrow dies with a segmentation fault of a block of JSON lines that begins with `null`.
+
+    `{}` is the same row, without a value in any column.
+    """
+
+    def read_json(stream: io.BytesIO, **options) -> pyarrow.Table:
+        # With a line break before it, the search takes a tenth of the time that parsing takes.
+        lines = re.sub(rb"\n[ \t]*null[ \t\r]*(?=\n|$)", b"\n{}", b"\n" + stream.getvalue())[1:]
+        return pyarrow.json.read_json(io.BytesIO(lines), **options)
+
+    json_reader.paj = SimpleNamespace(read_json=read_json, ReadOptions=pyarrow.json.ReadOptions)
+    try:
+        yield
+    finally:
+        json_reader.paj = pyarrow.json
+
+
+def _read_saved(path: Path) -> dict[str, Dataset]:
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:
+        raise unreadable(path, error) from None
+    return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether save_to_disk wrote it."""
+    return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+
+
+def unread_files(name: str, kind: str | None) -> str:
+    """A note on a folder's data files that were left out: the library reads those of one kind only.
+
+    Empty if it has read all.
+    """
+    folder = expanded(name)
+    if not folder.is_dir() or _is_saved(folder):
+        return ""
+    others = [path for path in folder.rglob("*") if (file_kind(path) or kind) != kind]
+    names = sorted(path.name for path in others if not path.name.startswith((".", "_")))
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"; not read, since most files are {kind}: {names[0]}{more}" if names else ""
+
+
+def _load_hub(name: str, config: str | None, **options) -> dict:
+    try:
+        return dict(datasets.load_dataset(name, config, **options))
+    # No such configuration, or one must be chosen: the library lists them.
+    except ValueError as error:
+        if "config" in str(error).lower():
+            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
+        raise _not_on_hub(name, error) from None
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        raise _not_on_hub(name, error) from None
+
+
+def _not_on_hub(name: str, error: Exception) -> UserError:
+    return mistake(
+        "dataset_name",
+        f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub: {_cause(error)}",
+        "check the spelling, the network and `hf auth login`; a local path is found from the current folder",
+    )
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost explicit cause, cut to one short line."""
+    while error.__cause__:
+        error = error.__cause__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,296 @@
+"""Streaming: data that is read while it trains, from the Hub or from files larger than the disk.
+
+The library `datasets` reads, and knows its place in each shard. Three things are ours, because its
+own were tried. Its shuffle buffer is empty after a resume: 25 of 50 waiting rows were lost. Here a
+window of examples is packed as one small data set and put into another order, which depends on
+nothing that came before. `repeat` gives every round the same order, while `set_epoch` moves all
+workers of a process at once: each worker begins its rounds anew. And `interleave_datasets` mixes
+rows before they are tokenized, and gives all of them the columns of all parts: no row would tell
+its format. Here a window has tokens of every part, by its weight.
+
+A part that ends begins its next round while the others go on, in the same window: the shares are
+those of the weights, however small a part is. A single source's rounds share no window, so that
+each of its rows comes once before one comes again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import fsspec.asyn
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import torch
+from datasets import Dataset, Features, IterableDataset
+
+from launch.data import sources
+from launch.data.batches import IGNORED, Example
+from launch.data.cache import features_of, tokenized
+from launch.data.formats import described
+from launch.data.mixture import MOST_LINES, evenly, naming
+from launch.data.packing import Cut, joined, joins, packed
+from launch.data.sources import null_is_a_row, stream_broke
+from launch.data.tokenizing import encode_in_pieces, encode_table
+from launch.data.tokens import NOTHING, token_table
+from launch.terminal import plural
+from recipes.errors import StreamBroke, UserError, mistake
+from recipes.mixture import Part, paths_of, title
+from recipes.run import Json, RunSpec, Settings
+
+WINDOW = 1_000  # examples that are packed and shuffled together
+PLACE = "place"  # in an example, and in a batch: where the stream goes on after it
+SHARDS = 1024  # of rows that are on the disk: as many readers as any world has get as many rows
+
+
+@dataclass(frozen=True)
+class StreamedPart:
+    """A part of the data, or the single source."""
+
+    source: Part
+    rows: IterableDataset  # of Arrow tables
+    read: Callable[..., Iterator[pa.Table]]  # of some of these rows, so many at a time
+    learnable: Callable[[pa.Table], pa.Table]  # the tokens of those rows that have anything to learn
+    undealt: bool = False  # each reader has all rows, which are fewer than readers
+
+
+@dataclass
+class Stream(torch.utils.data.IterableDataset):
+    """Examples without end. Each comes with its place: the window, how many examples of it were
+    taken, and where in each part it begins. That is the part's round, the state of the rows before
+    a piece of it, and how many examples of this piece were used.
+
+    Each of `ranks` x workers readers has rows of its own. `places` are those where a resume goes
+    on, by worker; the first batch is that of the worker `turn`.
+    """
+
+    parts: Sequence[StreamedPart]
+    prepare: Callable[[pa.Table], Sequence[Example]]  # the examples of a window's tokens
+    longest: Example  # the longest that it may hold: it takes the most memory
+    seed: int
+    shuffles: bool = True
+    rank: int = 0
+    ranks: int = 1
+    places: Mapping[str, Json] = field(default_factory=dict)
+    turn: int = 0
+    first_round: int = 0
+
+    @property
+    def shards(self) -> list[int]:
+        return [part.rows.num_shards for part in self.parts]
+
+    def share(self, number: int) -> float:
+        """Of the examples, that the part of this number has."""
+        weights = [part.source.weight or 1 for part in self.parts]
+        return weights[number] / sum(weights)
+
+    def __iter__(self) -> Iterator[Example]:
+        info = torch.utils.data.get_worker_info()
+        workers = info.num_workers if info else 1
+        worker = ((info.id if info else 0) + self.turn) % workers
+        if info:
+            fsspec.asyn.reset_lock()  # a lock that is held while a worker is forked would stay held in it
+        begin = {"round": self.first_round, "rows": None, "used": 0}
+        place = self.places.get(str(worker)) or {"window": 0, "taken": 0, "parts": [begin] * len(self.parts)}
+        try:
+            with null_is_a_row():
+                for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
+                    yield {**example, PLACE: {"worker": worker, **at}}
+        except (UserError, StreamBroke) as error:
+            # A worker's error would arrive as text. This one is raised when its turn comes, after
+            # all the examples before it were trained.
+            yield {PLACE: error}
+
+    def _examples(self, reader: int, readers: int, place: Json) -> Iterator[tuple[Example, Json]]:
+        taken, first, fruitless = place["taken"], place["window"], 0
+        of_parts = (self._of_part(number, reader, readers, first, at) for number, at in enumerate(place["parts"]))
+        for window, found in enumerate(zip(*of_parts, strict=True), start=first):
+            starts, tables = zip(*found, strict=True)
+            examples = self.prepare(pa.concat_tables(tables).take(evenly([len(table) for table in tables])))
+            order = np.arange(len(examples))
+            if self.shuffles:
+                _numbers(self.seed, reader, window, *(at["round"] for at in starts)).shuffle(order)
+            for count in range(taken, len(order)):
+                yield examples[int(order[count])], {"window": window, "taken": count + 1, "parts": starts}
+            taken, fruitless = 0, 0 if len(order) else fruitless + 1
+            if fruitless == 100:  # joined texts: nothing is learned of the first token of a sequence
+                raise _nothing_to_learn(readers, len(self.longest["input_ids"]))
+
+    def _of_part(self, number: int, reader: int, readers: int, first: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
+        """A part's examples in each window from this one on, and its place before them."""
+        alone, each = len(self.parts) == 1, WINDOW * self.share(number)
+        pieces = self._pieces(number, reader, readers, at)
+        at, left = next(pieces)
+        for window in itertools.count(first):
+            wanted, start, taken = round(each * (window + 1)) - round(each * window), None, []
+            while start is None or (wanted and not alone):
+                if not len(left):
+                    at, left = next(pieces)
+                start = start or at
+                taken.append(left[:wanted])
+                at, left = {**at, "used": at["used"] + len(taken[-1])}, left[wanted:]
+                wanted -= len(taken[-1])
+            yield start, pa.concat_tables(taken)
+
+    def _pieces(self, number: int, reader: int, readers: int, at: Json) -> Iterator[tuple[Json, pa.Table]]:
+        """What there is to learn in a part, piece by piece and round after round, and its place."""
+        part, turn, before, used = self.parts[number], at["round"], at["rows"], at["used"]
+        size = math.ceil(WINDOW * self.share(number))
+        with naming(part.source.name, len(self.parts) == 1):
+            while True:
+                rows, fellow, fellows = dealt(part.rows, *((0, 1) if part.undealt else (reader, readers)))
+                if self.shuffles:
+                    rows.set_epoch(1 + int(_numbers(self.seed, number, turn).integers(2**31)))
+                if before is not None:
+                    rows.load_state_dict(before)
+                learns = bool(before or used)  # of a round that an earlier start began, nobody knows
+                for table in part.read(rows, rows=size * fellows):
+                    after = rows.state_dict()
+                    tokens = part.learnable(table.take(np.arange(fellow, len(table), fellows)))[used:]
+                    if len(tokens):
+                        yield {"round": turn, "rows": before, "used": used}, tokens
+                        learns = True
+                    before, used = after, 0
+                if not learns:
+                    raise _nothing_to_learn(readers, len(self.longest["input_ids"]))
+                turn, before = turn + 1, None
+
+
+def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDataset, int, int]:
+    """A reader's shards; its number among the readers that have the same ones, and how many these
+    are. They take the rows in turns.
+
+    All readers have as many, or, of many shards, one more at most. The rows are a new object: the
+    library shares a round's number between the copies in a process's workers.
+    """
+    shards = rows.num_shards
+    groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
+    return rows.shard(groups, reader % groups, contiguous=False), reader // groups, readers // groups
+
+
+def _numbers(*seeds: int) -> np.random.Generator:
+    return np.random.default_rng(seeds)
+
+
+def _nothing_to_learn(readers: int, longest: int) -> UserError:
+    what = f"one of {plural(readers, 'reader')} found nothing to learn within {longest:,} tokens in a whole round"
+    fix = "texts, completions or assistant messages that are not empty, a larger --max_length"
+    return mistake("dataset_name", what, f"{fix}, or rows for each process and worker")
+
+
+# --- From a run -----------------------------------------------------------------------------------
+
+
+def stream_of(run: RunSpec, tokenizer, parts: Sequence[StreamedPart]) -> Stream:
+    filled = [[0] * run["max_length"]]
+    return Stream(
+        parts=parts,
+        prepare=partial(_in_rows, run=_plain(run), tokenizer=tokenizer),
+        longest=_in_rows(token_table(filled, filled), run, tokenizer)[0],
+        seed=run["seed"] if run["data_seed"] is None else run["data_seed"],
+        shuffles=run["train_sampling_strategy"] != "sequential",
+    )
+
+
+def open_part(run: RunSpec, part: Part, tokenizer) -> tuple[StreamedPart, Dataset | None, str, str | None]:
+    """The only part of a run, its tokens to evaluate on, a note for a person and the Hub's commit.
+
+    Raises `UserError` for what the user can correct.
+    """
+    name = run["dataset_name"]
+    commit = sources.newest_commit(name) if name and not paths_of(name) else None
+    with null_is_a_row():
+        streams = sources.open_streams(run, commit, SHARDS)
+        splits = _wanted(run, list(streams.splits))
+        rows = streams.splits[splits["dataset_train_split"]]
+        if rows.num_shards % _readers(run):
+            rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
+        rows = rows.with_format("arrow")
+        features = features_of(rows, name, part.columns)
+        read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
+        learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
+        undealt, seen = False, ""
+        if (first := next(read(rows, rows=WINDOW), None)) is not None:
+            found = learnable(first)  # what is wrong with its columns is said before a model is loaded
+            undealt = len(first) < WINDOW and len(found) < _readers(run)
+            seen = _left_out(len(first), found, run)
+    evaluation = None
+    if split := splits.get("dataset_test_split"):  # whose tokens are made once and kept
+        only = run.given_too(dataset_train_split=split, dataset_test_split=split)
+        evaluation = tokenized(only, tokenizer, part.columns).eval
+    note = described(list(features), tokenizer.chat_template, run["dataset_text_field"], joins(run)) + seen
+    note += "; fewer rows than readers: each reads all of them" if undealt else ""
+    note += sources.unread_files(part.name, streams.kind)
+    return StreamedPart(part, rows, read, learnable, undealt), evaluation, note, streams.commit
+
+
+def _left_out(rows: int, found: pa.Table, run: Settings) -> str:
+    """What is not trained of the first rows of a stream. Of all its rows nobody knows before."""
+    lengths = pyarrow.compute.list_value_length(found["input_ids"]).to_numpy()
+    cut = 0 if joins(run) else int(np.maximum(lengths - run["max_length"], 0).sum())
+    lost = [f"{rows - len(found):,} have nothing to learn"] if rows > len(found) else []
+    lost += [f"{cut / lengths.sum():.1%} of the tokens are cut"] if cut else []
+    return f"; of the first {plural(rows, 'row')} {' and '.join(lost)}" if lost else ""
+
+
+def _plain(run: RunSpec) -> Settings:
+    """A worker that is not forked gets the settings pickled, which their environment cannot be."""
+    return {setting: run[setting] for setting in run}
+
+
+def _readers(run: RunSpec) -> int:
+    return run.data_parallel_size * max(1, run["dataloader_num_workers"])
+
+
+def _wanted(run: RunSpec, names: list[str]) -> dict[str, str]:
+    splits = sources.wanted_splits(run, names)
+    for flag, split in splits.items():
+        if split not in names:
+            raise mistake(flag, f"there is no split {split!r}; the data has {', '.join(names)}", "name one of them")
+    return splits
+
+
+def description_of(run: RunSpec, stream: Stream, notes: Sequence[str]) -> str:
+    order = f"shuffled within {WINDOW:,} rows" if stream.shuffles else "in their order"
+    packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
+    name, shards = title(run["dataset_name"]) or "stdlib source", plural(sum(stream.shards), "shard")
+    text = f"{name}, streamed: {shards} for {plural(_readers(run), 'reader')}, {order}{packing}"
+    if len(notes) == 1:
+        return text + notes[0]
+    shares = [stream.share(number) for number in range(len(notes))]
+    each = zip(stream.parts, shares, stream.shards, notes, strict=True)
+    lines = [
+        f"{part.source}: {share:.1%} of all, {plural(shards, 'shard')}{note}" for part, share, shards, note in each
+    ]
+    more = [f"and {len(lines) - MOST_LINES} more parts: {sum(shares[MOST_LINES:]):.1%} of all"]
+    return "\n".join([text, *lines[:MOST_LINES], *(more if lines[MOST_LINES:] else [])])
+
+
+def _learnable(rows: pa.Table, run: Settings, tokenizer, features: Features) -> pa.Table:
+    """The tokens of rows, without those that have nothing to learn: a micro-batch of them has a
+    loss of nan. They are judged like a data set of their own, as rows may change later.
+    """
+    encode = partial(encode_table, features=features, run=run, tokenizer=tokenizer)
+    try:
+        tokens = encode_in_pieces(rows, encode)
+    except (ValueError, TypeError, LookupError) as error:
+        raise stream_broke(run["dataset_name"], error) from None
+    limit = NOTHING if joins(run) else run["max_length"]
+    return tokens.filter(pyarrow.compute.less(tokens["first_learned"], limit))
+
+
+def _in_rows(tokens: pa.Table, run: Settings, tokenizer) -> Sequence[Example]:
+    """A window's examples, packed if the run packs."""
+    length, padding = run["max_length"], tokenizer.pad_token_id or 0
+    if joins(run):
+        # Joining leaves the last part out if it is not full: here one of every window.
+        rest = -len(tokens["input_ids"].combine_chunks().flatten()) % length
+        tokens = pa.concat_tables([tokens, token_table([[padding] * rest], [[IGNORED] * rest])])
+    examples = Dataset(tokens, fingerprint="a window")  # or it computes one
+    if not run["packing"]:
+        return Cut(examples, length)
+    return joined(examples, length) if joins(run) else packed(examples, length, padding)

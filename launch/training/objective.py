@@ -1,0 +1,137 @@
+"""What a classifier minimises, and the metrics that say how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from launch.data.batches import IGNORED
+from recipes.run.metrics import PER_CLASS
+
+
+@dataclass(frozen=True)
+class MeanOverExamples:
+    """The loss, for `Trainer(compute_loss_func=...)`: each example of a global batch has the same
+    weight, whatever its micro-batch.
+
+    It is transformers' for the `problem_type`: cross entropy, or the mean over an example's outputs
+    of the binary cross entropy or of the squared error.
+    """
+
+    problem_type: str
+    label_smoothing: float = 0.0  # of cross entropy
+
+    def __call__(self, outputs, labels: torch.Tensor, num_items_in_batch=None) -> torch.Tensor:
+        logits = outputs["logits"].float()
+        if self.problem_type == "single_label_classification":
+            total = functional.cross_entropy(
+                logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self.label_smoothing
+            )
+        else:
+            total = self._of_numbers(logits, labels.reshape(logits.shape).float())
+        return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+    def _of_numbers(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        counted, known = ~labels.isnan(), labels.nan_to_num()
+        if self.problem_type == "multi_label_classification":
+            losses = functional.binary_cross_entropy_with_logits(logits, known, reduction="none")
+        else:
+            losses = functional.mse_loss(logits, known, reduction="none")
+        return (losses * counted).mean(dim=-1).sum()
+
+
+def filler(labels: torch.Tensor) -> float:
+    """What stands for the label of an example that is not counted."""
+    return float("nan") if labels.is_floating_point() else IGNORED
+
+
+def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch as Trainer counts its items: it compares each number of `labels` with -100, which
+    may be a number to learn, and an example with several labels is one item.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
+        return batch
+    left_out = labels.isnan().reshape(len(labels), -1).any(dim=1)
+    return {"labels": torch.where(left_out, IGNORED, 0)}
+
+
+# --- Metrics -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """For `Trainer(compute_metrics=...)`: those of `recipes.run.metrics`, from scikit-learn.
+
+    `per_class` is a table of its own, of the classes that occur in the data or in the predictions.
+    """
+
+    problem_type: str
+    names: Sequence[str]
+
+    def __call__(self, prediction) -> dict[str, Any]:
+        logits, labels = _joined(prediction.predictions), _joined(prediction.label_ids)
+        if self.problem_type == "regression":
+            return _of_numbers(logits, labels.reshape(logits.shape))
+        if self.problem_type == "multi_label_classification":
+            return self._of_classes(logits > 0, labels > 0.5, ("micro", "macro", "weighted"))  # 0: as likely as not
+        return self._of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
+
+    def _of_classes(self, predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, Any]:
+        from sklearn.metrics import (
+            accuracy_score,
+            f1_score,
+            precision_recall_fscore_support,
+            precision_score,
+            recall_score,
+        )
+
+        quiet = {"zero_division": 0.0}  # of a class without examples or predictions: 0, without a warning
+        f1 = {f"f1_{how}": f1_score(right, predicted, average=how, **quiet) for how in averages}
+        return {
+            "accuracy": float(accuracy_score(right, predicted)),
+            **{name: float(value) for name, value in f1.items()},
+            "precision_macro": float(precision_score(right, predicted, average="macro", **quiet)),
+            "recall_macro": float(recall_score(right, predicted, average="macro", **quiet)),
+            "per_class": self._table(
+                precision_recall_fscore_support(right, predicted, labels=range(len(self.names)), **quiet),
+                _counts(right, len(self.names)) + _counts(predicted, len(self.names)) > 0,
+            ),
+        }
+
+    def _table(self, figures: Sequence[np.ndarray], occurs: np.ndarray) -> dict[str, dict[str, float]]:
+        rows = zip(self.names, zip(*figures, strict=True), occurs, strict=True)
+        return {
+            name: dict(zip(PER_CLASS, (*map(float, row[:3]), int(row[3])), strict=True))
+            for name, row, is_there in rows
+            if is_there
+        }
+
+
+def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
+    return labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
+
+
+def _of_numbers(predicted: np.ndarray, right: np.ndarray) -> dict[str, float]:
+    from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
+
+    return {
+        "mse": float(mean_squared_error(right, predicted)),
+        "mae": float(mean_absolute_error(right, predicted)),
+        # The share of the variance that is explained; one example has none.
+        "r2": float(r2_score(right, predicted)) if len(right) > 1 else 0.0,
+    }
+
+
+def _joined(given: Any) -> np.ndarray:
+    """One array of all examples. If a model returns more than logits, they come first.
+
+    With `--eval_do_concat_batches false` there is a list, with an entry for each batch.
+    """
+    batches = given if isinstance(given, list) else [given]
+    return np.concatenate([batch[0] if isinstance(batch, tuple) else batch for batch in batches])

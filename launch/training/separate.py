@@ -1,0 +1,202 @@
+"""Whether a model keeps the examples of a packed or padding-free row apart. It is tried: the source
+does not tell. OPT takes position_ids and lets every token see all before it, and layers with a
+state (Mamba, Jamba, LFM2) carry it on, whatever the mask.
+
+A narrow twin with random weights is tried: the model's own are sharded under ZeRO-3, repacked in
+4 bits, and FlashAttention has no version for a CPU. There is no threshold: what the second example
+says is differentiated by the embeddings of the first one, and any number but 0 is a leak.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from launch.data.batches import Stack
+from recipes.errors import Problem, mistake
+from recipes.quiet import silence
+from recipes.run import RunSpec, Settings
+
+_FIRST, _SECOND = 5, 7  # tokens of the two examples: a block of 2, 4 or 8 tokens holds some of both
+_DIVISORS = (64, 32, 16, 8, 4, 2, 1)  # of widths: the first that leaves enough, and fits the heads
+_LEAST_WIDTH = 16
+_MOST_WEIGHTS = 60_000_000
+_WIDTHS = re.compile(r"(size|dim|dims|rank|embd|inner|width|d_head|d_model|d_ff|d_ssm)$|^dim_|_dim_|intermediate")
+_NO_WIDTHS = re.compile(r"patch|conv|kernel|image|window|block_size|batch")
+_MOST = {"vocab": 64, "token_id$": 0, "experts$": 16, "chunk": 16}
+_FLASH = "flash_attention_on_cpu"
+
+
+def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunSpec, list[Problem]]:
+    """The run without packing unless its model keeps examples apart, if nobody asked for packing;
+    and the advice that says so.
+    """
+    if not packs_apart(run) or run.explicit("packing"):
+        return run, []
+    mixes = _twin_mixes(run, config, AutoModelForCausalLM._model_mapping.get(type(config), None))
+    if mixes is False:
+        return run, []
+    reason = _reason(config, mixes)
+    without = run.limited("packing", False, reason)
+    fix = "--packing_strategy wrapped, to join them"
+    return without, [Problem("packing", f"is off: {reason}", fix, severity="advice")]
+
+
+def require_separate_examples(run: Settings, model: PreTrainedModel) -> None:
+    """Raises `UserError` if the run relies on separate examples, and the model mixes them."""
+    if not packs_apart(run) and not run["padding_free"]:
+        return
+    mixes = _twin_mixes(run, model.config, type(model))
+    if mixes is None and _can_be_tried(model):
+        mixes = _mixes(model)
+    if mixes is False:
+        return
+    name = "padding_free" if run["padding_free"] else "packing"
+    fix = "--padding_free false" if run["padding_free"] else "--packing_strategy wrapped, or --packing false"
+    raise mistake(name, _reason(model.config, mixes), fix)
+
+
+def packs_apart(run: Settings) -> bool:
+    return run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
+
+
+def _reason(config: PreTrainedConfig, mixes: bool | None) -> str:
+    if mixes:
+        return f"a {config.model_type} model lets the examples of a row see each other"
+    return f"whether a {config.model_type} model lets the examples of a row see each other cannot be tried"
+
+
+def _can_be_tried(model: PreTrainedModel) -> bool:
+    """Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference."""
+    in_pieces = is_deepspeed_zero3_enabled() or getattr(model, "is_quantized", False)
+    return not in_pieces and "flash" not in (model.config._attn_implementation or "")
+
+
+def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
+    """Whether what the second example of a row says depends on the first one.
+
+    None if it cannot run, or if no token depends on the one before it, as in a layer norm of one
+    number.
+    """
+    embedded = []
+
+    def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0].clone()
+
+    hook = model.get_input_embeddings().register_forward_hook(keep)
+    was_training = model.training
+    try:
+        with torch.device(model.device), torch.enable_grad(), silence():
+            positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
+            row = {"input_ids": torch.arange(1, len(positions) + 1), "position_ids": positions}
+            batch = Stack(2 if rows > 1 else None)([row] * rows)
+            said = model.eval()(**batch).logits[0, _FIRST:].float()
+            one_number = said @ torch.linspace(-1, 2, said.shape[-1])  # for each token
+        (by_all,) = torch.autograd.grad(one_number.sum(), embedded[0], retain_graph=True)
+        (by_last,) = torch.autograd.grad(one_number[-1], embedded[0])
+        can_tell = by_all.isfinite().all() and by_last[0, -2].any()
+        return bool(by_all[0, :_FIRST].any()) if can_tell else None
+    except Exception:  # a type's own code may raise anything for what it does not expect
+        return None
+    finally:
+        hook.remove()
+        model.train(was_training)
+
+
+# --- The twin ------------------------------------------------------------------------------------
+
+
+def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool | None:
+    """What a narrow model of the same configuration does. None if transformers makes none."""
+    if kind is None:  # its code comes with its weights
+        return None
+    attention = run["attn_implementation"] or config._attn_implementation or ""
+    flash = "flash" in attention
+    hidden = getattr(config, "hidden_size", None) or 64 * _LEAST_WIDTH
+    for by in (by for by in _DIVISORS if by == 1 or hidden // by >= _LEAST_WIDTH):
+        try:
+            with silence():
+                twin = _made(kind, _narrow(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
+        except Exception:  # as above, for sizes
+            continue
+        if flash:
+            _imitate_flash_attention(twin)
+        mixes = _mixes(twin, rows=2 if flash and not run["padding_free"] else 1)
+        if mixes is not None:
+            return mixes
+    return None
+
+
+def _narrow(config: PreTrainedConfig, by: int) -> PreTrainedConfig:
+    """The configuration with its widths divided, and few tokens and experts."""
+    for name, value in vars(config).items():
+        setattr(config, name, _narrowed(name, value, by))
+    return config
+
+
+def _narrowed(name: str, value: object, by: int) -> object:
+    if isinstance(value, PreTrainedConfig):
+        return _narrow(value, by)
+    if isinstance(value, dict):
+        return {key: _narrowed(str(key), part, by) for key, part in value.items()}
+    if isinstance(value, list) and name in ("short_factor", "long_factor"):  # of LongRoPE, for each angle
+        return value[: len(value) // by]
+    if isinstance(value, list):
+        return [_narrowed(name, part, by) for part in value]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    for pattern, most in _MOST.items():
+        if re.search(pattern, name):
+            return min(value, most)
+    return max(2, value // by) if _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value > 1 else value
+
+
+def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    """The model, made by its own class: `from_config` would shard it under ZeRO-3.
+
+    Its weights are moved: some branches begin with zeros, and lead nothing on.
+    """
+    if not isinstance(config, kind.config_class):
+        config = config.get_text_config()
+    config.use_cache = False  # as in a training
+    config._attn_implementation, config._experts_implementation = attention, "eager"
+    with torch.device("meta"):
+        if kind(config).num_parameters() > _MOST_WEIGHTS:
+            raise ValueError("too many weights")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        model = kind(config).float()
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    return model
+
+
+def _imitate_flash_attention(model: PreTrainedModel) -> None:
+    ALL_ATTENTION_FUNCTIONS[_FLASH] = _flash_attention
+    ALL_MASK_ATTENTION_FUNCTIONS[_FLASH] = flash_attention_mask
+    model.config._attn_implementation = _FLASH  # only now: its constructor looks for the kernel
+
+
+def _flash_attention(
+    module, query, key, value, attention_mask=None, scaling=None, position_ids=None, cu_seq_lens_q=None, **_
+):
+    """Attention among the tokens that a kernel of FlashAttention shows each other.
+
+    `cu_seq_lens_q` tells examples apart, else position_ids, and those only in a batch of one row.
+    """
+    rows, _, length, _ = query.shape
+    example = torch.zeros(rows, length)
+    if cu_seq_lens_q is not None:
+        example = torch.searchsorted(cu_seq_lens_q.long(), torch.arange(rows * length), right=True).view(rows, length)
+    elif position_ids is not None and rows == 1:
+        example = (position_ids.view(1, length) == 0).cumsum(1)
+    seen = (example[:, None, :, None] == example[:, None, None, :]) & torch.ones(length, length).tril().bool()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True).transpose(1, 2), None

@@ -1,0 +1,98 @@
+"""What a run's data is made of: one source, or the parts of a mixture with their weights.
+
+`dataset_name` is text for a single source. A mixture is a list of texts, or in a file of settings
+of entries with the fields of a `Part`.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, a folder, a pattern such as `data/*.jsonl`, or a data set of the Hub.
+
+    `weight` is its share of the examples beside the other parts' weights; None: all of them, once.
+    `split` and `config` stand for --dataset_train_split and --dataset_config. `columns` renames
+    columns: from the part's own names to those that a format has.
+    """
+
+    name: str
+    weight: float | None = None
+    split: str | None = None
+    config: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, self.config, self.split)))
+
+
+FIELDS = tuple(entry.name for entry in fields(Part))
+
+
+def parts_of(dataset_name: str | Sequence[Any] | None) -> list[Part]:
+    """The parts of the data, one of a single source. Empty for the demonstration."""
+    if not dataset_name:
+        return []
+    entries = [dataset_name] if isinstance(dataset_name, str) else dataset_name
+    return [Part(entry) if isinstance(entry, str) else Part(**entry) for entry in entries]
+
+
+def checked(entries: list[Any]) -> str | list[Any]:
+    """A list for `dataset_name` as a run keeps it: a single name as text.
+
+    Raises `ValueError` for one that is not a list of parts.
+    """
+    parts = [Part(**_part(entry)) for entry in entries]
+    if not parts:
+        raise ValueError("takes a name or a list of names, got an empty list")
+    without = [part.name for part in parts if part.weight is None]
+    if without and len(without) < len(parts):
+        raise ValueError(f"has a weight for some of its parts, and none for {without[0]}")
+    return parts[0].name if parts == [Part(parts[0].name)] else entries
+
+
+def _part(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, str):
+        entry = {"name": entry}
+    if not isinstance(entry, dict):
+        raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entry!r}")
+    unknown = [str(key) for key in entry if key not in FIELDS]
+    if unknown:
+        raise ValueError(f"has a part with {unknown[0]}; a part has {', '.join(FIELDS)}")
+    texts = [entry.get("name"), *(entry[key] for key in ("split", "config") if entry.get(key) is not None)]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"takes texts for a part's name, split and config, got {entry!r}")
+    weight, columns = entry.get("weight"), entry.get("columns", {})
+    if weight is not None and (type(weight) not in (int, float) or not 0 < weight < math.inf):
+        raise ValueError(f"takes a weight above 0, got {weight!r} for {entry['name']}")
+    renames = isinstance(columns, dict) and all(isinstance(name, str) for pair in columns.items() for name in pair)
+    if not renames or len({*columns.values()}) < len(columns):
+        raise ValueError(f"takes columns as {{its name: new name}}, got {columns!r} for {entry['name']}")
+    return entry
+
+
+def paths_of(name: str | None) -> list[Path]:
+    """The file or folder of this name, or else the files that it matches as a pattern, sorted.
+
+    Empty if there are none here.
+    """
+    path = os.path.expanduser(name or "")  # noqa: PTH111, Path's raises for an unknown user
+    if name and os.path.exists(path):  # noqa: PTH110, Path's raises for a name that is too long
+        return [Path(path)]
+    if not name or not glob.has_magic(name):
+        return []
+    return [Path(match) for match in sorted(glob.glob(path, recursive=True)) if Path(match).is_file()]  # noqa: PTH207
+
+
+def title(dataset_name: str | Sequence[Any] | None) -> str:
+    """The data in a few words, for a person."""
+    names = [part.name for part in parts_of(dataset_name)]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")

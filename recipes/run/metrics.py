@@ -1,0 +1,24 @@
+"""The metrics that train.py reports about a classifier, by what it learns from a label."""
+
+from __future__ import annotations
+
+# By transformers' `problem_type`. macro: the mean over the classes; weighted: by their examples;
+# micro: over all labels of all examples at once.
+METRICS = {
+    "single_label_classification": ("accuracy", "f1_macro", "f1_weighted", "precision_macro", "recall_macro"),
+    "multi_label_classification": (
+        "accuracy", "f1_micro", "f1_macro", "f1_weighted", "precision_macro", "recall_macro",
+    ),
+    "regression": ("mse", "mae", "r2"),
+}  # fmt: skip
+IN_SHORT = ("accuracy", "f1_macro", "mae", "r2")  # of these, in the line that an evaluation prints
+PER_CLASS = ("precision", "recall", "f1", "examples")  # of each class, in run.json
+_SMALLER = ("loss", "mse", "mae")
+
+
+def smaller_is_better(metric: str) -> bool | None:
+    """Of a metric, with or without `eval_`. None for one that only its script knows."""
+    name = metric.removeprefix("eval_")
+    if name in _SMALLER:
+        return True
+    return False if any(name in names for names in METRICS.values()) else None

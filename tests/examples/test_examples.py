@@ -1,0 +1,42 @@
+"""What train.py leaves to scripts of one's own: other objectives, losses and collators."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.running import ROOT, run
+
+TURNS = [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "{}, {}."}]
+
+
+def rows_of(kind, number):
+    said = [{**turn, "content": turn["content"].format(number, number)} for turn in TURNS]
+    if kind == "sft":
+        return {"messages": said}
+    if kind == "dpo":
+        return {"prompt": said[:1], "chosen": said[1:], "rejected": [{"role": "assistant", "content": "No."}]}
+    return {"text": f"Example {number} of a text. " * 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fast", "sharded"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "custom_loss"])
+def test_an_example_trains_on_two_ranks(kind, recipe, tiny_model, tmp_path):
+    data, output = tmp_path / "rows.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps(rows_of(kind, number)) + "\n" for number in range(64)))
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"accelerate_configs/{recipe}.yaml",
+    ]
+    script = [f"tests/examples/{kind}.py", recipe, str(tiny_model), str(data), str(output)]
+    done = run([*launcher, "--num_processes", "2", "--main_process_port", "0", *script], output, cwd=ROOT)
+    assert done.code == 0, done.output[-3000:]
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_model, output))
+    moved = [name for name in after if not torch.equal(before[name], after[name].to(before[name].dtype))]
+    assert len(moved) > len(after) / 2

@@ -1,0 +1,313 @@
+"""The tokens on the disk: made once, found again, gone on with after a kill, waited for."""
+
+import copy
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from launch.data import cache, tokenizing
+from launch.data.cache import cache_folder, one_at_a_time, tokenized
+from launch.data.load import load_data
+from launch.data.tokens import labels_of, token_table
+from recipes.errors import Failure, UserError
+from tests.support.rows import decoded, jsonl, problem, run_with, texts
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+WORDS = [f"text {number}" for number in range(1000)]
+CHATS = [
+    {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}]} for word in WORDS
+]
+
+
+def files():
+    """The files with tokens in the cache, and when each was made."""
+    return {file: file.stat().st_mtime_ns for file in cache_folder().rglob("*.arrow")}
+
+
+def rows(run, tokenizer):
+    return tokenized(run, tokenizer).train.to_list()
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(cache, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(cache, "ROWS_AT_ONCE", 100)
+
+
+@pytest.fixture
+def never_encoded(monkeypatch):
+    """To be called when the tokens are there: from then on nothing may be tokenized."""
+
+    def refuse(*args):
+        raise AssertionError("tokenized again")
+
+    return lambda: monkeypatch.setattr(tokenizing, "encode_table", refuse)
+
+
+# --- What a file holds ---------------------------------------------------------------------------
+
+
+def test_labels_are_the_tokens_that_are_learned_or_the_rows_own():
+    ids = [[5, 6, 7], [], [8], [1, 2], [3, 4, 5]]
+    labels = [[-100, 6, 7], [], [8], [-100, -100], [3, 9, -100]]
+    table = token_table(ids, labels)
+    assert labels_of(table).to_pylist() == labels
+    assert labels_of(table.slice(2, 3)).to_pylist() == labels[2:]
+    assert [row is None for row in table["labels"].to_pylist()] == [True, True, True, True, False]
+
+
+def test_the_first_token_teaches_nothing_since_none_predicts_it():
+    table = token_table([[5, 6], [5], [5, 6, 7]], [[5, -100], [5], [-100, -100, 7]])
+    assert [first if first < 9 else None for first in table["first_learned"].to_pylist()] == [None, None, 2]
+
+
+def test_a_token_takes_four_bytes_and_a_bit(tmp_path, tokenizer):
+    found = tokenized(run_with(dataset_name=jsonl(tmp_path, texts("x" * 100_000))), tokenizer)
+    assert sum(file.stat().st_size for file in files()) < 1.1 * 4 * len(found.train[0]["input_ids"])
+
+
+# --- Found again ---------------------------------------------------------------------------------
+
+
+def test_the_second_start_finds_them(tmp_path, tokenizer, never_encoded):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a", "b")))
+    first = rows(run, tokenizer)
+    never_encoded()
+    assert rows(run, tokenizer) == first
+
+
+@pytest.mark.parametrize("chosen", [{"max_length": 64}, {"packing": True}, {"dataset_num_proc": 3}, {"seed": 7}])
+def test_they_serve_other_settings_too(chosen, tmp_path, tokenizer, never_encoded):
+    name = jsonl(tmp_path, texts(*WORDS))
+    load_data(run_with(dataset_name=name), tokenizer)
+    never_encoded()
+    load_data(run_with(dataset_name=name, **chosen), tokenizer)
+
+
+def test_a_classifiers_texts_are_kept_with_their_labels(tmp_path, tokenizer, never_encoded):
+    path = jsonl(tmp_path, [{"text": word, "label": number % 2} for number, word in enumerate(WORDS)])
+    run = run_with(dataset_name=path, task="sequence_classification")
+    first = load_data(run, tokenizer).train
+    never_encoded()
+    assert list(load_data(run, tokenizer).train) == list(first) and len(first) == 1000
+
+
+def test_a_classifiers_texts_are_cut_by_the_tokenizer_so_another_length_makes_others(tmp_path, tokenizer):
+    path = jsonl(tmp_path, [{"text": "long text", "label": number} for number in (0, 1)])
+    for longest in (6, 4):
+        run = run_with(dataset_name=path, task="sequence_classification", max_length=longest)
+        assert {len(row["input_ids"]) for row in load_data(run, tokenizer).train} == {longest}
+
+
+def test_changed_data_is_other_data(tmp_path, tokenizer):
+    name = jsonl(tmp_path, texts("a"))
+    load_data(run_with(dataset_name=name), tokenizer)
+    jsonl(tmp_path, texts("b"))
+    assert decoded(tokenizer, load_data(run_with(dataset_name=name), tokenizer).train) == ["b<|endoftext|>"]
+
+
+def test_data_that_was_changed_is_seen_though_its_date_was_set_back(tmp_path, tokenizer):
+    path = jsonl(tmp_path, texts("old"))
+    before = Path(path).stat()
+    rows(run_with(dataset_name=path), tokenizer)
+    jsonl(tmp_path, texts("new"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert decoded(tokenizer, load_data(run_with(dataset_name=path), tokenizer).train) == ["new<|endoftext|>"]
+
+
+def test_another_column_makes_other_tokens(tmp_path, tokenizer):
+    name = jsonl(tmp_path, [{"text": "a", "body": "b"}])
+    for column, expected in (("text", "a"), ("body", "b")):
+        data = load_data(run_with(dataset_name=name, dataset_text_field=column), tokenizer)
+        assert decoded(tokenizer, data.train) == [f"{expected}<|endoftext|>"]
+
+
+def test_another_tokenizer_makes_other_tokens(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, CHATS[:1]))
+    first = rows(run, tokenizer)
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    assert len(rows(run, other)[0]["input_ids"]) < len(first[0]["input_ids"])
+
+
+def test_a_tokenizer_found_without_a_network_is_the_same(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "saved")
+    found = [AutoTokenizer.from_pretrained(tmp_path / "saved", local_files_only=offline) for offline in (False, True)]
+    assert cache._contents(found[0]) == cache._contents(found[1])
+
+
+def test_a_read_only_cache_is_read(tmp_path, tokenizer, never_encoded):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")))
+    first = rows(run, tokenizer)
+    never_encoded()
+    for folder in (cache_folder(), *(folder for folder in cache_folder().rglob("*") if folder.is_dir())):
+        folder.chmod(0o555)
+    assert rows(run, tokenizer) == first
+
+
+# --- A slice -------------------------------------------------------------------------------------
+
+
+def test_a_slice_reads_no_more_than_its_rows_and_the_rest_is_added_later(tmp_path, tokenizer, small_units):
+    name = jsonl(tmp_path, texts(*WORDS))
+    assert len(tokenized(run_with(dataset_name=name, dataset_train_split="train[:150]"), tokenizer).train) == 150
+    made = files()
+    everything = tokenized(run_with(dataset_name=name), tokenizer).train
+    assert [tokenizer.decode(row) for row in everything["input_ids"]] == [f"{word}<|endoftext|>" for word in WORDS]
+    assert made.items() < files().items()
+
+
+def test_rows_without_tokens_count_in_a_slice(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("", "a", "", "b")), dataset_train_split="train[50%:]")
+    assert decoded(tokenizer, load_data(run, tokenizer).train) == ["b<|endoftext|>"]
+
+
+# --- Processes and threads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [texts(*WORDS), CHATS], ids=["texts", "chats"])
+def test_their_number_makes_no_difference(data, tmp_path, tokenizer, small_units):
+    found = []
+    for workers in (1, 3):
+        own = jsonl(tmp_path, data, f"{workers}.jsonl")
+        run = run_with(dataset_name=own, dataset_num_proc=workers, assistant_only_loss=data is CHATS)
+        found.append(rows(run, tokenizer))
+    assert found[0] == found[1] and len(found[0]) == 1000
+
+
+def test_a_bad_row_far_down_is_one_problem(tmp_path, tokenizer):
+    bad = {"messages": [{"role": "user", "content": "x"}, {"content": "no role"}]}
+    run = run_with(dataset_name=jsonl(tmp_path, [*CHATS, bad, *CHATS]), dataset_num_proc=3)
+    assert "refuses a chat" in problem(run, tokenizer).what
+
+
+def test_a_process_that_the_kernel_kills_is_a_failure(tmp_path, tokenizer, monkeypatch):
+    own = os.getpid()
+
+    def encode(table, encode):
+        if os.getpid() != own:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(table)
+
+    monkeypatch.setattr(tokenizing, "encode_in_pieces", encode)
+    with pytest.raises(Failure, match="--dataset_num_proc"):
+        tokenized(run_with(dataset_name=jsonl(tmp_path, CHATS), dataset_num_proc=2), tokenizer)
+
+
+# --- Killed, failed, waited for ------------------------------------------------------------------
+
+
+def in_process(function, *args):
+    """Start it in a process of its own."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def slowly(monkeypatch, seconds):
+    encode = tokenizing.encode_table
+
+    def slow(*args, **options):
+        time.sleep(seconds)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(tokenizing, "encode_table", slow)
+
+
+def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkeypatch, small_units):
+    run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
+    with monkeypatch.context() as patch:
+        slowly(patch, 0.1)
+        process = in_process(tokenized, run, tokenizer)
+        until(lambda: len(files()) >= 3)
+        process.kill()
+        process.join()
+    made = files()
+    assert [tokenizer.decode(row["input_ids"]) for row in rows(run, tokenizer)] == [f"{w}<|endoftext|>" for w in WORDS]
+    assert made.items() < files().items() and not list(cache_folder().rglob(".0*"))
+
+
+def test_who_waits_finds_them_made(tmp_path, tokenizer, monkeypatch, small_units):
+    run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
+    with monkeypatch.context() as patch:
+        slowly(patch, 0.1)
+        process = in_process(tokenized, run, tokenizer)
+        until(files)
+    made = len(rows(run, tokenizer))
+    process.join()
+    assert (made, process.exitcode) == (1000, 0)
+
+
+def test_who_waits_goes_on_if_the_other_is_killed(tmp_path, tokenizer, monkeypatch, small_units):
+    run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
+    with monkeypatch.context() as patch:
+        slowly(patch, 0.5)
+        process = in_process(tokenized, run, tokenizer)
+        until(files)
+    killer = in_process(lambda: (time.sleep(0.5), process.kill()))
+    assert len(rows(run, tokenizer)) == 1000
+    killer.join()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_who_waits_hears_why_the_other_failed(tmp_path, tokenizer, monkeypatch, never_encoded):
+    run = run_with(dataset_name=jsonl(tmp_path, [*texts("a"), {"text": 1}]))
+    folder = cache._folder(run, tokenizer)[0]
+
+    def fail():
+        with one_at_a_time(folder), cache._noting_failure(folder):
+            (folder / "begun").touch()
+            time.sleep(0.5)
+            tokenizer(None)
+
+    process = in_process(fail)
+    until((folder / "begun").exists)
+    never_encoded()
+    with pytest.raises(Failure, match="another process failed to tokenize the data: "):
+        tokenized(run, tokenizer)
+    process.join()
+
+
+def test_a_mistake_that_the_other_has_found_stays_one(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, [{"body": "a"}]))
+    found = problem(run, tokenizer)
+    with pytest.raises(UserError) as caught:
+        cache._require_no_failure(cache._folder(run, tokenizer)[0], since=0)
+    assert caught.value.problems == (found,)
+
+
+def test_an_earlier_failure_is_forgotten(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a")))
+    folder = cache._folder(run, tokenizer)[0]
+    folder.mkdir(parents=True)
+    (folder / "failed.json").write_text(json.dumps({"problems": [], "error": "a full disk"}))
+    os.utime(folder / "failed.json", (0, 0))
+    assert len(rows(run, tokenizer)) == 1
+
+
+def test_a_lock_of_a_killed_process_is_free(tmp_path):
+    def hold():
+        with one_at_a_time(tmp_path):
+            (tmp_path / "held").touch()
+            time.sleep(60)
+
+    process = in_process(hold)
+    until((tmp_path / "held").exists)
+    process.kill()
+    process.join()
+    with one_at_a_time(tmp_path) as is_first:
+        assert is_first

@@ -1,0 +1,125 @@
+"""Data ready to train on: the demonstration, classification, packed rows and padded batches."""
+
+import ast
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from launch.data.batches import IGNORED, Pad
+from launch.data.demo import demo_corpus
+from launch.data.load import Data, load_data, require_same_data
+from launch.data.sources import hub_commit
+from launch.host.world import World
+from recipes.errors import UserError
+from tests.support.rows import decoded, jsonl, run_with, texts
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+# --- The demonstration ---------------------------------------------------------------------------
+
+
+def test_demonstration_is_the_same_each_time():
+    assert demo_corpus() == demo_corpus()
+
+
+def test_demonstration_is_python_source():
+    assert all(ast.parse(text) for text in demo_corpus()[:10])
+
+
+def test_demonstration_has_no_evaluation_unless_asked_for(tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["import this\n"] * 40)
+    assert load_data(run_with(), tokenizer).eval is None
+
+
+def test_demonstration_holds_texts_out_for_evaluation(tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: [f"text {n}\n" for n in range(40)])
+    data = load_data(run_with(eval_strategy="steps", packing=False), tokenizer)
+    assert len(data.train) == 38
+    assert decoded(tokenizer, data.eval) == ["text 19\n<|endoftext|>", "text 39\n<|endoftext|>"]
+
+
+def test_description_says_what_is_trained_on(tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * 2559])
+    data = load_data(run_with(packing=True, max_length=256), tokenizer)
+    assert data.description == "stdlib source, 10 sequences of 256 tokens"
+
+
+def test_description_counts_what_joining_leaves_over(tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * 2599])
+    data = load_data(run_with(packing=True, packing_strategy="wrapped", max_length=256), tokenizer)
+    assert "10 sequences of 256 tokens, 40 tokens left over" in data.description
+
+
+def test_description_counts_what_a_classifier_does_not_see(tmp_path, tokenizer):
+    rows = [{"text": text, "label": len(text)} for text in ("a long text", "a")]
+    run = run_with(dataset_name=jsonl(tmp_path, rows), task="sequence_classification", max_length=4)
+    assert "the longest 4, 1 of them cut there or just as long" in load_data(run, tokenizer).description
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "sequence_classification"])
+def test_description_counts_what_is_evaluated(task, tmp_path, tokenizer):
+    rows = [{"text": text, "label": number % 2} for number, text in enumerate(("a", "b", "c", "", "d"))]
+    splits = {"dataset_train_split": "train[:2]", "dataset_test_split": "train[2:]", "eval_strategy": "steps"}
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), task=task, **splits), tokenizer)
+    _, held_out = data.description.splitlines()
+    assert held_out.startswith("evaluation: 2 examples") and held_out.endswith("1 left out: nothing to learn in them")
+
+
+def test_language_models_have_no_classes(tmp_path, tokenizer):
+    assert load_data(run_with(dataset_name=jsonl(tmp_path, texts("a"))), tokenizer).labels is None
+
+
+# --- Batches -------------------------------------------------------------------------------------
+
+
+def test_padding_goes_to_a_multiple_of_8_and_is_not_learned():
+    batch = Pad(9, 64)([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1] * 9, "labels": [1] * 9}])
+    assert batch["labels"][0].tolist() == [1, 2] + [IGNORED] * 14
+
+
+def test_padding_never_exceeds_max_length():
+    assert Pad(9, 5)([{"input_ids": [1, 2], "labels": [1, 2]}])["input_ids"].shape == (1, 5)
+
+
+def test_padding_is_masked():
+    batch = Pad(9, 64)([{"input_ids": [1, 2], "labels": [1, 2]}])
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_free_batches_have_the_loss_of_padded_ones(attention, tmp_path, tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    # With a cache, transformers 5.23 overlooks where sequences begin: the loss differs.
+    config.use_cache = False
+    model = LlamaForCausalLM._from_config(config, attn_implementation=attention).eval()
+    name = jsonl(tmp_path, texts("one text", "another, longer text", "x"))
+    losses = []
+    for padding_free in (False, True):
+        data = load_data(run_with(dataset_name=name, padding_free=padding_free), tokenizer)
+        losses.append(model(**data.collator([data.train[n] for n in range(3)])).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_data_of_the_hub_is_known_by_the_commit_in_its_cache(tmp_path):
+    rows = Dataset.from_dict({"text": ["one"]})
+    for name, commit in (("a" * 40, "a" * 40), ("no-commit", None)):
+        (tmp_path / name).mkdir()
+        rows.map(dict, cache_file_name=str(tmp_path / name / "x.arrow"))
+        assert hub_commit(Dataset.from_file(str(tmp_path / name / "x.arrow"))) == commit
+
+
+def test_all_processes_read_the_same_commit_of_the_hub(monkeypatch):
+    def data(commit):
+        return Data(None, None, None, "", None, commit)
+
+    monkeypatch.setattr(World, "decide", lambda world, decision: "abc")  # rank 0's
+    require_same_data(data("abc"), World(2, 1))
+    require_same_data(data(None), World(2, 1))  # read from a cache that does not tell
+    with pytest.raises(UserError, match="has changed on the Hub while the processes started: rank 0 reads abc"):
+        require_same_data(data("def"), World(2, 1))

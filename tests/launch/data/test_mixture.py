@@ -1,0 +1,223 @@
+"""Data of several sources: what an epoch has of each, in what order, on how many ranks."""
+
+import gzip
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
+from torch.utils.data import DataLoader, RandomSampler
+
+from launch.data.load import load_data
+from launch.data.mixture import Source, mixed, taken
+from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+STEPS, BATCH = 10_000, 16
+WEIGHTS = (5, 3, 2)
+
+
+def part(number: int, size: int, weight: float | None) -> Source:
+    """Its examples are two tokens, the number of the part and their own."""
+    rows = [[number, row] for row in range(size)]
+    return Source(f"part {number}", weight, Dataset.from_dict({"input_ids": rows}), None, 0, "", None)
+
+
+def weighted(sizes, weights) -> list[Source]:
+    return [part(number, *each) for number, each in enumerate(zip(sizes, weights, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def epoch() -> np.ndarray:
+    """The part of each example of an epoch that has 10,000 batches of 16."""
+    parts = weighted((80_000, 900, 7), WEIGHTS)
+    assert taken(parts) == [80_000, 48_000, 32_000]
+    return np.array(mixed(parts)["input_ids"])
+
+
+# --- Shares --------------------------------------------------------------------------------------
+
+
+def shares(numbers: np.ndarray) -> np.ndarray:
+    return np.bincount(numbers, minlength=3) / len(numbers)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_see_the_parts_by_their_weights_over_10_000_steps(world, epoch):
+    """With Trainer's sampler, dealt out to the ranks by accelerate."""
+    by_rank = []
+    for rank in range(world):
+        shuffled = RandomSampler(range(len(epoch)), generator=torch.Generator().manual_seed(42))
+        loader = DataLoader(range(len(epoch)), BATCH // world, sampler=shuffled, collate_fn=np.array)
+        own = prepare_data_loader(loader, num_processes=world, process_index=rank, put_on_device=False)
+        by_rank.append(np.array([epoch[batch, 0] for batch in own]))
+    assert all(len(seen) == STEPS for seen in by_rank)
+    for seen in by_rank:
+        assert abs(shares(seen.ravel()) - np.array(WEIGHTS) / 10).max() < 0.01
+    steps = np.concatenate(by_rank, axis=1)
+    alone = RandomSampler(range(len(epoch)), generator=torch.Generator().manual_seed(42))
+    assert (np.sort(steps) == np.sort(epoch[list(alone), 0].reshape(STEPS, BATCH))).all()
+
+
+def test_the_shares_hold_in_every_stretch_of_an_epoch_that_is_not_shuffled(epoch):
+    for start in range(0, len(epoch), 100):
+        assert abs(shares(epoch[start : start + 100, 0]) - np.array(WEIGHTS) / 10).max() < 0.03
+
+
+def test_a_part_that_is_exhausted_begins_again_and_no_example_is_left_out(epoch):
+    seen = Counter(map(tuple, epoch))
+    assert len(seen) == 80_000 + 900 + 7
+    assert {number for (first, _), number in seen.items() if first == 0} == {1}
+    assert {number for (first, _), number in seen.items() if first == 1} == {53, 54}
+    assert epoch[epoch[:, 0] == 2, 1][:9].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+
+
+def test_without_weights_every_part_is_taken_whole():
+    parts = [part(0, 5, None), part(1, 2, None)]
+    assert taken(parts) == [5, 2]
+    assert mixed(parts)["input_ids"][:] == [[0, n] for n in range(5)] + [[1, n] for n in range(2)]
+
+
+def test_weights_count_beside_each_other_only():
+    counts = taken(weighted((10, 10, 7), (0.1, 0.2, 0.7)))
+    assert counts == taken(weighted((10, 10, 7), (5, 10, 35))) == [10, 20, 70]
+
+
+# --- From files ----------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+SHAREGPT = [{"from": "human", "value": "Bye"}, {"from": "gpt", "value": "See you"}]
+
+
+def test_each_part_may_have_a_format_of_its_own(tmp_path, tokenizer):
+    names = [
+        jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"),
+        jsonl(tmp_path, [{"conversations": SHAREGPT}], "sharegpt.jsonl"),
+        jsonl(tmp_path, [{"instruction": "2+2", "input": "", "output": "4"}], "alpaca.jsonl"),
+        jsonl(tmp_path, texts("plain"), "texts.jsonl"),
+    ]
+    questions = jsonl(tmp_path, [{"q": "3+3=", "a": "6", "prompt": "unused"}], "questions.jsonl")
+    entries = [*names, {"name": questions, "columns": {"q": "prompt", "a": "completion"}}]
+    data = load_data(run_with(dataset_name=entries), tokenizer)
+    assert [learned(tokenizer, row) for row in data.train] == [
+        tokenizer.apply_chat_template(CHAT, tokenize=False),
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nSee you<|im_end|>\n",
+        "4<|im_end|>\n",
+        "plain<|endoftext|>",
+        "6<|endoftext|>",
+    ]
+
+
+def test_the_description_has_a_line_for_each_part(tmp_path, tokenizer):
+    long, short = (jsonl(tmp_path, texts(*"abcdefgh"[:n]), f"{n}.jsonl") for n in (8, 2))
+    entries = [{"name": long, "weight": 2}, {"name": short, "weight": 1}]
+    first, *lines = load_data(run_with(dataset_name=entries), tokenizer).description.splitlines()
+    assert first == f"{long}, {short}, 12 examples of 2 tokens, the longest 2"
+    assert lines == [
+        f"{long}: 8 examples, 66.7% of all; 16 tokens, 66.7%",
+        f"{short}: 2 examples x 2.00, 33.3% of all; 8 tokens, 33.3%",
+    ]
+
+
+def test_the_description_of_many_parts_is_not_a_book(tmp_path, tokenizer):
+    names = [jsonl(tmp_path, texts("a"), f"{n}.jsonl") for n in range(15)]
+    lines = load_data(run_with(dataset_name=names), tokenizer).description.splitlines()
+    assert len(lines) == 12 and lines[-1] == "and 5 more parts: 5 examples, 33.3% of all; 10 tokens, 33.3%"
+
+
+def test_a_part_has_its_own_split_and_all_that_can_are_evaluated_on(tmp_path, tokenizer):
+    for name in ("train", "validation"):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        jsonl(tmp_path / "folder", texts(name), f"{name}.jsonl")
+    other = jsonl(tmp_path, texts("a", "b", "c"))
+    entries = [str(tmp_path / "folder"), {"name": other, "split": "train[:2]"}]
+    data = load_data(run_with(dataset_name=entries, eval_strategy="steps"), tokenizer)
+    assert decoded(tokenizer, data.train) == [f"{text}<|endoftext|>" for text in ("train", "a", "b")]
+    assert decoded(tokenizer, data.eval) == ["validation<|endoftext|>"]
+    run = run_with(dataset_name=[other, other], eval_strategy="steps")
+    assert "nothing to evaluate on" in problem(run, tokenizer).what
+
+
+def test_a_mixture_can_be_packed(tmp_path, tokenizer):
+    entries = [
+        {"name": jsonl(tmp_path, texts(*["a" * 9] * 12), "a.jsonl"), "weight": 1},
+        {"name": jsonl(tmp_path, texts("bb"), "b.jsonl"), "weight": 1},
+    ]
+    data = load_data(run_with(dataset_name=entries, packing=True, max_length=13), tokenizer)
+    assert len(data.train) == 12
+    assert all(
+        sorted(tokenizer.decode(row["input_ids"]).split("<|endoftext|>")[:2]) == ["a" * 9, "bb"] for row in data.train
+    )
+
+
+def test_columns_that_are_not_there(tmp_path, tokenizer):
+    entries = [{"name": jsonl(tmp_path, texts("a")), "columns": {"body": "text"}}]
+    assert "has no column 'body'; it has text" in problem(run_with(dataset_name=entries), tokenizer).what
+
+
+def test_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
+    for name in ("b", "a"):
+        jsonl(tmp_path, texts(name), f"{name}.jsonl")
+    data = load_data(run_with(dataset_name=str(tmp_path / "*.jsonl")), tokenizer)
+    assert decoded(tokenizer, data.train) == ["a<|endoftext|>", "b<|endoftext|>"]
+
+
+def test_the_file_of_a_pattern_that_cannot_be_read_is_named(tmp_path, tokenizer):
+    jsonl(tmp_path, texts("a"), "a.jsonl")
+    (tmp_path / "b.jsonl").write_text('{"text": \n')
+    found = problem(run_with(dataset_name=str(tmp_path / "*.jsonl")), tokenizer)
+    assert f"{tmp_path / 'b.jsonl'} cannot be read as json: line 1" in found.what
+
+
+def test_compressed_lines_and_folders_of_parquet(tmp_path, tokenizer):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": "packed"}) + "\n")
+    (tmp_path / "parquet").mkdir()
+    for number in range(2):
+        table = pyarrow.table({"text": [f"part {number}"]})
+        pyarrow.parquet.write_table(table, tmp_path / "parquet" / f"train-{number}.parquet")
+    names = [str(tmp_path / "a.jsonl.gz"), str(tmp_path / "parquet")]
+    expected = [f"{text}<|endoftext|>" for text in ("packed", "part 0", "part 1")]
+    assert decoded(tokenizer, load_data(run_with(dataset_name=names), tokenizer).train) == expected
+
+
+def test_the_bad_line_of_a_compressed_file_is_named(tmp_path, tokenizer):
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write('{"text": "a"}\n{"text":\n')
+    found = problem(run_with(dataset_name=str(tmp_path / "a.jsonl.gz")), tokenizer)
+    assert "line 2" in found.what
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("damage", [lambda whole: whole[:200], lambda whole: b"no gzip" + whole], ids=["half", "none"])
+def test_a_compressed_file_that_is_damaged_is_one_line(damage, streaming, tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(damage(gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())))
+    found = problem(run_with(dataset_name=str(path), dataset_streaming=streaming, max_steps=1), tokenizer)
+    assert "it is damaged after line" in found.what
+
+
+def test_lines_compressed_with_zstandard(tmp_path, tokenizer):
+    compress = pytest.importorskip("zstandard").compress
+    (tmp_path / "a.jsonl.zst").write_bytes(compress(b'{"text": "packed"}\n'))
+    data = load_data(run_with(dataset_name=str(tmp_path / "a.jsonl.zst")), tokenizer)
+    assert decoded(tokenizer, data.train) == ["packed<|endoftext|>"]
+
+
+def test_weights_too_far_apart_for_an_epoch_are_a_mistake(tmp_path, tokenizer):
+    names = [jsonl(tmp_path, texts("a"), "a.jsonl"), jsonl(tmp_path, texts("b"), "b.jsonl")]
+    entries = [{"name": name, "weight": weight} for name, weight in zip(names, (1, 2e9), strict=True)]
+    found = problem(run_with(dataset_name=entries), tokenizer)
+    assert f"an epoch would have 2,000,000,001 examples: {names[1]} comes again" in found.what
+
+
+def test_a_mistake_names_its_part(tmp_path, tokenizer):
+    names = [jsonl(tmp_path, [{"messages": CHAT}], "chats.jsonl"), jsonl(tmp_path, texts("plain"), "texts.jsonl")]
+    found = problem(run_with(dataset_name=names, assistant_only_loss=True), tokenizer)
+    assert found.what.startswith(f"{names[1]}: needs chats")

@@ -1,0 +1,306 @@
+"""Packing: examples that stay apart in rows of one length, or texts joined and cut."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+)
+
+from launch.data.batches import IGNORED, Stack
+from launch.data.load import load_data
+from launch.data.packing import best_fit, joined, lengths_of, packed
+from launch.data.tokens import token_table
+from launch.training.batches import tokens_of
+from launch.training.model import load_model, load_tokenizer, with_model
+from tests.support.models import save
+from tests.support.rows import jsonl, learned, problem, run_with, texts
+from tests.support.running import launch_quickly, losses, model_flags, train_here
+
+documents = st.lists(st.lists(st.integers(0, 255), min_size=2, max_size=40), min_size=1, max_size=30)
+SIZES = dict(vocab_size=260, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bos_token_id=1, eos_token_id=2)
+SMALL = SIZES | dict(intermediate_size=64, num_key_value_heads=2, head_dim=16, max_position_embeddings=64)
+MODELS = {
+    "llama": LlamaConfig(**SMALL),
+    "mistral with a window": MistralConfig(**SMALL, sliding_window=5),
+    "gemma3 with both": Gemma3TextConfig(
+        **SMALL, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    ),
+}  # fmt: skip
+ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16], [17, 18, 19], [20, 21, 22, 23, 24, 25], [26, 27, 28, 29]]
+
+
+def examples(rows):
+    return Dataset(token_table(rows, rows))
+
+
+# --- Which examples share a row ------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 60), max_size=200), st.integers(1, 40))
+def test_each_example_has_one_place(lengths, limit):
+    order, starts = best_fit(np.array(lengths, np.int64), limit)
+    assert sorted(order) == [number for number, length in enumerate(lengths) if length]
+    assert starts[0] == 0 and starts[-1] == len(order)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=200), st.integers(1, 40))
+def test_it_is_the_best_fit(lengths, limit):
+    """As if each were placed on its own, the longest first, where it leaves the least space."""
+    order, starts = best_fit(np.array(lengths), limit)
+    filled = [sum(min(lengths[n], limit) for n in order[a:b]) for a, b in itertools.pairwise(starts)]
+    spaces = []
+    for length in sorted((min(length, limit) for length in lengths), reverse=True):
+        fitting = [(space, at) for at, space in enumerate(spaces) if space >= length]
+        if fitting:
+            spaces[min(fitting)[1]] -= length
+        else:
+            spaces.append(limit - length)
+    assert sorted(filled) == sorted(limit - space for space in spaces)
+
+
+def test_a_long_tail_leaves_next_to_no_padding():
+    numbers = np.random.default_rng(0)
+    lengths = np.maximum(2, numbers.lognormal(5.5, 1.0, 100_000)).astype(np.int64)
+    _, starts = best_fit(lengths, 2048)
+    assert np.minimum(lengths, 2048).sum() / ((len(starts) - 1) * 2048) > 0.99
+
+
+def test_the_demonstration_is_full(tokenizer):
+    data = load_data(run_with(packing=True, packing_strategy="bfd", max_length=256), tokenizer)
+    assert np.minimum(lengths_of(data.train.examples), 256).sum() / (len(data.train) * 256) > 0.97
+
+
+# --- What a row holds ----------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(documents, st.integers(4, 50))
+def test_a_row_holds_whole_examples_and_padding(rows, length):
+    found = []
+    for row in packed(examples(rows), length, padding=259):
+        assert {len(column) for column in row.values()} == {length}
+        ids, positions = row["input_ids"].tolist(), row["position_ids"].tolist()
+        starts = [place for place, position in enumerate(positions) if position == 0]
+        found += [ids[start:end] for start, end in zip(starts, [*starts[1:], length], strict=True)]
+    without_padding = [ids for ids in found if set(ids) != {259}]
+    assert sorted(without_padding) == sorted(row[:length] for row in rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(documents, st.integers(4, 50))
+def test_nothing_is_learned_of_padding_or_of_a_first_token(rows, length):
+    for row in packed(examples(rows), length, padding=259):
+        ignored = row["labels"] == IGNORED
+        assert torch.equal(ignored, (row["position_ids"] == 0) | (row["input_ids"] == 259))
+        assert torch.equal(row["labels"][~ignored], row["input_ids"][~ignored])
+
+
+@settings(max_examples=50, deadline=None)
+@given(documents, st.integers(4, 50), st.integers(1, 4))
+def test_padding_is_not_counted(rows, length, micro):
+    packs = packed(examples(rows), length, padding=259)
+    batch = Stack()([packs[number] for number in range(min(micro, len(packs)))])
+    assert tokens_of(batch, padding_free=False) == (batch["input_ids"] != 259).sum()
+
+
+def test_masks_of_chats_are_kept(tmp_path, tokenizer):
+    rows = [{"prompt": f"say {word} ", "completion": word} for word in ("one", "two", "three")]
+    (row,) = load_data(run_with(dataset_name=jsonl(tmp_path, rows), packing=True, max_length=64), tokenizer).train
+    said = learned(tokenizer, row).split("<|endoftext|>")
+    assert sorted(said) == ["", "one", "three", "two"]
+
+
+def test_the_description_says_how_full_the_rows_are(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("abc", "defg")), packing=True, max_length=10)
+    assert "1 sequences of 10 tokens (2 examples side by side, 90.0% full)" in load_data(run, tokenizer).description
+
+
+# --- What a model makes of it --------------------------------------------------------------------
+
+
+def model_of(name, attention):
+    torch.manual_seed(0)
+    config = copy.deepcopy(MODELS[name])
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def batch_of(rows, length=16):
+    packs = packed(examples(rows), length)
+    return Stack()([packs[number] for number in range(len(packs))])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_examples_alone(name, attention):
+    batch, count = batch_of(ROWS), sum(len(row) - 1 for row in ROWS)
+    together, alone = model_of(name, attention), model_of(name, attention)
+    loss = together(**batch, num_items_in_batch=count).loss
+    loss.backward()
+    parts = [alone(input_ids=row, labels=row, num_items_in_batch=count).loss for row in map(as_batch, ROWS)]
+    sum(parts).backward()
+    assert loss.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
+    for (weight, one), (_, other) in zip(together.named_parameters(), alone.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=weight)
+
+
+def as_batch(row):
+    return torch.tensor([row])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "mistral with a window"])
+def test_one_example_changes_no_other(name, attention):
+    model, batch = model_of(name, attention).eval(), batch_of(ROWS)
+    changed = batch["input_ids"].clone()
+    changed[0, : len(ROWS[0])] += 100  # the longest example, at the beginning of the first row
+    with torch.no_grad():
+        before, after = (
+            model(input_ids=ids, position_ids=batch["position_ids"]).logits for ids in (batch["input_ids"], changed)
+        )
+    same = changed == batch["input_ids"]
+    torch.testing.assert_close(before[same], after[same], rtol=0, atol=1e-6)
+    assert not torch.allclose(before[~same], after[~same], atol=1e-3)
+
+
+def test_flash_attention_is_told_where_examples_begin():
+    packs = packed(examples(ROWS), 16)
+    batch = Stack(packs.most_examples)([packs[0], packs[1]])
+    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
+    assert batch["cu_seq_lens_q"].tolist()[: len(starts)] == starts
+    assert set(batch["cu_seq_lens_q"].tolist()[len(starts) :]) == {32}
+    assert len(batch["cu_seq_lens_q"]) == 2 * packs.most_examples + 1 and batch["max_length_q"] == 16
+
+
+@pytest.fixture
+def opt(tmp_path):
+    sizes = dict(vocab_size=260, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32)
+    config = OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64)
+    return save(AutoModelForCausalLM.from_config(config), tmp_path / "opt")
+
+
+def test_a_recipe_does_not_pack_for_a_model_that_mixes_examples_up(opt):
+    run = run_with(recipe="fast", model_name_or_path=opt)
+    limited, advice = with_model(run, load_tokenizer(run))
+    assert (run["packing"], limited["packing"]) == (True, False)
+    assert "see each other" in advice[-1].what and "wrapped" in advice[-1].fix
+
+
+def test_packing_for_a_model_that_mixes_examples_up_is_a_mistake(opt, tmp_path, tokenizer):
+    run = run_with(model_name_or_path=opt, packing=True)
+    data = load_data(run_with(packing=True, max_length=256), tokenizer)
+    with pytest.raises(Exception, match="see each other") as raised:
+        load_model(run, load_tokenizer(run), data)
+    assert "--packing_strategy wrapped" in raised.value.problems[0].fix
+
+
+# --- Trained -------------------------------------------------------------------------------------
+
+TRAINED = "--packing --max_steps 4 --logging_steps 1 --learning_rate 1e-3 --global_batch_size 4 --save_strategy no"
+IN_ORDER = "--per_device_train_batch_size 2 --train_sampling_strategy sequential"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, texts, tmp_path_factory):
+    return train_here(tiny_model, texts, tmp_path_factory.mktemp("one"), *f"{TRAINED} {IN_ORDER}".split())
+
+
+def test_a_training_has_the_losses_of_its_examples_one_by_one(trained, tiny_model, texts):
+    run = run_with(model_name_or_path=str(tiny_model), dataset_name=str(texts), packing=True, max_length=64)
+    packs = load_data(run, load_tokenizer(run)).train
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for step in range(4):
+        numbers = packs.order[packs.starts[4 * step] : packs.starts[4 * step + 4]]
+        rows = [packs.examples.with_format(None)[int(number)]["input_ids"][:64] for number in numbers]
+        count = sum(len(row) - 1 for row in rows)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (4 - step) / 4
+        loss = sum(model(input_ids=row, labels=row, num_items_in_batch=count).loss for row in map(as_batch, rows))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses(trained) == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_ranks_train_the_same(trained, tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), *f"{TRAINED} {IN_ORDER}".split()]
+    both = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
+    assert losses(both) == pytest.approx(losses(trained), rel=1e-5)
+
+
+# --- Joined and cut ------------------------------------------------------------------------------
+
+
+def wrapped(rows, length):
+    return [row["input_ids"].tolist() for row in joined(examples(rows), length)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(documents, st.integers(2, 50))
+def test_joining_keeps_every_token_in_order(rows, length):
+    stream = [token for row in rows for token in row]
+    blocks = wrapped(rows, length)
+    assert [token for block in blocks for token in block] == stream[: len(blocks) * length]
+
+
+@settings(max_examples=25, deadline=None)
+@given(documents, st.integers(2, 50))
+def test_joining_makes_as_many_rows_as_fit(rows, length):
+    assert len(wrapped(rows, length)) == sum(map(len, rows)) // length
+
+
+def test_joined_batches_have_no_mask(tmp_path, tokenizer):
+    data = load_data(joining(tmp_path, texts("abc", "def"), 4), tokenizer)
+    assert set(data.collator([data.train[0], data.train[1]])) == {"input_ids", "labels"}
+
+
+def joining(tmp_path, rows, length=1024):
+    name = jsonl(tmp_path, rows)
+    return run_with(dataset_name=name, packing=True, packing_strategy="wrapped", max_length=length)
+
+
+def test_joined_texts_have_eos_between(tmp_path, tokenizer):
+    (row,) = load_data(joining(tmp_path, texts("abc", "def"), 8), tokenizer).train
+    assert tokenizer.decode(row["input_ids"]) == "abc<|endoftext|>def<|endoftext|>"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_that_are_cut_in_the_middle_are_advised_against(streaming, tmp_path, tokenizer):
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 9
+    wrapped = {"packing": True, "packing_strategy": "wrapped", "max_length": 8}
+    stream = {"dataset_streaming": True, "max_steps": 1} if streaming else {}
+    data = load_data(run_with(dataset_name=jsonl(tmp_path, chats), **wrapped, **stream), tokenizer)
+    assert "--packing_strategy bfd keeps them whole" in data.description
+
+
+def test_joined_rows_without_a_label_are_left_out(tmp_path, tokenizer):
+    run = joining(tmp_path, [{"prompt": "p" * 20, "completion": "abc"}], 8)
+    (row,) = load_data(run, tokenizer).train
+    assert tokenizer.decode(row["input_ids"]) == "ppppabc<|endoftext|>"
+
+
+def test_too_few_tokens_to_join_says_how_many_there_are(tmp_path, tokenizer):
+    found = problem(joining(tmp_path, texts("abc")), tokenizer)
+    assert "has 4 tokens" in found.what and "--max_length 4" in found.fix

@@ -1,0 +1,436 @@
+"""Streams: each row once a round for any number of readers, and no row lost at any stop."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from launch.data.batches import UNKNOWN, Stack
+from launch.data.load import load_data, repeated_longest
+from launch.data.streams import PLACE, WINDOW, Stream, dealt
+from recipes.errors import StreamBroke, UserError
+from tests.support.rows import decoded, jsonl, learned, problem, run_with, texts
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+STREAM = dict(dataset_streaming=True, max_steps=100, max_length=64)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Four files of rows that tell where they were."""
+    (tmp_path / "folder").mkdir()
+    for number in range(4):
+        jsonl(tmp_path, texts(*(f"{number}.{row}" for row in range(30 + number))), f"folder/{number}.jsonl")
+    return tmp_path / "folder"
+
+
+def stream(name, tokenizer, **chosen):
+    return load_data(run_with(dataset_name=str(name), **STREAM, **chosen), tokenizer).train
+
+
+def rows_of(examples, tokenizer):
+    return [learned(tokenizer, example).removesuffix("<|endoftext|>") for example in examples]
+
+
+def first(stream, count):
+    return list(itertools.islice(stream, count))
+
+
+# --- Which rows, in which order -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 4, 6, 8])
+def test_a_round_has_each_row_once_for_any_number_of_readers(readers, folder, tokenizer):
+    seen = []
+    for reader in range(readers):
+        own = iter(replace(stream(folder, tokenizer), rank=reader, ranks=readers))
+        seen += rows_of(itertools.takewhile(lambda example: example[PLACE]["parts"][0]["round"] == 0, own), tokenizer)
+    assert sorted(seen) == sorted(f"{number}.{row}" for number in range(4) for row in range(30 + number))
+
+
+def test_readers_of_fewer_rows_have_all_of_them(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("a", "", "b")), dataloader_num_workers=4, **STREAM)
+    data = load_data(run, tokenizer)
+    assert data.description.endswith("; fewer rows than readers: each reads all of them")
+    for rank in range(4):
+        own = rows_of(first(replace(data.train, rank=rank, ranks=4), 20), tokenizer)
+        assert all(sorted(own[start : start + 2]) == ["a", "b"] for start in range(0, 20, 2))
+
+
+def test_every_round_has_another_order_and_every_seed(folder, tokenizer):
+    one = rows_of(first(stream(folder, tokenizer), 252), tokenizer)
+    other = rows_of(first(stream(folder, tokenizer, seed=1), 126), tokenizer)
+    assert sorted(one[:126]) == sorted(one[126:]) == sorted(other)
+    assert one[:126] != one[126:] and one[:126] != other
+    assert one == rows_of(first(stream(folder, tokenizer), 252), tokenizer)
+
+
+def test_sequential_is_the_order_of_the_files(folder, tokenizer):
+    found = rows_of(first(stream(folder, tokenizer, train_sampling_strategy="sequential"), 40), tokenizer)
+    assert found == [f"0.{row}" for row in range(30)] + [f"1.{row}" for row in range(10)]
+
+
+def test_rows_are_shuffled_among_those_of_a_window_only(tmp_path, tokenizer):
+    rows = texts(*(str(row) for row in range(WINDOW + 500)))
+    found = rows_of(first(stream(jsonl(tmp_path, rows), tokenizer), WINDOW), tokenizer)
+    assert sorted(found, key=int) == [str(row) for row in range(WINDOW)] != found
+
+
+def test_many_shards_are_dealt_out_whole(tmp_path, tokenizer):
+    Dataset.from_list(texts(*map(str, range(100)))).save_to_disk(tmp_path / "saved")
+    rows = stream(tmp_path / "saved", tokenizer).parts[0].rows
+    assert [(dealt(rows, reader, 3)[0].num_shards, *dealt(rows, reader, 3)[1:]) for reader in range(3)] == [
+        (34, 0, 1),
+        (33, 0, 1),
+        (33, 0, 1),
+    ]
+
+
+# --- A resume -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": True},
+        {"packing": True, "packing_strategy": "wrapped"},
+        {"train_sampling_strategy": "sequential"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("readers", [1, 3, 8])
+def test_it_goes_on_after_any_example(settings, readers, folder, tokenizer):
+    whole = replace(stream(folder, tokenizer, **settings), rank=readers - 1, ranks=readers)
+    examples = first(whole, 40)
+    for stop, example in list(enumerate(examples[:-1], start=1))[::3]:
+        place = json.loads(json.dumps(example[PLACE]))
+        goes_on = replace(whole, places={"0": place})
+        assert _plain(first(goes_on, 1)[0]) == _plain(examples[stop]), stop
+
+
+def _plain(example):
+    return {name: value if name == PLACE else list(map(int, value)) for name, value in example.items()}
+
+
+def test_why_the_shuffle_is_our_own():
+    """A resume loses the rows that wait in the library's buffer."""
+    rows = Dataset.from_dict({"n": list(range(100))}).to_iterable_dataset().shuffle(seed=1, buffer_size=50)
+    taken = iter(rows)
+    seen = [next(taken)["n"] for _ in range(60)]
+    rows.load_state_dict(rows.state_dict())
+    assert len({*seen, *(row["n"] for row in rows)}) < 100
+
+
+# --- Mixtures -------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
+
+
+@pytest.fixture
+def parts(folder, tmp_path):
+    """Parts of other formats and numbers of shards; the smaller ones end several times a window."""
+    questions = [{"q": f"{number}+1=", "a": f"A{number}", "prompt": "unused"} for number in range(11)]
+    Dataset.from_list(texts(*(f"B{row}" for row in range(700)))).save_to_disk(tmp_path / "saved")
+    return [
+        {"name": str(folder), "weight": 3},
+        {"name": str(tmp_path / "saved"), "weight": 2.5},
+        {
+            "name": jsonl(tmp_path, questions, "questions.jsonl"),
+            "weight": 1,
+            "columns": {"q": "prompt", "a": "completion"},
+        },
+        {"name": jsonl(tmp_path, [{"messages": CHAT}] * 8, "chats.jsonl"), "weight": 0.5},
+    ]
+
+
+def mixture(parts, tokenizer, **chosen) -> Stream:
+    return load_data(run_with(dataset_name=parts, **{**STREAM, "max_length": 128, **chosen}), tokenizer).train
+
+
+def part_of(text) -> int:
+    return {"A": 2, "B": 1, "<": 3}.get(text[0], 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_shares_are_those_of_the_weights(ranks, parts, tokenizer):
+    found = []
+    for rank in range(ranks):
+        own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 14_000 // ranks)
+        found += [part_of(text) for text in rows_of(own, tokenizer)]
+    shares = np.bincount(found) / len(found)
+    assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
+
+
+def test_the_shares_hold_in_any_stretch_of_a_mixture_that_is_not_shuffled(parts, tokenizer):
+    found = rows_of(first(mixture(parts, tokenizer, train_sampling_strategy="sequential"), 3_000), tokenizer)
+    for start in range(0, 2_940, 70):
+        shares = np.bincount([part_of(text) for text in found[start : start + 70]], minlength=4) / 70
+        assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.05
+
+
+def test_a_part_with_a_small_weight_has_no_more_than_that(tmp_path, tokenizer):
+    """Less than one example of a window."""
+    names = [jsonl(tmp_path, texts(*words), f"{words[0]}.jsonl") for words in ("ab" * 600, "xy")]
+    entries = [{"name": names[0], "weight": 4_999}, {"name": names[1], "weight": 1}]
+    found = rows_of(first(mixture(entries, tokenizer), 20_000), tokenizer)
+    assert len([text for text in found if text in "xy"]) == 4
+
+
+def test_each_part_has_each_row_once_a_round_for_any_number_of_readers(parts, tokenizer):
+    seen = []
+    for reader in range(3):
+        whole = mixture(parts, tokenizer, train_sampling_strategy="sequential")
+        texts = rows_of(first(replace(whole, rank=reader, ranks=3), 1_000), tokenizer)
+        own = [text for text in texts if part_of(text) == 1]
+        again = own.index(own[0], 1)
+        assert own[again : 2 * again] == own[: len(own) - again][:again]
+        seen += own[:again]
+    assert sorted(seen) == sorted(f"B{row}" for row in range(700))
+
+
+def test_examples_of_all_parts_share_packs(parts, tokenizer):
+    packs = decoded(tokenizer, first(mixture(parts, tokenizer, packing=True), 30))
+    assert any({"B", "0", "<"} <= {text[0] for text in pack.split("<|endoftext|>") if text} for pack in packs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": True}, {"packing": True, "packing_strategy": "wrapped"}], ids=str)
+@pytest.mark.parametrize(("reader", "readers"), [(0, 1), (1, 2), (5, 6)])
+def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, tokenizer):
+    whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
+    stops = (1, 40, 60, 80, 110) if settings else (1, 7, 300, 999, 1_000, 1_001, 1_400)  # in two windows
+    examples = first(whole, stops[-1] + 5)
+    for stop in stops:
+        goes_on = replace(whole, places={"0": json.loads(json.dumps(examples[stop - 1][PLACE]))})
+        assert list(map(_plain, first(goes_on, 5))) == list(map(_plain, examples[stop : stop + 5])), stop
+
+
+def test_the_description_has_a_line_for_each_part(parts, tokenizer):
+    run = run_with(dataset_name=parts, dataloader_num_workers=2, **STREAM)
+    text, *lines = load_data(run, tokenizer).description.splitlines()
+    assert text.endswith(" and 1 more, streamed: 706 shards for 2 readers, shuffled within 1,000 rows")
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        "42.9% of all, 4 shards",
+        "35.7% of all, 700 shards",
+        "14.3% of all, 1 shard",
+        "7.1% of all, 1 shard",
+    ]
+
+
+def test_a_mixture_is_evaluated_on_the_parts_that_have_a_test_split(tmp_path, tokenizer):
+    (tmp_path / "both").mkdir()
+    for split in ("train", "test"):
+        jsonl(tmp_path, texts(split), f"both/{split}.jsonl")
+    entries = [{"name": name, "weight": 1} for name in (jsonl(tmp_path, texts("a")), str(tmp_path / "both"))]
+    run = run_with(dataset_name=entries, eval_strategy="steps", **STREAM)
+    assert rows_of(load_data(run, tokenizer).eval, tokenizer) == ["test"]
+    (tmp_path / "both/test.jsonl").unlink()
+    found = problem(run, tokenizer)
+    assert "there is nothing to evaluate on: its parts have only train" in found.what
+    assert "such as train.jsonl and test.jsonl" in found.fix
+
+
+def test_a_mistake_names_its_part(tmp_path, tokenizer):
+    rows = {"good": texts("a"), "other": [{"words": "b"}], "empty": texts("", "")}
+    names = {name: jsonl(tmp_path, part, f"{name}.jsonl") for name, part in rows.items()}
+
+    def run(*chosen):
+        return run_with(dataset_name=[{"name": names[name], "weight": 1} for name in chosen], **STREAM)
+
+    assert problem(run("good", "other"), tokenizer).what.startswith(f"{names['other']}: there is no column 'text'")
+    (example,) = load_data(run("good", "empty"), tokenizer).train
+    assert f"{names['empty']}: one of 1 reader found nothing to learn" in str(example[PLACE])
+
+
+def test_a_streamed_mixture_is_told_its_weights(tmp_path, tokenizer):
+    names = [jsonl(tmp_path, texts(name), f"{name}.jsonl") for name in "ab"]
+    found = problem(run_with(dataset_name=names, **STREAM), tokenizer)
+    assert "is a mixture without weights" in found.what
+    told = yaml.safe_load(found.fix.removesuffix(" in a file for --config"))
+    assert load_data(run_with(**told, **STREAM), tokenizer).train
+
+
+# --- Kinds of sources -----------------------------------------------------------------------------
+
+
+def test_groups_of_rows_in_a_parquet_file_are_shards(tmp_path, tokenizer):
+    Dataset.from_list(texts(*map(str, range(40)))).to_parquet(tmp_path / "data.parquet", batch_size=10)
+    run = run_with(dataset_name=str(tmp_path / "data.parquet"), dataloader_num_workers=4, **STREAM)
+    found = load_data(run, tokenizer)
+    assert found.train.parts[0].rows.num_shards == 4
+    assert "4 shards for 4 readers, shuffled within 1,000 rows" in found.description
+
+
+def test_a_stream_says_what_its_first_rows_lose(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, texts("x" * 99, "", "a")), **STREAM)
+    lost = "of the first 3 rows 1 have nothing to learn and "
+    assert lost in load_data(run, tokenizer).description
+
+
+def test_rows_of_null_are_left_out(tmp_path, tokenizer):
+    (tmp_path / "data.jsonl").write_text('null\n{"text": "one"}\nnull\n{"text": null}\n{"text": "two"}\n')
+    found = rows_of(first(stream(tmp_path / "data.jsonl", tokenizer), 4), tokenizer)
+    assert sorted(found) == ["one", "one", "two", "two"]
+
+
+def test_chats_with_other_keys_in_each_message(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
+    answers = ({"role": "assistant", "content": "b", "name": "x"}, {"role": "assistant", "content": "c"})
+    rows = [{"messages": [{"role": "user", "content": "a"}, answer]} for answer in answers]
+    found = first(stream(jsonl(tmp_path, rows), tokenizer, assistant_only_loss=True), 2)
+    assert sorted(rows_of(found, tokenizer)) == ["assistant: b", "assistant: c"]
+
+
+def test_readers_of_one_file_share_chats_with_other_keys(tmp_path, tokenizer, monkeypatch):
+    chats = [[{"role": "user", "content": "a", "n": row}, {"role": "assistant", "content": str(row)}] for row in (1, 2)]
+    chats[0][0]["n"] = "one"
+    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
+    whole = stream(jsonl(tmp_path, [{"messages": chat} for chat in chats]), tokenizer, assistant_only_loss=True)
+    readers = [replace(whole, rank=rank, ranks=2) for rank in (0, 1)]
+    assert [rows_of(first(reader, 1), tokenizer) for reader in readers] == [["assistant: 1"], ["assistant: 2"]]
+
+
+def test_formats_of_public_data_and_other_names_of_columns(tmp_path, tokenizer):
+    rows = [{"task": "2+2", "input": None, "output": "4"}]
+    entries = [{"name": jsonl(tmp_path, rows), "columns": {"task": "instruction"}}]
+    data = load_data(run_with(dataset_name=entries, **{**STREAM, "max_length": 256}), tokenizer)
+    assert rows_of(first(data.train, 1), tokenizer) == ["4<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_with_nothing_to_learn_within_max_length_are_left_out(packing, tmp_path, tokenizer):
+    rows = [{"prompt": "a" * 64, "completion": "lost"}, {"prompt": "a" * 60, "completion": "kept"}]
+    found = first(stream(jsonl(tmp_path, rows), tokenizer, packing=packing), 2)
+    assert rows_of(found, tokenizer) == ["kept", "kept"]
+
+
+def test_the_demonstration_is_streamed_too(tokenizer):
+    data = load_data(run_with(eval_strategy="steps", **STREAM), tokenizer)
+    assert "stdlib source, streamed" in data.description and len(data.eval) and first(data.train, 1)
+
+
+def test_a_text_for_each_split_is_evaluated_whole(tmp_path, tokenizer):
+    Dataset.from_list(texts("one")).to_parquet(tmp_path / "train.parquet")
+    Dataset.from_list(texts("two", "three")).to_parquet(tmp_path / "test.parquet")
+    data = load_data(run_with(dataset_name=str(tmp_path), eval_strategy="steps", **STREAM), tokenizer)
+    assert rows_of(data.eval, tokenizer) == ["two", "three"]
+
+
+def test_splits_written_by_save_to_disk(tmp_path, tokenizer):
+    splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
+    splits.save_to_disk(tmp_path / "saved")
+    run = run_with(dataset_name=str(tmp_path / "saved"), eval_strategy="steps", packing=True, **STREAM)
+    data = load_data(run, tokenizer)
+    assert len(data.eval) == 1 and isinstance(data.collator, Stack)
+
+
+def test_joined_texts_lose_no_token(tmp_path, tokenizer):
+    rows = texts("abc" * 30, "def" * 10, "gh")
+    settings = dict(packing=True, packing_strategy="wrapped", train_sampling_strategy="sequential")
+    sequences = first(stream(jsonl(tmp_path, rows), tokenizer, **settings), 2)
+    assert [len(row["input_ids"]) for row in sequences] == [64, 64]
+    text = "".join(row["text"] + "<|endoftext|>" for row in rows)
+    assert "".join(learned(tokenizer, {"labels": row["labels"].tolist()}) for row in sequences) == text
+
+
+def test_flash_is_told_where_examples_begin_however_many_a_row_holds(folder, tokenizer):
+    rows = [
+        {name: row[name] for name in row if name != PLACE} for row in first(stream(folder, tokenizer, packing=True), 2)
+    ]
+    limits = Stack(UNKNOWN)(rows)["cu_seq_lens_q"]
+    begin = [
+        64 * number + place
+        for number, row in enumerate(rows)
+        for place in (row["position_ids"] == 0).nonzero()[:, 0].tolist()
+    ]
+    assert limits[: len(begin)].tolist() == begin and set(limits[len(begin) :].tolist()) == {128}
+    assert (len(limits) - 1).bit_count() == 1
+
+
+@pytest.mark.parametrize("flags", [{"packing": True}, {"packing": True, "packing_strategy": "wrapped"}, {}])
+def test_the_collator_for_flash_takes_what_the_stream_gives(folder, tokenizer, flags):
+    data = load_data(run_with(dataset_name=str(folder), **STREAM, **flags), tokenizer)
+    rows = [{name: row[name] for name in row if name != PLACE} for row in first(data.train, 2)]
+    batch = data.collator_for("flash_attention_2")(rows)
+    apart = flags == {"packing": True}  # only these hold several examples that must not see each other
+    assert ("cu_seq_lens_q" in batch) == apart
+
+
+def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
+    (one, other) = repeated_longest(stream(folder, tokenizer), 2)
+    assert one == other and len(one["input_ids"]) == 64
+
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_wrong_column_is_told_before_a_model_is_loaded(tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, [{"words": "one"}]), **STREAM)
+    assert "there is no column 'text'" in problem(run, tokenizer).what
+
+
+def test_a_split_that_is_not_there(folder, tokenizer):
+    run = run_with(dataset_name=str(folder), dataset_train_split="tain", **STREAM)
+    assert problem(run, tokenizer).what == "there is no split 'tain'; the data has train"
+
+
+def test_nothing_to_evaluate_on(folder, tokenizer):
+    found = problem(run_with(dataset_name=str(folder), eval_strategy="steps", **STREAM), tokenizer)
+    assert "there is nothing to evaluate on: the data has train" in found.what
+    assert "such as train.jsonl and test.jsonl" in found.fix
+
+
+def test_a_round_without_anything_to_learn_is_an_error(tmp_path, tokenizer):
+    (example,) = stream(jsonl(tmp_path, texts("", "")), tokenizer)
+    assert isinstance(example[PLACE], UserError)
+    assert "one of 1 reader found nothing to learn within 64 tokens" in str(example[PLACE])
+
+
+def test_texts_of_which_joining_leaves_nothing_to_learn_are_an_error(tmp_path, tokenizer):
+    """Nothing is learned of the first token of a sequence, and here it is the only one."""
+    rows = [{"input_ids": [1] * 65, "labels": [-100] * 64 + [1]}]
+    (example,) = stream(jsonl(tmp_path, rows), tokenizer, packing=True, packing_strategy="wrapped")
+    assert "found nothing to learn within 64 tokens" in str(example[PLACE])
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ('{"text": oops}', "line 6001: "),
+        ('{"text": "a", "more": 6}', "column names don't match"),
+    ],
+)
+def test_a_row_that_breaks_it_comes_after_all_examples_before_it(line, cause, tmp_path, tokenizer):
+    """The library reads ten megabytes at once, and takes the columns from the first of them."""
+    file = tmp_path / "data.jsonl"
+    rows = [json.dumps({"text": "a", "source": "b" * 2000})] * 6_000
+    file.write_text("\n".join([*rows, line, rows[0]]) + "\n")
+    *examples, last = stream(file, tokenizer)
+    assert len(examples) >= 5_000
+    assert isinstance(last[PLACE], UserError) and cause in str(last[PLACE])
+
+
+def test_a_network_that_fails_is_no_mistake_of_the_user(folder, tokenizer, monkeypatch):
+    found = stream(folder, tokenizer)
+    batches = IterableDataset.iter
+
+    def iter_once(self, size):
+        yield next(batches(self, 100))
+        raise ConnectionError("the Hub does not answer")
+
+    monkeypatch.setattr(IterableDataset, "iter", iter_once)
+    *examples, last = found
+    assert len(examples) == 100
+    assert isinstance(last[PLACE], StreamBroke) and "could not be read on: the Hub does not" in str(last[PLACE])
+
+
+def test_a_folder_says_which_files_it_did_not_read(folder, tokenizer):
+    (folder / "more.csv").write_text("text\na\n")
+    description = load_data(run_with(dataset_name=str(folder), **STREAM), tokenizer).description
+    assert "not read, since most files are json: more.csv" in description

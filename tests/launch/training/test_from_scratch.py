@@ -1,0 +1,114 @@
+"""A model from its configuration alone: random weights, the same for a seed on any hardware."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from launch.data.demo import demo_tokenizer
+from tests.support.models import load, problem, run_with
+from tests.support.running import ROOT, launch_quickly, losses, model_flags, train_here
+
+STEPS = "--from_scratch --max_steps 2 --logging_steps 1 --learning_rate 1e-3".split()
+SMALL = {"vocab_size": 260, "eos_token_id": 256, "bos_token_id": None, "pad_token_id": 257}
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2),
+    "tied gpt2": GPT2Config(
+        **SMALL, n_embd=32, n_layer=2, n_head=2, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+}
+
+
+def described(folder, config):
+    config.save_pretrained(folder)
+    demo_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request, tmp_path_factory):
+    """A config.json and a tokenizer, no weights."""
+    return described(tmp_path_factory.mktemp("described"), CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def one_process(folder, texts, tmp_path_factory):
+    output = tmp_path_factory.mktemp("one")
+    return train_here(folder, texts, output, *STEPS), output
+
+
+def test_it_trains_and_saves_a_model_of_plain_transformers(folder, one_process):
+    outcome, output = one_process
+    assert outcome.code == 0 and f"{folder} from scratch" in outcome.output
+    assert outcome.record["settings"]["from_scratch"]["value"] is True
+    assert AutoModelForCausalLM.from_pretrained(output).config.model_type in ("llama", "gpt2")
+    assert losses(outcome)[0] == pytest.approx(5.56, abs=0.3)  # log 260: it knows nothing
+
+
+def weights(run):
+    return torch.cat([parameter.detach().flatten() for parameter in load(run).parameters()])
+
+
+def test_the_seed_decides_the_weights(folder):
+    one, same, other = (weights(run_with(str(folder), from_scratch=True, seed=seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes"),
+    [
+        ("standard", 2),
+        pytest.param("sharded", 2, marks=pytest.mark.slow),
+        pytest.param("memory", 2, marks=pytest.mark.slow),
+        pytest.param("memory_zero3", 1, marks=pytest.mark.slow),
+        pytest.param("memory_zero3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_other_engines_and_worlds_start_with_the_same_weights(recipe, processes, folder, one_process, texts, tmp_path):
+    flags = ["--recipe", recipe, *model_flags(folder, texts), *STEPS]
+    flags += ["--bf16", "false"] if recipe.startswith("memory") else []
+    script = ROOT / ("tests/support/fsdp_on_cpu.py" if recipe == "sharded" else "launch/train.py")
+    how = dict(processes=processes, config=f"{recipe}.yaml", script=script, env={"DS_ACCELERATOR": "cpu"})
+    outcome = launch_quickly(*flags, output=tmp_path, **how)
+    assert outcome.code == 0, outcome.output
+    assert losses(outcome) == pytest.approx(losses(one_process[0]), rel=1e-5)
+
+
+def test_the_models_own_weights_are_not_read(tiny_model, folder, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path, *STEPS)
+    assert outcome.code == 0 and "trains random weights, not those in" in outcome.output
+
+
+def test_without_the_flag_the_refusal_names_it(folder):
+    assert "--from_scratch" in problem(run_with(str(folder))).fix
+
+
+def test_a_resume_without_it_is_another_run(tiny_model, texts, tmp_path):
+    assert train_here(tiny_model, texts, tmp_path, *STEPS).code == 0
+    again = train_here(tiny_model, texts, tmp_path, "--max_steps", "4")
+    assert again.code == 2 and "holds a run with from_scratch True, not False" in again.output
+
+
+def test_a_quantised_models_shape_is_trained_in_full(tmp_path):
+    described(tmp_path, CONFIGS["llama"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(run_with(str(tmp_path), from_scratch=True))
+    assert not hasattr(model.config, "quantization_config")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_the_tokenizer_fits_the_vocabulary(tmp_path):
+    described(tmp_path, LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 258}))
+    found = problem(run_with(str(tmp_path), from_scratch=True))
+    assert found.subject == "from_scratch" and found.fix == "vocab_size 260 in its config.json"
+
+
+def test_a_configuration_that_makes_no_model_says_why(tmp_path):
+    described(tmp_path, CONFIGS["tied gpt2"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "activation_function": "unheard_of"}))
+    assert "does not make a model" in problem(run_with(str(tmp_path), from_scratch=True)).what

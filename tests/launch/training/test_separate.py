@@ -1,0 +1,210 @@
+"""Which models keep the examples of a row apart, and what becomes of a run whose model does not."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    BambaConfig,
+    FalconConfig,
+    FalconH1Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma4TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MixtralConfig,
+    OPTConfig,
+    RecurrentGemmaConfig,
+    Zamba2Config,
+)
+from transformers import AutoModelForCausalLM as CausalLM
+from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from launch.training import separate
+from launch.training.separate import require_separate_examples, with_separate_examples
+from recipes.errors import UserError
+from tests.support.models import SMALL, run_with, save
+from tests.support.running import launch_quickly, train_here
+
+CONVOLUTIONS = dict(layer_types=["conv", "full_attention"])
+LFM2 = Lfm2Config(**SMALL, **CONVOLUTIONS, intermediate_size=64, num_key_value_heads=2)
+JAMBA = JambaConfig(
+    **SMALL, intermediate_size=64, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
+    mamba_d_state=8, use_mamba_kernels=False,
+)  # fmt: skip
+OPT = OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=32, max_position_embeddings=64)
+FALCON = FalconConfig(**SMALL)
+GPT_OSS = GptOssConfig(num_hidden_layers=4)
+
+# Of the sizes that transformers gives them, from one to hundreds of billions of weights, and small.
+APART = [
+    LlamaConfig(), LlamaConfig(**SMALL, intermediate_size=64), GPT2Config(), Gemma2Config(), Gemma3Config(),
+    Gemma4TextConfig(), MixtralConfig(),
+]  # fmt: skip
+MIXED = [
+    LFM2, Lfm2Config(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]),
+    Lfm2MoeConfig(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]), JAMBA, JambaConfig(),
+    BambaConfig(), GraniteMoeHybridConfig(layer_types=["mamba", "attention"] * 2, num_hidden_layers=4),
+    FalconH1Config(mamba_d_head=64, mamba_n_heads=16), Zamba2Config(), RecurrentGemmaConfig(), Mamba2Config(), OPT,
+    OPTConfig(), FALCON, FalconConfig(), GPT_OSS,
+]  # fmt: skip
+
+
+def kind(config) -> str:
+    return f"{config.model_type}-{config.get_text_config().hidden_size}"
+
+
+def packs(config, **settings) -> bool:
+    """Whether `fast` packs for such a model, without its weights."""
+    run, advice = with_separate_examples(run_with("somebody/model", recipe="fast", **settings), config)
+    assert all(problem.severity == "advice" for problem in advice)
+    said = [problem.what for problem in advice]
+    assert said == (
+        [] if run["packing"] else [f"is off: a {config.model_type} model lets the examples of a row see each other"]
+    )
+    return run["packing"]
+
+
+@contextlib.contextmanager
+def zero_3():
+    """transformers takes ZeRO-3 to be on."""
+    enabled = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    yield enabled
+    unset_hf_deepspeed_config()
+
+
+def accepts(model, **settings) -> bool:
+    try:
+        require_separate_examples(run_with("somebody/model", **settings), model)
+    except UserError as error:
+        assert "see each other" in error.problems[0].what
+        return False
+    return True
+
+
+# --- Which ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", APART, ids=kind)
+def test_a_model_of_attention_keeps_examples_apart(config):
+    assert packs(config)
+
+
+@pytest.mark.parametrize("config", MIXED, ids=kind)
+def test_a_model_with_a_state_or_a_mask_of_its_own_mixes_them(config):
+    assert not packs(config)
+
+
+@pytest.mark.parametrize("settings", [{"packing": True}, {"padding_free": True}], ids=str)
+def test_what_was_asked_for_is_refused_if_it_mixes(settings):
+    assert accepts(CausalLM.from_config(APART[1]), **settings)
+    assert not accepts(CausalLM.from_config(LFM2), **settings)
+
+
+def test_what_mixes_is_known_under_zero_3():
+    attention, states = CausalLM.from_config(APART[1]), CausalLM.from_config(JAMBA)
+    with zero_3():
+        assert accepts(attention, packing=True) and not accepts(states, packing=True)
+
+
+@pytest.mark.parametrize("settings", [{"packing": True}, {"packing": False, "padding_free": True}], ids=str)
+def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_does(settings):
+    flash = dict(attn_implementation="flash_attention_2", **settings)
+    opt, states = CausalLM.from_config(OPT), CausalLM.from_config(JAMBA)
+    assert accepts(opt, **flash) and not accepts(opt, **settings)
+    assert not accepts(states, **flash)
+
+
+def test_gpt_oss_is_packed_with_flash_attention_only():
+    assert packs(GPT_OSS, attn_implementation="flash_attention_2") and not packs(GPT_OSS)
+
+
+# --- Without a twin ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_twin(monkeypatch):
+    monkeypatch.setattr(separate, "_MOST_WEIGHTS", 0)
+
+
+def test_what_cannot_be_tried_is_not_packed_unasked(no_twin):
+    run, (advice,) = with_separate_examples(run_with("somebody/model", recipe="fast"), APART[1])
+    assert not run["packing"] and "cannot be tried" in advice.what
+
+
+def test_the_model_itself_is_tried_if_there_is_no_twin(no_twin):
+    model = CausalLM.from_config(APART[1]).train()
+    model.config.use_cache = False  # as load_model leaves it
+    assert accepts(model, packing=True) and model.training
+    assert all(weight.grad is None for weight in model.parameters())
+    assert not accepts(CausalLM.from_config(LFM2), packing=True)
+
+
+def test_what_cannot_be_tried_is_refused(no_twin):
+    model = CausalLM.from_config(APART[1])
+    with zero_3():
+        assert not accepts(model, packing=True)
+
+
+# --- As users meet it ----------------------------------------------------------------------------
+
+
+def test_random_numbers_are_those_of_a_run_that_tries_nothing():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert packs(APART[1])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_fast_trains_a_model_that_mixes_without_packing_and_says_so(tmp_path, texts):
+    model = save(CausalLM.from_config(FALCON), tmp_path / "falcon")
+    outcome = train_here(model, texts, tmp_path / "out", "--recipe", "fast", "--max_steps", "1")
+    assert "advice " in outcome.output and "error " not in outcome.output
+    assert outcome.code == 0 and "a falcon model lets the examples of a row see each other" in outcome.output
+    assert outcome.record["settings"]["packing"]["value"] is False
+
+
+@pytest.mark.slow
+def test_zero_3_refuses_to_pack_for_a_model_with_states(tmp_path, texts):
+    model = save(CausalLM.from_config(JAMBA), tmp_path / "jamba")
+    words = f"--recipe memory_zero3 --packing --model_name_or_path {model} --dataset_name {texts} --max_steps 2"
+    outcome = launch_quickly(*words.split(), output=tmp_path / "out", processes=1, config="memory_zero3.yaml")
+    assert outcome.code and "a jamba model lets the examples of a row see each other" in outcome.output
+
+
+@pytest.mark.slow
+def test_a_twin_of_other_sizes_and_longer_examples_says_the_same_of_every_type(monkeypatch):
+    """Of types that transformers makes for their default sizes; the others count as unknown. Of a
+    third of them, since all take seven minutes.
+    """
+    configs = [config for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[::3] if (config := of_type(name))]
+    narrow = {config.model_type: judged(config) for config in configs}
+    monkeypatch.setattr(separate, "_DIVISORS", (32, 16, 8, 4, 2, 1))
+    monkeypatch.setattr(separate, "_MOST_WEIGHTS", 150_000_000)
+    monkeypatch.setattr(separate, "_FIRST", 29)
+    monkeypatch.setattr(separate, "_SECOND", 31)
+    wide = {config.model_type: judged(config) for config in configs}
+    known = {name for name in narrow if None not in (narrow[name], wide[name])}
+    assert {name: narrow[name] for name in known} == {name: wide[name] for name in known}
+    assert len(known) > 0.8 * len(configs), sorted(set(narrow) - known)
+
+
+def of_type(name):
+    try:
+        return AutoConfig.for_model(name)
+    except Exception:  # some have no sizes of their own
+        return None
+
+
+def judged(config) -> bool | None:
+    return separate._twin_mixes(run_with("somebody/model"), config, CausalLM._model_mapping.get(type(config), None))

@@ -1,0 +1,161 @@
+"""A training on a stream: stopped and resumed it sees the same examples, bit for bit."""
+
+import json
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests.support.rows import jsonl, texts
+from tests.support.running import launch_quickly, losses, model_flags, train_here
+
+STREAM = "--dataset_streaming --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --use_cpu".split()
+EIGHT_STEPS = [*STREAM, "--max_steps", "8"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Four small files: eight steps pass the end of the third round."""
+    folder = tmp_path_factory.mktemp("parts")
+    for part in range(4):
+        jsonl(folder, texts(*(f"{part}.{row} " + "abc " * (row % 9) for row in range(10))), f"{part}.jsonl")
+    return folder
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """The examples of each step, in order; the training ends before step `stop`, as if killed."""
+    from launch.training.streaming import StreamingTrainer
+
+    seen, take = {"stop": None, "examples": []}, StreamingTrainer.get_batch_samples
+
+    def get_batch_samples(trainer, *args):
+        if trainer.state.global_step == seen["stop"]:
+            raise KeyboardInterrupt
+        samples, items = take(trainer, *args)
+        seen["examples"].append([batch["input_ids"].tolist() for batch in samples])
+        return samples, items
+
+    monkeypatch.setattr(StreamingTrainer, "get_batch_samples", get_batch_samples)
+    return seen
+
+
+@pytest.mark.parametrize("flags", ["", "--packing", "--packing --dataloader_num_workers 3"])
+@pytest.mark.parametrize("stop", [4, 7])
+def test_a_resume_goes_on_at_the_next_example(flags, stop, gpt2_with_dropout, data, tmp_path, watched):
+    whole = train_here(gpt2_with_dropout, data, tmp_path / "whole", *EIGHT_STEPS, *flags.split())
+    assert whole.code == 0, whole.output
+    examples, watched["examples"], watched["stop"] = watched["examples"], [], stop
+    assert train_here(gpt2_with_dropout, data, tmp_path / "two", *EIGHT_STEPS, *flags.split()).code == 130
+    watched["examples"], watched["stop"] = [], None
+    resumed = train_here(gpt2_with_dropout, data, tmp_path / "two", *EIGHT_STEPS, *flags.split())
+    assert watched["examples"] == examples[stop // 3 * 3 :]
+    assert losses(resumed) == losses(whole)
+    assert [entry["epoch"] for entry in resumed.record["log_history"] if "loss" in entry] == [
+        step / 8 for step in range(1, 9)
+    ]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "two")]
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+@pytest.fixture
+def mixture(data, tmp_path):
+    """Flags for parts of other formats and numbers of shards. Both end in every window."""
+    questions = [{"prompt": f"{row}+1=", "completion": str(row + 1)} for row in range(7)]
+    parts = [{"name": str(data), "weight": 2}, {"name": jsonl(tmp_path, questions, "questions.jsonl"), "weight": 1}]
+    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"dataset_name": parts}))
+    return ["--config", str(tmp_path / "mixture.yaml")]
+
+
+@pytest.mark.parametrize("flags", ["--dataloader_num_workers 2", "--packing"])
+def test_a_resume_of_a_mixture_goes_on_at_the_next_example(flags, mixture, gpt2_with_dropout, tmp_path, watched):
+    """Its steps are in two windows if they are packed."""
+    words = [*mixture, *EIGHT_STEPS, "--global_batch_size", "64", *flags.split()]
+    whole = train_here(gpt2_with_dropout, None, tmp_path / "whole", *words)
+    assert whole.code == 0, whole.output
+    assert "questions.jsonl: 33.3% of all, 1 shard" in " ".join(whole.output.split())
+    examples, watched["examples"], watched["stop"] = watched["examples"], [], 7
+    assert train_here(gpt2_with_dropout, None, tmp_path / "two", *words).code == 130
+    watched["examples"], watched["stop"] = [], None
+    resumed = train_here(gpt2_with_dropout, None, tmp_path / "two", *words)
+    assert watched["examples"] == examples[6:]
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_checkpoint_of_an_earlier_version_begins_another_round_and_it_is_said(
+    tiny_model, data, tmp_path, watched, monkeypatch
+):
+    with monkeypatch.context() as earlier:
+        earlier.setattr("launch.training.streaming.stream_file", lambda rank: f"stream_{rank}.json")
+        train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "3")
+    outcome = train_here(tiny_model, data, tmp_path / "out", *EIGHT_STEPS)
+    assert outcome.code == 0, outcome.output
+    text = " ".join(outcome.output.split())
+    assert "checkpoint-3 has no place in the stream, or one that an earlier version wrote: it begins another" in text
+    assert len(watched["examples"]) == 8
+
+
+@pytest.fixture(scope="module")
+def gpt2_with_dropout(tmp_path_factory):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.support.models import save
+
+    config = GPT2Config(
+        vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=256, eos_token_id=256
+    )
+    return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2"))
+
+
+def test_the_banner_says_what_is_streamed(tiny_model, data, tmp_path):
+    outcome = train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "1")
+    assert "streamed: 4 shards for 1 reader, shuffled within 1,000 rows" in " ".join(outcome.output.split())
+
+
+def test_other_workers_begin_another_round_and_it_is_said(tiny_model, data, tmp_path, watched):
+    train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "3")
+    outcome = train_here(tiny_model, data, tmp_path / "out", *EIGHT_STEPS, "--dataloader_num_workers", "2")
+    text = " ".join(outcome.output.split())
+    assert "by 1 process with 1 reader each of the stream, 1 process with 2 readers each go on" in text
+    places = json.loads((tmp_path / "out" / "checkpoint-8" / "places_0.json").read_text())
+    assert (places["workers"], places["round"]) == (2, 2)  # three steps were in the second round
+
+
+def test_a_row_that_breaks_it_leaves_the_checkpoint_and_goes_on_once_mended(tiny_model, tmp_path, watched):
+    data = tmp_path / "data"
+    data.mkdir()
+    rows = [json.dumps({"text": f"row {row}", "source": "b" * 9_000}) for row in range(1_300)]  # read 10 MB at once
+    (data / "a.jsonl").write_text("\n".join([*rows, '{"text": oops}', *rows]))
+    batch = ["--global_batch_size", "250", "--per_device_train_batch_size", "125"]
+    flags = [*STREAM, *batch, "--max_steps", "9", "--train_sampling_strategy", "sequential"]
+    broken = train_here(tiny_model, data, tmp_path / "out", *flags)
+    assert broken.code == 1
+    text = " ".join(broken.output.split())
+    assert "cannot be read on" in text and "checkpoint-3" in text and "run the same command again" in text
+    (data / "a.jsonl").write_text("\n".join([*rows, '{"text": "oops"}', *rows]))
+    watched["examples"].clear()
+    mended = train_here(tiny_model, data, tmp_path / "out", *flags)
+    assert mended.code == 0, mended.output
+    assert "the data has changed since: the stream goes on at the same rows" in " ".join(mended.output.split())
+    assert len(watched["examples"]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixes", [False, True])
+def test_two_ranks_see_other_examples_and_resume(mixes, tiny_model, data, mixture, tmp_path):
+    flags = [
+        *(mixture if mixes else []),
+        *model_flags(tiny_model, None if mixes else data),
+        *STREAM,
+        "--dataloader_num_workers",
+        "2",
+        "--lr_scheduler_type",
+        "constant",
+    ]
+    whole = launch_quickly(*flags, "--max_steps", "8", output=tmp_path / "whole")
+    assert whole.code == 0, whole.output
+    launch_quickly(*flags, "--max_steps", "6", output=tmp_path / "two")
+    resumed = launch_quickly(*flags, "--max_steps", "8", output=tmp_path / "two")
+    assert losses(resumed) == losses(whole)
+    places = [json.loads((tmp_path / f"two/checkpoint-8/places_{rank}.json").read_text()) for rank in (0, 1)]
+    assert [place["ranks"] for place in places] == [2, 2]

@@ -30,7 +30,7 @@ def fit_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def fit(recipe: str | None, argv: Sequence[str], processes: int | None = None) -> int:
     """Run train.py with --fit_only on this machine. Returns its exit code."""
-    job = here.job_here(recipe, with_flags(argv, {"fit_only": True}), processes)
+    job = here.job_here(recipe, with_flags(argv, {"fit_only": True}), processes, says_advice=False)
     refuse_while_in_use(job.folder)
     code = here.run_script(without_secrets(local.render(job)), job)
     if code == 0:

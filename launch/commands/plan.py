@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from launch import plots
+from launch.commands import plan_picture
+from launch.commands.train import in_own_yaml
 from launch.flags import Commands, count
-from launch.terminal import print_table
-from recipes.errors import mistake
+from launch.terminal import console, print_problems, print_table
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
 from recipes.planner.plan import Plan, plan_memory
-from recipes.planner.speed import ASSUMED_MFU, StepTime
+from recipes.planner.shapes import EVALUATION, Components
+from recipes.planner.speed import StepTime
 from recipes.run import Json, with_flags
 
 _GIB = 2**30
-_COLOURS = (plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.YELLOW, plots.PURPLE, plots.GREY)
-_HEADS = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "activations": "activ",
-    "logits": "logits",
-    "buffers": "buffers",
-    "context": "context",
+_SILENT_SECONDS = 2
+# The columns of the table, and what each holds.
+_COLUMNS = {
+    "parameters": ("params", "the weights, as this GPU keeps them or its share, and what is gathered of them at once"),
+    "gradients": ("grads", "gradients at the fullest moment of a step; 0 if they are made while activations go"),
+    "optimizer": ("optim", "the optimizer's state, such as Adam's two moments, or this GPU's share of it"),
+    "activations": ("activ", "what the forward pass keeps for the backward pass, and autocast's 16-bit weights"),
+    "logits": ("logits", "tensors as wide as the vocabulary: the head's output, its loss, their gradients"),
+    "buffers": ("buffers", "what is neither weight nor gradient: DDP's and DeepSpeed's buckets, the model's buffers"),
+    "cached": ("cached", "what torch has reserved in pieces that nothing fits into; it may shrink as the rest grows"),
+    "context": ("context", "what CUDA takes for itself before the first tensor: driver and kernels"),
 }
+_HEADS = {part: head for part, (head, _) in _COLUMNS.items()}
+_OTHER_COLUMNS = {
+    "batch": "examples in a micro-batch x micro-batches in a step, on each GPU",
+    "total": "the sum of these, at the moment of a step or evaluation that needs most; not each part's own peak",
+    "fits": f"whether total fits the GPU with {MARGIN:.0%} to spare, and host the RAM that --host_memory says",
+    "host": "RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save",
+    "step": "seconds of an optimizer step: compute, what it does not hide of sending, and offload",
+}
+_NOT_COUNTED = "memory of data loading; kernels of torch.compile"
 
 
 def add_parser(commands: Commands) -> None:
@@ -37,14 +51,15 @@ def add_parser(commands: Commands) -> None:
         allow_abbrev=False,
         usage="recipes plan --model ID|FOLDER|config.json|SIZE [--gpu NAME | --gpu_memory GB] [--host_memory GB] "
         "[--num_processes N] [--nodes N] [--recipe NAME] [--accelerate_config FILE|NAME] [--mfu SHARE] "
-        "[--bandwidth GB/s] [--plot FILE] [--json] [any train.py flags]",
+        "[--bandwidth GB/s] [--plot FILE] [--explain] [--json] [any train.py flags]",
     )
     parser.add_argument("--model", required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
     parser.add_argument("--gpu", metavar="NAME", help="a card: A100 80GB, H100, L4, ...")
     parser.add_argument("--gpu_memory", "--gpu-memory", metavar="GB", type=_size, help="usable GB of another card")
     ram = "GB of RAM per node [any is enough]"
     parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
-    parser.add_argument("--num_processes", "--num-processes", type=count, default=1, help="number of GPUs [1]")
+    gpus = "number of GPUs [num_processes of an Accelerate YAML of your own, or 1]"
+    parser.add_argument("--num_processes", "--num-processes", type=count, help=gpus)
     parser.add_argument("--nodes", type=count, default=1, help="nodes that these GPUs are on [1]")
     parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe, or a file of your own")
     parser.add_argument(
@@ -53,10 +68,12 @@ def add_parser(commands: Commands) -> None:
         metavar="FILE|NAME",
         help="instead of the recipe's own YAML",
     )
-    share = f"share of the GPU's peak that a step reaches [{ASSUMED_MFU}]"
-    parser.add_argument("--mfu", metavar="SHARE", type=_share, default=ASSUMED_MFU, help=share)
-    parser.add_argument("--bandwidth", metavar="GB/s", type=_size, help="between GPUs: busbw of nccl-tests")
+    share = "share of the GPU's peak that a step reaches [as published for the card]"
+    parser.add_argument("--mfu", metavar="SHARE", type=_share, help=share)
+    busbw = "between GPUs: busbw of nccl-tests [NVLink's or PCIe's, in one node]"
+    parser.add_argument("--bandwidth", metavar="GB/s", type=_size, help=busbw)
     parser.add_argument("--plot", metavar="FILE", help="draw the recipes' memory as .png, .svg or .pdf")
+    parser.add_argument("--explain", action="store_true", help="say what each column holds, and what is not counted")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, and whole milliseconds")
     parser.set_defaults(run=show_plan)
 
@@ -79,36 +96,67 @@ def _share(text: str) -> float:
 
 
 def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    if options.plot is not None and Path(options.plot).suffix not in (".png", ".svg", ".pdf"):
-        raise mistake("plot", f"{options.plot!r} is not a picture file", "a name that ends in .png, .svg or .pdf")
-    plan = plan_memory(
-        options.model,
-        gpu=options.gpu,
-        gpu_memory=options.gpu_memory,
-        num_processes=options.num_processes,
-        nodes=options.nodes,
-        recipe=options.recipe,
-        argv=rest,
-        accelerate_config=options.accelerate_config,
-        mfu=options.mfu,
-        bandwidth=options.bandwidth,
-        host_memory=options.host_memory,
-    )
+    if options.plot is not None:
+        plan_picture.require_writable(options.plot)
+    processes = options.num_processes or in_own_yaml(options.accelerate_config) or 1
+    with _note_if_slow(options.model):
+        plan = plan_memory(
+            options.model,
+            gpu=options.gpu,
+            gpu_memory=options.gpu_memory,
+            num_processes=processes,
+            nodes=options.nodes,
+            recipe=options.recipe,
+            argv=rest,
+            accelerate_config=options.accelerate_config,
+            mfu=options.mfu,
+            bandwidth=options.bandwidth,
+            host_memory=options.host_memory,
+        )
     if options.plot:
-        plot(plan, options.plot)
-    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, options.num_processes)
+        plan_picture.draw(plan, _HEADS, options.plot)
+    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.explain)
     return 0
 
 
+@contextlib.contextmanager
+def _note_if_slow(model: str) -> Iterator[None]:
+    """A line on stderr if the plan takes a while: each micro-batch that it tries runs the model."""
+    words = f"planning {model}: up to a minute for a large model, or where little fits"
+    timer = threading.Timer(_SILENT_SECONDS, print, (words,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def as_json(plan: Plan) -> Json:
-    """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown."""
+    """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown.
+
+    `margin` is the share of the total that must stay free beside it.
+    """
     return {
-        "model": {"name": plan.model, "parameters": plan.parameters},
+        "model": {"name": plan.model, "parameters": plan.parameters, "trained": plan.trained, "shape": plan.shape},
+        "length": plan.length,
+        "asked_length": plan.asked_length,
+        "margin": _margin(plan),
+        "context": asdict(plan.context),
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
+        "assumed": {
+            "mfu": plan.mfu,
+            "mfu_source": plan.mfu_source,
+            "unknown_compute": plan.unknown_compute,
+            "bytes_per_second": plan.bandwidth,
+            "link": plan.link,
+            "host_source": plan.host_source,
+        },
         "recommended": plan.recommended,
         "command": plan.command,
+        "advice": [vars(problem) for problem in plan.advice],
         "recipes": [
-            {**asdict(entry), "total_bytes": entry.total_bytes, **_time_as_json(plan.times[entry.name])}
+            {**asdict(entry), **_totals(entry.components), **_time_as_json(plan.times[entry.name])}
             for entry in plan.recipes
         ],
         "choices": [
@@ -129,6 +177,15 @@ def as_json(plan: Plan) -> Json:
     }
 
 
+def _totals(components: Components) -> Json:
+    """The sums by the names of what reads them on a GPU; `total_bytes` is that of nvidia-smi."""
+    return {
+        "memory_allocated": components.allocated,
+        "memory_reserved": components.reserved,
+        "total_bytes": components.total,
+    }
+
+
 def _time_as_json(time: StepTime) -> Json:
     return {
         "sent_bytes": time.sent_bytes,
@@ -142,24 +199,42 @@ def _milliseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1000)
 
 
-def _print(plan: Plan, processes: int) -> None:
+def _print(plan: Plan, processes: int, explain: bool) -> None:
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
     host = "" if plan.usable_host_bytes is None else f", {_gib(plan.usable_host_bytes)} GiB of RAM per node"
     print(f"{plan.model}, {plan.parameters:,} parameters{trained}, sequences of {plan.length:,} tokens{longest}")
+    if plan.shape:
+        print(plan.shape)
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
     timed = plan.times[plan.recipes[0].name].total is not None  # what is known for one is known for all
     heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed
-    print_table(heads, [_row(entry, plan.times[entry.name].total) for entry in plan.recipes])
+    print_table(heads, [_row(entry, plan.times[entry.name].total) for entry in plan.recipes], whole=True)
+    print("total: as nvidia-smi shows the process. Without context it is torch's memory_reserved, without")
+    print("cached (reserved in pieces that nothing fits into) too, its memory_allocated.")
+    print(f"context: {plan.context.bytes / 2**20:,.0f} MiB, {plan.context.source}")
     if timed:
-        speed = "if --bandwidth says how fast" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
-        print(f"step: compute at {plan.mfu:.0%} of the GPU's peak (--mfu), sending {speed}, and at least what")
-        print("offload adds: PCIe, and Adam on the host. In truth these overlap in part.")
+        sending = ""
+        if processes > 1:
+            sending = f", what that does not hide of sending {_link(plan, '(left out: --bandwidth GB/s adds it)')}"
+        print(f"step: compute at {plan.mfu:.0%} of the GPU's peak ({plan.mfu_source}){sending}")
+        if any(time.host for time in plan.times.values()):
+            print(f"and at least what offload adds: PCIe, and Adam on the host ({plan.host_source})")
+        print("Data, evaluation and saves are left out.")
+    else:
+        ignored = "; --mfu has no effect" if plan.mfu_source == "--mfu" else ""
+        print(f"the time of a step is unknown: {plan.unknown_compute}{ignored}")
     for entry in plan.recipes:
         if entry.flags:
             print(f"{entry.name}: with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits")
+        if entry.moment == EVALUATION:
+            print(f"{entry.name}: {_evaluation(entry)}")
+    if varied := [entry for entry in plan.recipes if entry.varied_bytes > entry.total_bytes * (1 + MARGIN)]:
+        print(_varied(varied))
+    for note, names in _notes(plan).items():
+        print(f"{', '.join(names)}: {note}")
     for name, why in plan.refused.items():
         print(f"{name}: not legal with these flags: {why}")
     print()
@@ -167,22 +242,81 @@ def _print(plan: Plan, processes: int) -> None:
         print(
             f"this model cannot be traced: memory is estimated from its shape, with {CLOSED_FORM_MARGIN:.0%} to spare\n"
         )
+    if explain:
+        _print_explanation(plan)
+    if plan.advice:
+        print_problems(plan.advice, console())
+        print()
     best = next((entry for entry in plan.recipes if entry.name == plan.recommended), None)
     if best is None:
         _print_next_steps(plan)
         return
     _print_splits(plan, best.name, processes)
-    print(f"take {best.name}, {_why(plan.times[best.name])}: {plan.command}")
+    if processes > 1 and best.micro_batch * best.accumulation == 1:
+        print(f"micro-batch 1: of a global batch of {processes} each GPU has one; --global_batch_size asks for more")
+    print(f"take {best.name}, {_why(plan)}: {plan.command}")
     for step in plan.next_steps:
         time = "" if step.seconds is None else f" and {_seconds(step.seconds)} a step"
-        print(f"or train adapters, without offload, in {_gib(step.total_bytes)} GiB{time}: {step.words}")
+        adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
+        install = f" after pip install {step.install}" if step.install else ""
+        print(f"or {adapters}without offload, in {_gib(step.total_bytes)} GiB{time}{install}: {step.words}")
 
 
-def _why(time: StepTime) -> str:
+def _evaluation(entry: Planned) -> str:
+    """That evaluations need most, and what to write if they do not fit."""
+    words = "evaluations need most, not steps"
+    if entry.fits:
+        return f"{words}: --per_device_eval_batch_size sets their memory"
+    if entry.evaluation_batch is None:
+        return words
+    return f"{words}; with --per_device_eval_batch_size {entry.evaluation_batch} they fit"
+
+
+def _notes(plan: Plan) -> dict[str, list[str]]:
+    """What is said of recipes, and of which of them."""
+    found: dict[str, list[str]] = {}
+    for entry in plan.recipes:
+        for note in entry.notes:
+            found.setdefault(note, []).append(entry.name)
+    return found
+
+
+def _varied(entries: list[Planned]) -> str:
+    """What nvidia-smi may come to show where lengths vary, which no step needs."""
+    kept = ", ".join(f"{_gib(entry.varied_bytes)} GiB ({entry.name})" for entry in entries)
+    return (
+        f"lengths vary, so torch may come to keep {kept}, in pieces of all sizes;\n"
+        "with PYTORCH_ALLOC_CONF=expandable_segments:True it keeps about the total"
+    )
+
+
+def _print_explanation(plan: Plan) -> None:
+    """A line for each column, then what is not counted, and how sure the rest is."""
+    parts = {head: words for head, words in _COLUMNS.values()}
+    for head, words in {"batch": _OTHER_COLUMNS["batch"], **parts, **_OTHER_COLUMNS}.items():
+        print(f"{head}: {words}")
+    for reading in plan.context.readings:
+        print(f"context of {reading}")
+    print(f"not counted: {_NOT_COUNTED}")
+    print("how sure: of 21 public readings of reserved memory two lie 3.5% and 7.8% above the plan, the others at most")
+    print(f"1% (python -m tests.benchmarks.reserved); here {_margin(plan):.0%} is kept free\n")
+
+
+def _margin(plan: Plan) -> float:
+    return MARGIN if all(entry.traced for entry in plan.recipes) else CLOSED_FORM_MARGIN
+
+
+def _why(plan: Plan) -> str:
     """What the recommended recipe is among those that fit."""
-    if time.total is not None:
+    fitting = [plan.times[entry.name] for entry in plan.recipes if entry.fits]
+    if len(fitting) == 1:
+        return "the only one that fits" if len(plan.recipes) > 1 else "which fits"
+    if not plan.unknown_compute:
         return "the fastest that fits"
-    return "the fastest that fits, apart from compute, which is unknown" if time.known else "the first that fits"
+    if len({time.known for time in fitting}) > 1:
+        least = "sends and offloads" if plan.bandwidth else "offloads"
+        return f"which {least} least of those that fit"
+    return "the first that fits"
 
 
 def _print_splits(plan: Plan, name: str, processes: int) -> None:
@@ -197,9 +331,12 @@ def _print_splits(plan: Plan, name: str, processes: int) -> None:
     if time.compute is not None:
         print("compute: a small micro-batch reaches a smaller share of the peak")
     if processes > 1:
-        speed = "--bandwidth GB/s adds its time" if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s"
-        print(f"sending: {speed}; part of it overlaps with compute")
+        print(f"sending: {_link(plan, '--bandwidth GB/s adds its time')}; computing hides part of it")
     print()
+
+
+def _link(plan: Plan, otherwise: str) -> str:
+    return otherwise if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s ({plan.link})"
 
 
 def _split_row(split: BatchSplit, processes: int, columns: int) -> list[str]:
@@ -217,37 +354,34 @@ def _split_row(split: BatchSplit, processes: int, columns: int) -> list[str]:
 
 
 def _print_next_steps(plan: Plan) -> None:
-    print("nothing fits. What to try, in this order, each at micro-batch 1:")
+    host = plan.short_of_ram
+    enough = "more RAM" if host else "more GPUs with sharded or memory_zero3"
+    if host:
+        needed = min(entry.host_bytes_per_node for entry in plan.recipes if entry.fits_gpu) * (1 + MARGIN)
+        print(f"only the RAM of each node is too small: {_gib(round(needed))} GiB are needed", end="")
+    else:
+        print("nothing fits as asked", end="")
+    if not plan.next_steps:
+        print(f", and no change of settings is known that needs less: use {enough}, or a smaller model")
+        return
+    print(". What needs less of it:" if host else ". What to try, in this order, at the same global batch:")
     rows = [
-        [str(number), _gib(step.total_bytes), _gib(step.saves_bytes), "yes" if step.fits else "no", step.slowdown]
+        [
+            str(number),
+            _gib(step.host_bytes_per_node if host else step.total_bytes),
+            "" if step.card else _gib(step.saves_host_bytes if host else step.saves_bytes),
+            "yes" if step.fits else "no",
+            step.slowdown,
+        ]
         for number, step in enumerate(plan.next_steps, 1)
     ]
-    print_table(["", "GiB", "saves", "fits", "slowdown"], rows)
+    print_table(["", "GiB of RAM" if host else "GiB", "saves", "fits", "slowdown"], rows)
     for number, step in enumerate(plan.next_steps, 1):
         print(f"{number}: {step.words}")
     if not any(step.fits for step in plan.next_steps):
-        print("none of these is enough: use more GPUs with sharded or memory_zero3, or a smaller model")
-
-
-def plot(plan: Plan, file: str) -> None:
-    """Draw each recipe as a stacked bar, with a line at the usable memory. Raises `UserError`."""
-    figure = plots.new_figure(8, 1.6 + 0.6 * len(plan.recipes))
-    axes = figure.subplots()
-    names = [f"{entry.name}\n{entry.micro_batch} x {entry.accumulation}" for entry in plan.recipes]
-    left = [0.0] * len(names)
-    for part, colour in zip(_HEADS, _COLOURS, strict=True):
-        sizes = [getattr(entry.components, part) / _GIB for entry in plan.recipes]
-        axes.barh(names, sizes, left=left, label=part, color=colour)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.axvline(plan.usable_bytes / _GIB, color="black", linestyle="--", label="usable")
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB on each GPU")
-    axes.set_title(f"{plan.model}, sequences of {plan.length:,} tokens, {plan.gpu}", loc="left")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise mistake("plot", f"{file} cannot be written: {error}", "choose a writable folder") from None
+        print(f"none of these is enough: use {enough}, or a smaller model")
+    if not host and len(plan.next_steps) > 1 and not any(step.card for step in plan.next_steps):
+        print("no known card of this kind has the memory for standard as it is")
 
 
 def _row(entry: Planned, seconds: float | None) -> list[str]:

@@ -66,6 +66,7 @@ def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
     share = run.batch.micro * run.batch.accumulation
     sizes = [size for size in range(1, share + 1) if share % size == 0]
     limit, guess = board.decide("start", lambda: _start(run))
+    _tokenize(run)
     out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
@@ -146,6 +147,24 @@ def _require_writable(run: RunSpec) -> None:
         raise mistake("output_dir", what, "choose a writable folder", run.setting("output_dir").source) from None
 
 
+def _tokenize(run: RunSpec) -> None:
+    """Make the tokens that the probes will find, once what can be told before is told.
+
+    Of a probe that tokenizes nobody sees how far it is, and if the kernel ended it for that, its
+    micro-batch would count as too large.
+    """
+    from launch.data.mixture import tokens_of_parts
+    from launch.output.resume import look_ahead
+    from launch.training.model import load_tokenizer, with_model
+
+    tokenizer = load_tokenizer(run)
+    known, _ = with_model(run, tokenizer)
+    if not run["fit_only"]:
+        look_ahead(known)
+    if run["dataset_name"] and not run["dataset_streaming"]:
+        tokens_of_parts(known, tokenizer)
+
+
 # --- One candidate, on all ranks ------------------------------------------------------------------
 
 
@@ -157,6 +176,7 @@ def _probe_on_all_ranks(run: RunSpec, argv: list[str], board: Board, size: int, 
         "micro_batch": size,
         "accumulation": min(accumulation, 2),  # two micro-batches show the gradients that accumulation keeps
         "limit_bytes": round(limit * (1 - RESERVE)),
+        "evaluates": run["eval_strategy"] != "no",
     }
     port = board.decide(f"{size}/port", processes.free_port)
     verdicts = board.all_ranks(f"{size}/verdict", _probe_here(request, port, board, size))

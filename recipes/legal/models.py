@@ -187,6 +187,32 @@ def refused_by_lora(model_type: str) -> frozenset[str]:
     return frozenset(modules or ()) if model_type in (types or ()) else frozenset()
 
 
+def refuses_dora(method: str) -> bool:
+    """Whether peft has no DoRA for weights that are stored in this way."""
+    file = f"tuners/lora/{method}.py"
+    return has_file("peft", file) and "does not support DoRA" in read_source("peft", file)
+
+
+def targets_in_experts(model_type: str) -> frozenset[str]:
+    """LoRA targets that peft turns into parameters of all experts at once, for such a model.
+
+    It refuses dropout and DoRA on them. Source: `_convert_peft_config_moe`.
+    """
+    file = "utils/transformers_weight_conversion.py"
+    if not (has_file("peft", file) and has_file("transformers", "conversion_mapping.py")):
+        return frozenset()
+    like = _table("transformers", "conversion_mapping.py", "_MODEL_TO_CONVERSION_PATTERN")
+    own = re.findall(r'^_MODEL_TO_CONVERSION_PATTERN\["(\w+)"\] = "(\w+)"', read_source("peft", file), flags=re.M)
+    base = {**like, **dict(own)}.get(model_type, "")
+    return frozenset(_table("peft", file, "_MOE_TARGET_MODULE_MAPPING").get(base) or ())
+
+
+def _table(package: str, file: str, name: str) -> dict[str, Any]:
+    """A table of literals at the top of a file; empty if there is none."""
+    found = re.search(rf"^{name}\b[^=\n]*= (\{{.*?^\}})", read_source(package, file), flags=re.M | re.S)
+    return ast.literal_eval(found[1]) if found else {}
+
+
 def source_names(model_type: str, name: str) -> bool | None:
     """Whether the model's code contains a name. None if there is no such file."""
     file = _file(model_type, "modeling")

@@ -56,7 +56,6 @@ RENAMED: dict[str, tuple[str, str]] = {
 
 # name -> what to write instead, or where
 ELSEWHERE: dict[str, str] = {
-    "dataset_streaming": "leave it out: data stay on the disk, memory-mapped, and train[:10%] takes a part",
     "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
     "ddp_gradient_as_bucket_view": "gradient_as_bucket_view",
     "num_processes": "`recipes train --num_processes N`, or after `accelerate launch`, before train.py",
@@ -64,7 +63,8 @@ ELSEWHERE: dict[str, str] = {
     "machine_rank": "after `accelerate launch`, before train.py",
     "main_process_ip": "after `accelerate launch`, before train.py",
     "main_process_port": "after `accelerate launch`, before train.py",
-    "accelerate_config": "before `--` of `recipes submit`, or `accelerate launch --config_file`",
+    "accelerate_config": "`recipes train --accelerate_config FILE` or `accelerate launch --config_file FILE`, which "
+    "start train.py; before `--` of `recipes submit`",
     "config_file": "`accelerate launch --config_file` for an Accelerate YAML; --config for settings of the run",
     "distributed_type": "the Accelerate YAML",
     "deepspeed_config": "the Accelerate YAML",

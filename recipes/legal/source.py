@@ -31,7 +31,10 @@ class Field:
     def types(self) -> frozenset[str]:
         """Which of bool, int, float, str, list, dict and None the annotation allows."""
         allowed = frozenset(
-            re.findall(r"\b(?:bool|int|float|str|list|dict|None)\b", re.sub(r"\[.*?\]", "", self.annotation))
+            re.findall(
+                r"\b(?:bool|int|float|str|list|dict|None)\b",
+                re.sub(r"\[.*?\]", "", self.annotation).replace("Literal", "str"),
+            )
         )
         return allowed or frozenset({"str"})
 

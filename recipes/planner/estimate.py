@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
-from recipes.planner.footprint import Need, need, recomputes, weight_bytes
-from recipes.planner.shapes import ATTENTION, Adapters, Case, Traced, Weights
+from recipes.legal.liger import types_with_fused_loss
+from recipes.planner.footprint import need, recomputes
+from recipes.planner.replay import Steps, with_cached
+from recipes.planner.shapes import PACKAGED, Adapters, Case, Need, Traced, Weights
+from recipes.planner.tracing.further import at_batch, at_length
 from recipes.rules.adapters import what_peft_accepts
 from recipes.run import RunSpec
 
@@ -17,14 +19,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+# Shares of the longest sequence. How far reserved memory grows depends on how lengths happen to
+# follow each other: with 25 random ones it comes out at and above what these few steps show.
+_SHORTER = (0.6, 0.9, 0.75)
+
+
 class Estimator:
     """Memory of one model's micro-batches. Two cached traces give every other size."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: PreTrainedConfig, expandable: bool = False) -> None:
+        self.expandable = expandable  # torch's allocator has expandable segments
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
-        self._equal: dict[tuple[str, Adapters | None], bool] = {}
+        self._last: tuple[Case, tuple[Traced, bool]] | None = None  # asked for several times in a row
+        self._pieces: dict[Case, int] = {}  # of repeated layers, that were enough for this case
         self._untraceable = False
 
     def need(self, run: RunSpec, micro: int) -> tuple[Need, bool]:
@@ -34,13 +43,35 @@ class Estimator:
         """
         accumulation = run.batch.micro * run.batch.accumulation // micro
         micro_batch, was_traced = self.traced(run, micro)
-        return need(run, self.weights(run), micro_batch, accumulation=accumulation), was_traced
+        parts = (run, self.weights(run), micro_batch, accumulation)
+        return need(*parts, evaluation=self.evaluation(run)), was_traced
+
+    def at_least(self, run: RunSpec, micro: int) -> Need:
+        """What the run needs without activations and logits: a lower bound that takes no trace."""
+        accumulation = run.batch.micro * run.batch.accumulation // micro
+        return need(run, self.weights(run), Traced([(0, 0, 0)], forward=1), accumulation)
+
+    def process(self, run: RunSpec, micro: int, limit: int, lengths_vary: bool = True) -> tuple[Need, bool]:
+        """As `need`, with what torch reserves beside it on a GPU of `limit` bytes.
+
+        `lengths_vary` is false to count a run whose lengths vary as if all were the longest.
+        """
+        accumulation = run.batch.micro * run.batch.accumulation // micro
+        needed, was_traced = self.need(run, micro)
+        micro_batch, _ = self.traced(run, micro)
+        shorter = self._shorter(run, micro) if lengths_vary else ()
+        steps = Steps(micro_batch, accumulation, self.evaluation(run), shorter)
+        gpu, varied = with_cached(run, self.weights(run), steps, needed.gpu, limit, self.expandable)
+        return replace(needed, gpu=gpu, varied_bytes=varied), was_traced
 
     def weights(self, run: RunSpec) -> Weights:
         """The model's parameters with the run's task and adapters. Raises `UserError` as `need`."""
-        from recipes.planner.trace import weigh
+        from recipes.planner.tracing.trace import weigh
 
-        key = (run["task"], _adapters(run))
+        adapters = _adapters(run)
+        if adapters:  # how wide they and the numbers of 4-bit products are changes no count
+            adapters = replace(adapters, in_fp32=True, four_bits=adapters.four_bits and "bfloat16")
+        key = (run["task"], adapters)
         if key not in self._weights:
             try:
                 self._weights[key] = weigh(self.config, *key)
@@ -54,7 +85,7 @@ class Estimator:
                     what = f"cannot be built: {message}"
                     raise mistake("model", what, "a config.json that transformers loads") from None
                 what = f"peft refuses this model: {message}"
-                raise mistake("use_peft", what, what_peft_accepts(message)) from None
+                raise mistake("use_peft", what, what_peft_accepts(message, run["use_dora"])) from None
         return self._weights[key]
 
     def length(self, run: RunSpec) -> int:
@@ -64,75 +95,139 @@ class Estimator:
 
     def traced(self, run: RunSpec, micro: int) -> tuple[Traced, bool]:
         """What a micro-batch keeps, and whether it was traced."""
-        from recipes.planner.trace import at_batch
+        case = self._case(run, micro)
+        if self._last is None or self._last[0] != case:
+            self._last = case, self._found(run, case)
+        return self._last[1]
 
-        if self._untraceable:
-            return self._closed_form(run, micro), False
+    def evaluation(self, run: RunSpec) -> Traced | None:
+        """What a batch of its evaluations takes, None if the run has none.
+
+        Trainer calls the model as in training, with its autocast: `bf16_full_eval` holds only after
+        the last step (`evaluation_loop`). It keeps no logits from one batch to the next: our
+        language models have no metrics, and a classifier's are a few numbers an example.
+        """
+        if run["eval_strategy"] == "no":
+            return None
+        case = replace(self._case(run, run["per_device_eval_batch_size"]), evaluation=True, checkpointing=False)
+        return self._found(run, case)[0]
+
+    def _shorter(self, run: RunSpec, micro: int) -> tuple[Traced, ...]:
+        """Micro-batches of fewer tokens, if they vary: packed ones are all of one length."""
+        if run["packing"] or not run.hardware.cuda or self._untraceable:
+            return ()
+        case = self._case(run, micro)
         try:
-            if micro == 1 and self._case(run, 2) not in self._traced:
-                return self._trace(run, 1), True
-            two, three = self._trace(run, 2), self._trace(run, 3)
+            two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
+            return tuple(at_batch(two, three, case.batch * share) for share in _SHORTER)
+        except Exception:  # as in `_found`
+            return ()
+
+    def _found(self, run: RunSpec, case: Case) -> tuple[Traced, bool]:
+        if self._untraceable:
+            return self._closed_form(run, case), False
+        try:
+            # A mask of joined rows grows with the square of the micro-batch, and of one row
+            # LabelSmoother does not copy the logits.
+            if run["padding_free"] or (case.label_smoothing and case.batch == 1):
+                return self._trace(run, case), True
+            alone = case.batch == 1 and replace(case, batch=2) not in self._traced
+            if alone or case.batch == 2:
+                return self._trace(run, case), True
+            two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
         except Exception:  # a model's own code may fail in any way on fake tensors
             self._untraceable = True
-            return self._closed_form(run, micro), False
+            return self._closed_form(run, case), False
         try:
-            return at_batch(two, three, micro), True
+            return at_batch(two, three, case.batch), True
         except ValueError:
-            return self._trace(run, micro), True
+            return self._trace(run, case), True
 
     def _case(self, run: RunSpec, micro: int) -> Case:
-        half = weight_bytes(run) == 2
+        """The micro-batch as the run's collator makes it.
+
+        Rows of different lengths are padded. One row alone is too, if its length is not a multiple
+        of 8, and other rows of a run may be. Several examples packed into a row are masked apart.
+        Joined ones are one long row, apart by the same mask.
+        """
+        from recipes.planner.tracing.attention import alike
+
         mixed = "bfloat16" if run["bf16"] else "float16" if run["fp16"] else None
+        casts = _casts_the_model(run)
         return Case(
-            batch=micro,
-            length=self.length(run),
+            batch=1 if run["padding_free"] else micro,
+            length=self.length(run) * (micro if run["padding_free"] else 1),
             task=run["task"],
-            dtype="bfloat16" if half else "float32",
-            autocast=None if _casts_the_model(run) else mixed,
+            dtype=mixed if casts and mixed else run["dtype"],
+            autocast=None if casts else mixed,
             checkpointing=recomputes(run),
-            mask=not run["packing"],
+            mask=not run["packing"] or run["packing_strategy"] == "bfd",
             adapters=_adapters(run),
             on_cuda=run.hardware.cuda,
-            attention=ATTENTION if run.hardware.cuda else "sdpa",
+            capability=alike(run.hardware.capability),
+            attention=self._attention(run),
+            liger=self.has_liger(run),
+            label_smoothing=run["task"] == "causal_lm" and bool(run["label_smoothing_factor"]),
         )
 
-    def _trace(self, run: RunSpec, micro: int) -> Traced:
-        from recipes.planner.trace import trace
+    def has_liger(self, run: RunSpec) -> bool:
+        """Whether the run asks for Liger's kernels, and the package has some for this model."""
+        if not run["use_liger_kernel"] or run["task"] != "causal_lm":
+            return False
+        return self.config.model_type in types_with_fused_loss()
 
-        case = self._case(run, micro)
+    def _attention(self, run: RunSpec) -> str | None:
+        """As asked for by the run, or else by the configuration. None: transformers chooses.
+
+        A configuration's own wish is in it already.
+        """
+        asked = run["attn_implementation"]
+        wanted = asked or getattr(self.config, "_attn_implementation", None)
+        return asked if wanted in (None, "eager", "sdpa") else PACKAGED
+
+    def _trace(self, run: RunSpec, case: Case) -> Traced:
         if case not in self._traced:
-            self._traced[case] = self._of_equal_layers(run, case) or trace(self.config, case)
+            self._traced[case] = self._of_short_sequences(run, case) or self._of_any_depth(run, case)
         return self._traced[case]
 
-    def _of_equal_layers(self, run: RunSpec, case: Case) -> Traced | None:
-        """The trace of a deep model from two shallow ones, None if its layers are not equal."""
-        from recipes.planner.trace import SHALLOW, layers_are_equal, of_depth, trace, with_layers
+    def _of_short_sequences(self, run: RunSpec, case: Case) -> Traced | None:
+        """From three short ones if the model loops over a sequence, which takes minutes."""
+        from recipes.planner.tracing.trace import loop_unit
 
-        key = (case.task, case.adapters)
-        if key not in self._equal:
-            self._equal[key] = layers_are_equal(self.config, self.weights(run), *key)
-        if not self._equal[key]:
+        unit = loop_unit(self.config, case.task)
+        if unit is None or case.length <= 3 * unit:
             return None
-        shallow, deeper = (trace(with_layers(self.config, count), case) for count in (SHALLOW, SHALLOW + 1))
-        try:
-            return of_depth(shallow, deeper, self.config.get_text_config().num_hidden_layers)
-        except ValueError:
-            return None
+        three = [self._of_any_depth(run, replace(case, length=times * unit)) for times in (1, 2, 3)]
+        return at_length(three, case.length / unit)
 
-    def _closed_form(self, run: RunSpec, micro: int) -> Traced:
+    def _of_any_depth(self, run: RunSpec, case: Case) -> Traced:
+        from recipes.planner.tracing.trace import trace, trace_shallow
+
+        any_batch = replace(case, batch=0, length=0)  # what was enough for one batch is for others
+        pieces = self._pieces.get(any_batch, 1)
+        found = trace_shallow(self.config, self.weights(run), case, pieces)
+        if found is None:
+            return trace(self.config, case)
+        deep, self._pieces[any_batch] = found
+        return deep
+
+    def _closed_form(self, run: RunSpec, case: Case) -> Traced:
         """82 bytes per unit of width, token and layer, 12 per logit, and autocast's weight copies.
 
         This is about what traces of Llama and Qwen models find in mixed precision; dropout takes
-        more. With checkpointing, each layer keeps its input, and one layer at a time the rest.
+        more, and label smoothing 16 per logit. With checkpointing, each layer keeps its input, and
+        one layer at a time the rest. An evaluation keeps nothing of the layers before.
         """
         text = self.config.get_text_config()
-        tokens = micro * self.length(run)
+        tokens = case.batch * case.length
         layer = 82 * tokens * text.hidden_size
         layers = text.num_hidden_layers
-        kept = 4 * tokens * text.hidden_size * layers + layer if recomputes(run) else layer * layers
+        kept = 4 * tokens * text.hidden_size * layers + layer if case.checkpointing else layer * layers
+        kept = layer if case.evaluation else kept
         copies = 2 * self.weights(run).total if (run["bf16"] or run["fp16"]) and not _casts_the_model(run) else 0
         vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
-        return Traced([(kept + copies, 12 * tokens * vocabulary, 0)], forward=1)
+        logits = (16 if case.label_smoothing else 12) * tokens * vocabulary
+        return Traced([(kept + copies, logits, 0)], forward=1)
 
 
 def _adapters(run: RunSpec) -> Adapters | None:
@@ -142,70 +237,13 @@ def _adapters(run: RunSpec) -> Adapters | None:
     wanted = run["lora_target_modules"]
     targets = tuple(wanted) if wanted and wanted != ["all-linear"] else "all-linear"
     four_bits = compute if run["load_in_4bit"] else None
-    return Adapters(run["lora_r"], targets, run["lora_dropout"], four_bits, in_fp32=not _casts_the_model(run))
+    kind = {"in_fp32": not _casts_the_model(run), "dora": run["use_dora"]}
+    return Adapters(run["lora_r"], targets, run["lora_dropout"], four_bits, **kind)
 
 
 def _casts_the_model(run: RunSpec) -> bool:
     """Whether the parameters are cast for mixed precision, and no operation (`_prepare_fsdp2`)."""
     return run.engine.kind in ("deepspeed", "fsdp")
-
-
-# --- The model ------------------------------------------------------------------------------------
-
-
-def read_config(model: str) -> PreTrainedConfig:
-    """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`."""
-    size = _size(model)
-    if size:
-        parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0)
-        if not 2e7 <= parameters <= 2e12:
-            raise mistake("model", f"{model} is not a size that a Llama can have", "20M to 2000B, such as 7B")
-        return _config_of_size(parameters)
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # each library involved has exceptions of its own
-        first = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
-        raise mistake("model", f"{model} cannot be read: {first}", "a Hub id, a folder, a config.json or 7B") from None
-
-
-def is_size(model: str) -> bool:
-    """Whether `read_config` takes this for a number of parameters: 7B."""
-    return _size(model) is not None
-
-
-def _size(model: str) -> re.Match[str] | None:
-    return None if Path(model).exists() else re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
-
-
-def _config_of_size(parameters: float) -> PreTrainedConfig:
-    """A Llama of about this many parameters. Heads are 128 wide; width is 128 x layers.
-
-    The shape follows Llama 3: four query heads per key-value head, 12.5 width^2 parameters per
-    layer, two tables of 128,256 tokens (32,000 up to 2B).
-    """
-    from transformers import LlamaConfig
-
-    vocabulary = 128_256 if parameters > 2e9 else 32_000
-    width = next(
-        width
-        for width in range(256, 1 << 16, 256)
-        if 12.5 * width**2 * (width // 128) + 2 * vocabulary * width >= parameters
-    )
-    layers = max(1, round((parameters - 2 * vocabulary * width) / (12.5 * width**2)))
-    heads = width // 128
-    attention = 2 * width**2 + 2 * width * 128 * max(1, heads // 4)
-    inner = ((parameters - 2 * vocabulary * width) / layers - attention) / (3 * width)  # the rest is the MLP
-    return LlamaConfig(
-        hidden_size=width,
-        intermediate_size=max(64, round(inner / 64) * 64),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
-        vocab_size=vocabulary,
-        max_position_embeddings=131_072,
-    )
 
 
 def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:

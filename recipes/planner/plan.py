@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.errors import UserError, mistake
-from recipes.planner.estimate import Estimator, read_config
-from recipes.planner.fits import BatchSplit, Planned, Usable, at_micro_batch, batch_splits, largest_that_fits, time_of
-from recipes.planner.next_steps import NextStep, adapters_that_fit, next_steps
+from recipes.errors import Problem, UserError, mistake, plural
+from recipes.planner import sizes
+from recipes.planner.configuration import read_config, read_plain
+from recipes.planner.context import Context, context_of
+from recipes.planner.estimate import Estimator
+from recipes.planner.fits import (
+    BatchSplit,
+    Planned,
+    Usable,
+    at_micro_batch,
+    batch_splits,
+    largest_that_fits,
+    time_of,
+    with_smaller_evaluation,
+)
+from recipes.planner.libraries.allocator import is_expandable
+from recipes.planner.next_steps import (
+    NextStep,
+    next_steps,
+    smaller_evaluation,
+    smaller_micro_batch,
+    without_offload,
+)
 from recipes.planner.request import Request
-from recipes.planner.speed import ASSUMED_MFU, StepTime
+from recipes.planner.speed import StepTime, host_of, link_of, mfu_of, unknown_compute
 from recipes.run import RunSpec, gpus, resolve
 from recipes.run.hardware import Gpu
 
@@ -30,15 +52,22 @@ class Plan:
     `times` are those of a step of each recipe, by name. The fastest takes the least time in the
     parts of a step that are known; of equal ones it is the first.
     `choices` are the ways to split the global batch of the recommended recipe, or of the first one
-    if none fits; in that case `next_steps` are the changes to try, in order. If only offload fits,
-    they are at most one: adapters that fit without it. `command` are the flags of train.py for the
-    recommended recipe, empty if none fits. `refused` maps the name of each recipe that is not legal
-    with these flags to the reason. `length` is below
-    `asked_length` if the model has fewer positions. `mfu` and `bandwidth` (bytes per second, None
-    if unknown) are what the times assume.
+    if none fits; in that case `next_steps` are the changes to try, in order, only a smaller
+    micro-batch if that is enough. If only offload fits, they are what fits without it: a smaller
+    micro-batch, or else other settings, and adapters. `short_of_ram`: nothing fits, and what was
+    asked for lacks only RAM of the nodes. `command` is the whole one for the recommended recipe,
+    empty if none fits, `advice` what `recipes check` says of it, or of what was asked for.
+    `refused` maps the name of each recipe that is not legal
+    with these flags to the reason. `length` is below `asked_length` if the model has fewer
+    positions. `mfu` and `bandwidth` (bytes per second, None if unknown) are what the times assume,
+    `mfu_source` and `link` where they come from. `shape` describes a model that was asked for by
+    its size, empty for another. `context` is what CUDA takes on each GPU. `host_source` says where
+    the speeds of PCIe and of Adam on the host come from. `unknown_compute` says why times leave
+    compute out, empty if they do not: then `mfu` has no effect.
     """
 
     model: str
+    shape: str
     parameters: int
     trained: int
     gpu: str
@@ -50,13 +79,36 @@ class Plan:
     times: dict[str, StepTime]
     recommended: str | None
     command: str
+    advice: tuple[Problem, ...]
+    short_of_ram: bool
     choices: tuple[BatchSplit, ...]
     next_steps: tuple[NextStep, ...]
     refused: dict[str, str]
     mfu: float
+    mfu_source: str
     bandwidth: float | None
+    link: str
+    context: Context
+    host_source: str
+    unknown_compute: str
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Cycles stay until the end: looking for them again and again takes a fifth of a plan's time.
+
+    A collection goes through all that torch and transformers have made, and traces make few cycles.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def plan_memory(
     model: str | Path | PreTrainedConfig,
     *,
@@ -67,7 +119,7 @@ def plan_memory(
     recipe: str | None = None,
     argv: Sequence[str] = (),
     accelerate_config: str | None = None,
-    mfu: float = ASSUMED_MFU,
+    mfu: float | None = None,
     bandwidth: float | None = None,
     host_memory: float | None = None,
 ) -> Plan:
@@ -77,35 +129,47 @@ def plan_memory(
     counts all GPUs. `recipe` limits the plan to one recipe; without it, all but baseline are
     planned. `argv` are flags of train.py. `accelerate_config` is an Accelerate YAML that replaces
     each recipe's own. Times assume the share `mfu` of the GPU's peak FLOP/s, and `bandwidth` in
-    GB/s between GPUs. `host_memory` is the RAM of one node in GB; without it, any amount is enough.
-    Nothing but a config is downloaded, and no GPU is needed. Raises `UserError` if the request is
-    wrong, or if no requested recipe is legal with these flags.
+    GB/s between GPUs; without them, what is published for such cards. `host_memory` is the RAM of
+    one node in GB; without it, any amount is enough. Nothing but a config is downloaded, and no GPU
+    is needed. Raises `UserError` if the request is wrong, or if no requested recipe is legal with
+    these flags.
     """
     _require_sizes(num_processes=num_processes, nodes=nodes)
     _require_sizes(gpu_memory=gpu_memory, mfu=mfu, bandwidth=bandwidth, host_memory=host_memory)
     if num_processes % nodes:
-        what = f"{num_processes} processes cannot be split evenly over {nodes} nodes"
+        what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
         raise mistake("num_processes", what, f"a multiple of {nodes}")
     if isinstance(argv, str):
         raise mistake("argv", "is one string", "a list of strings, as shlex.split returns it")
-    config = model if not isinstance(model, (str, Path)) else read_config(str(model))
-    name = str(model) if isinstance(model, (str, Path)) else config.name_or_path
     card = _card(gpu, gpu_memory)
-    bytes_per_second = bandwidth * 1e9 if bandwidth else None
-    request = Request(
-        name, config.to_dict(), card, num_processes, nodes, tuple(argv), accelerate_config, mfu, bytes_per_second
+    mfu, mfu_source = (mfu, "--mfu") if mfu else mfu_of(card.name)
+    bytes_per_second, link = (
+        link_of(card, num_processes, nodes) if bandwidth is None else (bandwidth * 1e9, "--bandwidth")
     )
+    name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
+    request = Request(name, None, card, num_processes, nodes, tuple(argv), accelerate_config, mfu, bytes_per_second)
+    names = _names(recipe, argv, accelerate_config, num_processes)
+    legal, _ = _legal_runs(request, names)  # refuses before the imports, which take seconds
+    if isinstance(model, (str, Path)):
+        if plain := read_plain(name, legal[0]):
+            legal, _ = _legal_runs(replace(request, config=plain), names)
+        config = read_config(name, legal[0])
+    else:
+        config = model
+    request = replace(request, config=config.to_dict())
     usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
-    estimator = Estimator(config)
-    legal, refused = _legal_runs(request, _names(recipe, argv, accelerate_config, num_processes))
-    candidates = [_checkpointed_if_needed(run, request, estimator, usable) for run in legal]
-    runs, planned = [run for run, _ in candidates], [entry for _, entry in candidates]
+    estimator = Estimator(config, is_expandable(os.environ))
+    legal, refused = _legal_runs(request, names)
+    candidates = [_made_to_fit(run, request, estimator, usable) for run in legal]
+    planned = [entry for _, entry in candidates]
     times = {entry.name: time_of(run, estimator, entry.micro_batch, mfu, bytes_per_second) for run, entry in candidates}
     fitting = [entry.name for entry in planned if entry.fits]
     recommended = min(fitting, key=lambda name: times[name].known, default=None)
-    chosen = next((run for run in runs if run["recipe"] == recommended), runs[0])
+    chosen, entry = next((pair for pair in candidates if pair[1].name == recommended), candidates[0])
+    asked, row = next((pair for pair in candidates if pair[1].name == "standard"), candidates[0])
     return Plan(
         model=name or config.model_type,
+        shape=sizes.description(name) if sizes.is_size(name) else "",
         parameters=estimator.weights(chosen).total,
         trained=estimator.weights(chosen).trained,
         gpu=card.name,
@@ -117,20 +181,27 @@ def plan_memory(
         times=times,
         recommended=recommended,
         command=next((_command(request, entry) for entry in planned if entry.name == recommended), ""),
-        choices=tuple(batch_splits(chosen, estimator, usable, mfu, bytes_per_second)),
-        next_steps=_steps(chosen, recommended, request, estimator, usable),
+        advice=tuple(request.advice(chosen)),
+        short_of_ram=recommended is None and row.fits_gpu,
+        choices=tuple(batch_splits(chosen, entry, estimator, usable, mfu, bytes_per_second)),
+        next_steps=_steps(chosen, asked, row, candidates, recommended, request, estimator, usable),
         refused=refused,
         mfu=mfu,
+        mfu_source=mfu_source,
         bandwidth=bytes_per_second,
+        link=link,
+        context=context_of(chosen),
+        host_source=host_of(chosen)[1],
+        unknown_compute=unknown_compute(chosen, config),
     )
 
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
     """A run at the largest micro-batch that fits `usable_bytes`, or at its own if `as_it_is`."""
-    estimator, usable = Estimator(config), Usable(usable_bytes)
+    estimator, usable = Estimator(config, is_expandable(os.environ)), Usable(usable_bytes)
     if as_it_is:
         return at_micro_batch(run, run.batch.micro, estimator, usable)
-    return largest_that_fits(run, estimator, usable)
+    return _largest(run, estimator, usable)[1]
 
 
 def _command(request: Request, entry: Planned) -> str:
@@ -154,21 +225,37 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _steps(
-    chosen: RunSpec, recommended: str | None, request: Request, estimator: Estimator, usable: Usable
+    chosen: RunSpec,
+    asked: RunSpec,
+    row: Planned,
+    candidates: list[tuple[RunSpec, Planned]],
+    recommended: str | None,
+    request: Request,
+    estimator: Estimator,
+    usable: Usable,
 ) -> tuple[NextStep, ...]:
-    """What to try if nothing fits. If only offload does: adapters without it, if they fit."""
+    """What to try if nothing fits: first of all a smaller batch than the one asked for.
+
+    If only offload fits: that without offload, or else other settings without it, if they fit.
+    """
+    runs, planned = [run for run, _ in candidates], [entry for _, entry in candidates]
     if recommended is None:
-        return tuple(next_steps(request, estimator, usable))
-    if chosen.engine.offload_optimizer == "none" or chosen["use_peft"]:
+        smaller = smaller_evaluation(request, runs, planned, estimator, usable)
+        smaller = smaller or smaller_micro_batch(request, runs, estimator, usable)
+        return tuple(smaller or next_steps(request, asked, row, estimator, usable))
+    if chosen.engine.offload_optimizer == "none":
         return ()
-    return tuple(adapters_that_fit(request, estimator, usable))
+    on_gpus = [run for run in runs if run.engine.offload_optimizer == "none"]
+    smaller = smaller_micro_batch(request, on_gpus, estimator, usable)
+    return tuple(smaller or without_offload(request, asked, row, estimator, usable))
 
 
-def _checkpointed_if_needed(
-    run: RunSpec, request: Request, estimator: Estimator, usable: Usable
-) -> tuple[RunSpec, Planned]:
-    """The run as it is, or with activation checkpointing if only that fits: faster than offload."""
-    entry = largest_that_fits(run, estimator, usable)
+def _made_to_fit(run: RunSpec, request: Request, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:
+    """The run as it is, or with activation checkpointing if only that fits: faster than offload.
+
+    Either with smaller evaluations, if only they fit.
+    """
+    run, entry = _largest(run, estimator, usable)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
     if entry.fits or states > usable.gpu or run.explicit("gradient_checkpointing"):
         return run, entry
@@ -177,8 +264,12 @@ def _checkpointed_if_needed(
         other = request.run(run["recipe"], **flags)
     except UserError:
         return run, entry
-    checkpointed = largest_that_fits(other, estimator, usable)
-    return (other, replace(checkpointed, flags=flags)) if checkpointed.fits else (run, entry)
+    other, checkpointed = _largest(other, estimator, usable)
+    return (other, replace(checkpointed, flags={**flags, **checkpointed.flags})) if checkpointed.fits else (run, entry)
+
+
+def _largest(run: RunSpec, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:
+    return with_smaller_evaluation(run, largest_that_fits(run, estimator, usable), estimator, usable)
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:

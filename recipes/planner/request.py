@@ -6,7 +6,9 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recipes.planner.estimate import is_size
+from recipes.errors import Problem
+from recipes.legal.source import package_folder
+from recipes.planner.sizes import is_size
 from recipes.rules.check import require_legal
 from recipes.run import Json, RunSpec, Settings, find_recipe, resolve, with_flags
 from recipes.run.engine import shipped
@@ -17,12 +19,14 @@ from recipes.run.hardware import Gpu, Hardware
 class Request:
     """What to plan: the model, its configuration, the card, how many cards and nodes, the flags.
 
-    `model` is as the user wrote it, empty for a configuration without a name.
-    `mfu` and `bandwidth` (bytes per second, None if unknown) are what times assume.
+    `model` is as the user wrote it, empty for a configuration without a name. `config` is None
+    until it is read: the rules then judge what they know without it.
+    `accelerate_config` is the user's Accelerate YAML, None without one. `mfu` and `bandwidth`
+    (bytes per second, None if unknown) are what times assume.
     """
 
     model: str
-    config: Json
+    config: Json | None
     card: Gpu
     num_processes: int
     nodes: int
@@ -39,7 +43,7 @@ class Request:
             ["--recipe", recipe, "--model_name_or_path", self.model or "YOUR_MODEL", *self._with(flags)],
             world_size=self.num_processes,
             local_world_size=local,
-            hardware=Hardware((self.card,) * local, cores=8 * local),
+            hardware=Hardware((self.card,) * local, cores=8 * local, liger=package_folder("liger_kernel") is not None),
             accelerate_config=self.accelerate_config or own,
             environment={},
             demonstrate=False,
@@ -48,20 +52,25 @@ class Request:
         require_legal(replace(run, model=self.config))
         return run
 
-    def command(self, recipe: str, **flags: object) -> str:
-        """The flags of train.py for `run(recipe, **flags)`, as text for a shell.
+    def advice(self, run: RunSpec) -> list[Problem]:
+        """What `recipes check` says of one of these runs, which is legal."""
+        return require_legal(replace(run, model=self.config))
 
-        With an Accelerate YAML, the whole command: without the YAML it would be another run.
+    def command(self, recipe: str, **flags: object) -> str:
+        """The whole command for `run(recipe, **flags)`, as text for a shell: on one node, or for
+        Slurm on several.
         """
         known = self.model and not is_size(self.model) and not Path(self.model).is_file()
         model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
         if not known and self._asked.explicit("model_name_or_path"):  # in --config's file
             model = []
-        launch = []
-        if self.accelerate_config:
-            launch = ["recipes", "train", "--accelerate_config", self.accelerate_config]
-            launch += ["--num_processes", str(self.num_processes)]
-        return shlex.join([*launch, "--recipe", recipe, *model, *self._with(flags)])
+        argv = [*model, *self._with(flags)]
+        yaml = ["--accelerate_config", self.accelerate_config] if self.accelerate_config else []
+        if self.nodes == 1:
+            launch = ["recipes", "train", *yaml, "--num_processes", str(self.num_processes)]
+            return shlex.join([*launch, "--recipe", recipe, *argv])
+        nodes = ["--nodes", str(self.nodes), "--gpus_per_node", str(self.num_processes // self.nodes)]
+        return shlex.join(["recipes", "submit", "slurm", *yaml, *nodes, "--recipe", recipe, "--", *argv])
 
     def _with(self, flags: Settings) -> list[str]:
         """The user's flags with these in their place, and the user's global batch in any case."""

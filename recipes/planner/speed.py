@@ -1,61 +1,101 @@
 """The time of a step: FLOPs at a given share of the GPU's peak, bytes at a given bandwidth.
 
-Pure arithmetic. It leaves out waiting for data, and adds up what may overlap.
+Pure arithmetic. It leaves out data, evaluation and saves, and adds offload to the rest, though they
+may overlap.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recipes.planner import measured
+from recipes.planner.context import catalogue_name
 from recipes.planner.footprint import FP32, HALF, recomputes, scatters_each_micro_batch, shards
-from recipes.planner.fsdp import IN_4_BITS
+from recipes.planner.libraries.fsdp import IN_4_BITS
+from recipes.planner.measured import Host
 from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
+from recipes.run.gpus import CATALOGUE
+from recipes.run.hardware import Gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Model FLOPs utilisation: the share of an H100's dense bf16 peak that well-tuned trainings reach.
-# Published by their authors: MosaicML's llm-foundry 34.9 % at 760M parameters to 46.4 % at 7B,
-# torchtitan 33 to 39 % at 8B.
-ASSUMED_MFU = 0.35
+# The share of a card's peak that trainings reach: MFU, and where it was published. The first entry
+# that a card's name begins with counts. torchtitan: Llama 3 8B with FSDP2, in docs/performance.md,
+# 33 % on eight H100 without torch.compile (39 % with it), 57 % on 64 A100. RTX 4090: GPT-2 at 29 %
+# of an A100's peak, github.com/karpathy/nanoGPT/issues/182. V100: bert-large in fp16, 18.64
+# sequences of 512 tokens per second, in Hugging Face's guide to training on a single GPU.
+_MFU = (
+    ("H", 0.33, "torchtitan, H100"),
+    ("A100", 0.57, "torchtitan, A100"),
+    ("RTX 4090", 0.55, "nanoGPT, RTX 4090"),
+    ("V100", 0.17, "Hugging Face, V100"),
+    ("", 0.35, "a guess: none is published for this card"),
+)
 
 # Bytes per second between a GPU and its host, one way, by the major compute capability: half of
 # what NVIDIA's data sheets give for both ways. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S:
 # Gen4, 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
 _PCIE = {7: 16e9, 8: 32e9}
 _PCIE_5 = 64e9
-# AMD's data sheet of EPYC 7003: eight channels of DDR4-3200, bytes per second of one socket.
-HOST_RAM = 204.8e9
-# Adam on the host reads parameter, gradient and two moments in fp32, and writes all but the
-# gradient: csrc/includes/cpu_adam.h of DeepSpeed. One core of an EPYC here takes 0.5 ns for each.
-_ADAM_BYTES = 7 * FP32
+# Bus bandwidth of nccl-tests between the GPUs of one node. NVLink: a ring reaches 370 GB/s of the
+# 450 that an H100's links have (NCCL's author, github.com/NVIDIA/nccl-tests/issues/212); V100 and
+# B200, whose data sheets have a third and twice of that, in proportion; A100: 200 (issues/149).
+# PCIe: 20 of the 32 GB/s of Gen4 (issues/178), others in proportion.
+_NVLINK = {"H100 SXM": 370e9, "H200 SXM": 370e9, "A100": 200e9, "V100": 123e9, "B200": 740e9}
+_OF_PCIE = 20 / 32
+# Adam on the host, seconds per parameter and node: 8.2 s for 11.6B by DeepSpeed's author, in
+# github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reads 10 s for 18B on each node.
+_ADAM_SECONDS = 8.2 / 11.6e9
+
+
+def mfu_of(card: str) -> tuple[float, str]:
+    """The share of this card's peak that a step is assumed to reach, and the source."""
+    return next((share, source) for name, share, source in _MFU if card.startswith(name))
+
+
+def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
+    """Bus bandwidth between GPUs in bytes per second, and which link. None if unknown.
+
+    It is unknown between nodes, and for a card without a name.
+    """
+    if processes == 1 or nodes > 1 or not any(card.name == gpu.name for card in CATALOGUE):
+        return None, ""
+    for name, speed in _NVLINK.items():
+        if gpu.name.startswith(name):
+            return speed, "NVLink"
+    return _OF_PCIE * _PCIE.get(gpu.capability[0], _PCIE_5), "PCIe"
 
 
 @dataclass(frozen=True)
 class StepTime:
     """One optimizer step on each GPU: seconds (None if unknown), and the bytes that it sends.
 
-    `host` is what offload adds: PCIe and Adam on the host, at the speeds of data sheets. It is a
-    lower bound. gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a reads throughput of a 7B
-    on 8 A800 that is 46 % with offload of what it is without.
+    `host` is what offload adds: PCIe, and Adam on the host, as `host_of` says. It is a lower
+    bound: gist.github.com/chenyaofo/d4cd6a20ab4b95cb3a49491747e2139a reads throughput of a 7B
+    on 8 A800 that is 46 % with offload of what it is without. `hidden` is how much communication
+    computing can hide.
     """
 
     compute: float | None
     sent_bytes: int
     communication: float | None
     host: float = 0.0
+    hidden: float = 0.0
 
     @property
     def total(self) -> float | None:
-        """Seconds if nothing overlaps, without communication between GPUs if that is unknown."""
+        """Seconds of a step, without communication between GPUs if that is unknown."""
         return None if self.compute is None else self.known
 
     @property
     def known(self) -> float:
         """Seconds of the parts that are known."""
-        return (self.compute or 0) + (self.communication or 0) + self.host
+        return (self.compute or 0) + max(0, (self.communication or 0) - self.hidden) + self.host
 
 
 def step_time(
@@ -74,13 +114,25 @@ def step_time(
     """
     accumulation = run.batch.micro * run.batch.accumulation // micro
     sent = sent_bytes(run, weights, accumulation)
-    flops, peak = flops_per_token(run, weights, config, length), run.hardware.peak_flops
+    flops, peak = flops_per_token(run, weights, config, length), _peak(run)
     compute = flops * length * micro * accumulation / (mfu * peak) if flops and peak else None
     host = host_seconds(run, weights, accumulation)
-    return StepTime(compute, sent, sent / bandwidth if bandwidth else None, host)
+    # DDP sends during the last micro-batch's backward pass, two thirds of its compute (Li et al.
+    # 2020); ZeRO and FSDP gather and scatter layer by layer during all of it (Zhao et al. 2023).
+    shards_layers = run.engine.kind in ("deepspeed", "fsdp")
+    hidden = (compute or 0) * (1 if shards_layers else 2 / 3 / accumulation)
+    return StepTime(compute, sent, sent / bandwidth if bandwidth else None, host, hidden)
 
 
-def model_flops(parameters: int, config: PreTrainedConfig, length: int) -> float:
+def _peak(run: RunSpec) -> float | None:
+    """FLOP/s of one GPU in the run's precision. None if unknown, as for fp32."""
+    card = next((card for card in CATALOGUE if run.hardware.gpus and card.name == run.hardware.gpus[0].name), None)
+    if card is None or not (run["bf16"] or run["fp16"]):
+        return None
+    return card.peak_flops or (card.peak_fp16_flops if run["fp16"] else None)
+
+
+def model_flops(parameters: int, config: PreTrainedConfig, length: float) -> float:
     """Training FLOPs per token: 6N + 6*layers*heads*head_dim*length (causal attention counts half).
 
     N is `parameters`, without an input embedding that is not tied to the head: it is a lookup.
@@ -95,23 +147,35 @@ def flops_are_known(config: PreTrainedConfig) -> bool:
     return known and not any("expert" in name for name in config.to_dict())
 
 
+def unknown_compute(run: RunSpec, config: PreTrainedConfig) -> str:
+    """Why the time of compute is unknown; empty if it is known."""
+    if not flops_are_known(config.get_text_config()):
+        return "the FLOPs of models with experts, or without attention, are not counted"
+    if _peak(run):
+        return ""
+    if not (run["bf16"] or run["fp16"]):
+        return "the peak of fp32 is unknown"
+    return "the peak of this card is unknown: --gpu NAME for a card that is known"
+
+
 def flops_per_token(run: RunSpec, weights: Weights, config: PreTrainedConfig, length: int) -> float | None:
     """FLOPs that the GPU runs per token, recomputed ones too; None if `model_flops` does not hold.
 
     Of the six FLOPs per parameter, two are for the forward pass, two for the gradient of the input,
     and two for the gradient of the weight, which frozen weights skip. Checkpointing runs the
-    forward pass twice.
+    forward pass twice. DoRA with dropout multiplies by the frozen weights of the layers twice.
     """
     text = config.get_text_config()
     if not flops_are_known(text):
         return None
     used, attention = weights.total - weights.looked_up, _attention_flops(text, length)
     trained = min(weights.trained, used)
-    recomputed = 2 * used + attention / 3 if recomputes(run) else 0
-    return 4 * used + 2 * trained + attention + recomputed
+    again = used - (weights.outside_layers - weights.looked_up) if run["use_dora"] and run["lora_dropout"] else 0
+    recomputed = 2 * (used + again) + attention / 3 if recomputes(run) else 0
+    return 4 * (used + again) + 2 * trained + attention + recomputed
 
 
-def _attention_flops(config: PreTrainedConfig, length: int) -> float:
+def _attention_flops(config: PreTrainedConfig, length: float) -> float:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 6 * config.num_hidden_layers * config.num_attention_heads * width * length
 
@@ -154,21 +218,34 @@ def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
     if run.engine.offload_optimizer == "none":
         return 0.0
     updated_on_node = weights.trained * run.local_world_size / run.world_size
+    host, _ = host_of(run)
+    return pcie_bytes(run, weights, accumulation) / host.pcie + updated_on_node * host.adam
+
+
+def host_of(run: RunSpec, environment: Mapping[str, str] = os.environ) -> tuple[Host, str]:
+    """The speed of a node with this run's cards, and where it comes from."""
+    card = catalogue_name(run.hardware.gpus[0].name) if run.hardware.cuda else ""
+    own = measured.host(card, run.local_world_size, environment)
+    if own:
+        return own, "measured here"
     pcie = _PCIE.get(run.hardware.capability[0], _PCIE_5)
-    return pcie_bytes(run, weights, accumulation) / pcie + updated_on_node * _ADAM_BYTES / HOST_RAM
+    return Host(_ADAM_SECONDS, pcie), "PCIe of data sheets, Adam as DeepSpeed's author published"
 
 
 def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:
     """Bytes between one GPU and its host in a step, both ways, with offload of the optimizer.
 
-    The GPU's share of the gradients goes to the host in every micro-batch. DeepSpeed adds them up
-    on the GPU, so that all but the first come back for it (`async_accumulate_grad_in_cpu_via_gpu`
+    The GPU's share of the gradients goes to the host once in fp32, for Adam. With accumulation
+    DeepSpeed adds them up on the GPU, and keeps the sum on the host: it goes there in 16 bits with
+    every micro-batch, and all but the first come back for it, with ZeRO-3 all and without
+    accumulation too (`copy_gradients_to_cpu` and `async_inplace_copy_grad_to_fp32_buffer_from_gpu`
     in stage_1_and_2.py, `partition_grads` in stage3.py). Updated parameters return once, or, if
     they are offloaded too, for forward and backward of every micro-batch. FSDP2 sends shards in
     fp32 (`all_gather_inputs` in torch's _fsdp_param.py).
     """
     fsdp = run.engine.kind == "fsdp"
     width = FP32 if fsdp or not (run["bf16"] or run["fp16"]) else HALF
-    gradients = (accumulation if fsdp else 2 * accumulation - 1) * weights.trained
+    of_sum = 2 * accumulation if run.engine.zero_stage == 3 else 2 * accumulation - 1 if accumulation > 1 else 0
+    gradients = (FP32 * accumulation if fsdp else FP32 + width * of_sum) * weights.trained
     parameters = 2 * accumulation * weights.total if run.engine.offload_param != "none" else weights.trained
-    return (gradients + parameters) * width / run.world_size
+    return (gradients + parameters * width) / run.world_size

@@ -129,6 +129,21 @@ def classification_takes_rows_as_they_are(run):
 
 @rule
 @of_train_py
+def label_settings_need_labels(run):
+    """A language model has no labels of its own, and only cross entropy smooths them."""
+    kind = run["problem_type"]
+    if run["task"] != "sequence_classification":
+        for name in ("problem_type", "dataset_label_field"):
+            if run.explicit(name) and run[name] is not None:
+                yield advice(
+                    run, name, f"is ignored by {run['task']}", "--task sequence_classification, or leave it out"
+                )
+    elif run["label_smoothing_factor"] and kind not in (None, "single_label_classification"):
+        yield advice(run, "label_smoothing_factor", f"is ignored by {kind}", "leave it out")
+
+
+@rule
+@of_train_py
 def classification_needs_data(run):
     """The demonstration has no labels. A plan or a user's own script needs no data set."""
     if run["task"] == "sequence_classification" and run["dataset_name"] is None and run.demonstrate:

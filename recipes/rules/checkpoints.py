@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from recipes.rules.facts import (
     accelerator_config,
@@ -20,6 +22,8 @@ from recipes.rules.facts import (
     zero_section,
     zero_stage,
 )
+from recipes.run import Settings
+from recipes.run.recorded import began_from
 
 
 @rule
@@ -29,15 +33,68 @@ def output_has_a_folder(run):
         yield problem(run, "output_dir", "does not name a folder", "--output_dir FOLDER, or leave it out")
 
 
+def pushed_to(run: Settings) -> str:
+    """The repository's name as Trainer chooses it, with or without its owner."""
+    return run["hub_model_id"] or Path(run["output_dir"]).absolute().name
+
+
+@rule
+def a_push_names_a_repository(run):
+    """`HFValidationError: Repo id must use alphanumeric chars`, once model and data are loaded."""
+    if not run["push_to_hub"] or not run["output_dir"]:
+        return
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(pushed_to(run))
+    except HFValidationError:
+        what = f"{pushed_to(run)!r} is not the name of a repository: [OWNER/]NAME, of letters, digits, - _ and ."
+        yield problem(run, "hub_model_id", what, f"--hub_model_id {_as_repository(pushed_to(run))}")
+
+
+def _as_repository(name: str) -> str:
+    """The most similar name that the Hub takes."""
+    owner, _, own = name.rpartition("/")
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", own).removesuffix(".git")
+    plain = re.sub(r"[-.]{2,}", "-", plain).strip("-.")[:60].strip("-.") or "model"
+    return f"{owner}/{plain}" if re.fullmatch(r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*", owner) else plain
+
+
+@rule
+def a_push_has_a_login(run):
+    """`LocalTokenNotFoundError`, or `OfflineModeIsEnabled`, once model and data are loaded.
+
+    Whether the Hub takes the token is asked as train.py starts.
+    """
+    if not run["push_to_hub"]:
+        return
+    if run.elsewhere is not None:
+        what, fix = "pushes from where the run goes, whose login is not known here", "have HF_TOKEN in its environment"
+        yield advice(run, "push_to_hub", what, fix)
+        return
+    if any(is_true(run.environment.get(name)) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
+        what = "pushes, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE says that the Hub must not be asked"
+        yield problem(run, "push_to_hub", what, "unset them; or leave it out, and `hf upload` the folder afterwards")
+        return
+    from huggingface_hub import get_token
+
+    if not (run["hub_token"] or run.environment.get("HF_TOKEN") or get_token()):
+        yield problem(run, "push_to_hub", "nobody is logged in to the Hub", "`hf auth login`, or a token in HF_TOKEN")
+
+
 @rule
 def resume_starts_from_something(run):
-    """`Can't find a valid checkpoint at ...`, after model and data are loaded."""
+    """`Can't find a valid checkpoint at ...`, after model and data are loaded.
+
+    A run that began there goes on from its own checkpoints when the same command starts it again.
+    """
     wanted = run["resume_from_checkpoint"]
     if not wanted or str(wanted).lower() == "true":
         return
     if run["fresh"]:
         yield problem(run, "resume_from_checkpoint", "contradicts --fresh", "leave one of them out")
-    elif not os.path.isdir(wanted):  # noqa: PTH112, Path.is_dir raises for a name too long for a path
+    elif not os.path.isdir(wanted) and not began_from(run["output_dir"] or "", wanted):  # noqa: PTH112, Path.is_dir raises for a name too long for a path
         yield problem(run, "resume_from_checkpoint", f"{wanted} is not a folder", "leave it out: resuming is automatic")
 
 
@@ -54,7 +111,8 @@ def persistent_workers_change_a_resume(run):
 
     It matters if random numbers are drawn: for dropout, or to augment data.
     """
-    if run["dataloader_persistent_workers"] and run["dataloader_num_workers"]:
+    several_epochs = not run["dataset_streaming"]
+    if several_epochs and run["dataloader_persistent_workers"] and run["dataloader_num_workers"]:
         what = "from its next epoch, a resumed run draws other random numbers than an uninterrupted one"
         yield advice(run, "dataloader_persistent_workers", what, "leave it out if a resume must be exact")
 
@@ -66,7 +124,7 @@ def an_unseeded_sampler_changes_a_resume(run):
     accelerate's own sampler is seeded with the epoch. torch's goes on from the epochs before.
     """
     unseeded = str(accelerator_config(run).get("use_seedable_sampler")).lower() == "false"
-    if unseeded and run["train_sampling_strategy"] == "random":
+    if unseeded and run["train_sampling_strategy"] == "random" and not run["dataset_streaming"]:
         what = "without use_seedable_sampler, a resume after the first epoch trains other examples"
         yield advice(run, "accelerator_config", what, "leave use_seedable_sampler out if a resume must be exact")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from recipes.rules.facts import advice, mapping, of_train_py, problem, rule
+from recipes.legal.liger import types_with_fused_loss
+from recipes.rules.facts import advice, mapping, model_config, of_train_py, problem, rule
+from recipes.run import nearest
+from recipes.run.metrics import METRICS, smaller_is_better
 
 
 @rule
@@ -82,11 +85,19 @@ def best_metric_is_reported(run):
     wanted = run["metric_for_best_model"]
     if not wanted or run["eval_strategy"] == "no":
         return
-    classifies = run["task"] == "sequence_classification" and not run["prediction_loss_only"]
-    known = ["loss", "accuracy"] if classifies else ["loss"]
+    known = ["loss"]
+    if run["task"] == "sequence_classification" and not run["prediction_loss_only"]:
+        kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data will tell
+        known += dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
     if wanted.removeprefix("eval_") not in (*known, *speeds):
-        yield problem(run, "metric_for_best_model", f"{wanted} is not reported", " or ".join(known))
+        yield problem(run, "metric_for_best_model", f"{wanted} is not reported", _one_of(wanted, known))
+
+
+def _one_of(wanted: str, known: list[str]) -> str:
+    """What to write instead: those that begin alike, such as f1_macro for f1, or any."""
+    near = [metric for metric in known if metric.startswith(f"{wanted.removeprefix('eval_')}_")]
+    return " or ".join(near or ([nearest(wanted, known)] if nearest(wanted, known) else known))
 
 
 @rule
@@ -96,7 +107,7 @@ def best_is_the_better_value(run):
     It trains as asked, so this is advice.
     """
     decides = run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]
-    smaller = _smaller_is_better(run["metric_for_best_model"] or "loss")
+    smaller = smaller_is_better(run["metric_for_best_model"] or "loss")
     if not decides or smaller is None or run["greater_is_better"] is None:
         return
     if run["greater_is_better"] == smaller:
@@ -109,7 +120,7 @@ def best_is_the_better_value(run):
 def plateaus_look_the_right_way(run):
     """With mode `min`, the default, the learning rate falls while the accuracy rises."""
     metric = run["metric_for_best_model"] or "loss"
-    smaller = _smaller_is_better(metric)
+    smaller = smaller_is_better(metric)
     if run["lr_scheduler_type"] not in ("reduce_lr_on_plateau", "greedy") or smaller is None:
         return
     mode = mapping(run["lr_scheduler_kwargs"]).get("mode", "min")
@@ -117,12 +128,6 @@ def plateaus_look_the_right_way(run):
         what = f"mode {mode} looks for a {'smaller' if mode == 'min' else 'greater'} {metric}"
         fix = "lr_scheduler_kwargs with " + ("mode: min" if smaller else "mode: max")
         yield advice(run, "lr_scheduler_type", what, fix)
-
-
-def _smaller_is_better(metric: str) -> bool | None:
-    """None for a metric that only its script knows."""
-    name = metric.removeprefix("eval_")
-    return {"loss": True, "accuracy": False}.get(name)
 
 
 @rule
@@ -156,9 +161,9 @@ def evaluations_gather_tensors(run):
 @rule
 @of_train_py
 def accuracy_is_computed_at_the_end(run):
-    """train.py's accuracy needs all predictions, and takes no `compute_result`."""
+    """train.py's metrics need all predictions, and take no `compute_result`."""
     if run["task"] == "sequence_classification" and run["batch_eval_metrics"]:
-        what = "cannot be combined with the accuracy of train.py"
+        what = "cannot be combined with the metrics of train.py"
         yield problem(run, "batch_eval_metrics", what, "leave it out")
 
 
@@ -193,3 +198,22 @@ def test_split_is_used(run):
     """Without an evaluation strategy, nothing loads the split."""
     if run["eval_strategy"] == "no" and run.explicit("dataset_test_split") and run["dataset_test_split"]:
         yield advice(run, "dataset_test_split", "is not used without evaluations", "--eval_strategy epoch")
+
+
+@rule
+@of_train_py
+def liger_evaluates_plain_labels(run):
+    """`skip_logits is True, but labels and shift_labels are None`, in the first evaluation.
+
+    Trainer takes the labels out for its LabelSmoother, and asks a Liger model for the loss alone
+    (`prediction_step`); some types die of a missing tensor instead. Training works, with logits:
+    Liger's fused loss is not used then. Seen with liger-kernel 0.8.5 on a CPU, with this loss alone
+    of its kernels, since the others need Triton on a GPU.
+    """
+    smooths = run["use_liger_kernel"] and run["label_smoothing_factor"] and run["task"] == "causal_lm"
+    if not smooths or run["eval_strategy"] == "no":
+        return
+    fused = mapping(run["liger_kernel_config"]).get("fused_linear_cross_entropy", True)
+    if fused and (model_config(run) or {}).get("model_type") in types_with_fused_loss():
+        what = "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it"
+        yield problem(run, "use_liger_kernel", what, "--use_liger_kernel false, or --label_smoothing_factor 0")

@@ -30,6 +30,7 @@ from recipes.run.local_model import (
     existing_path,
     foreign_content,
     has_weights,
+    is_classifier,
     max_positions,
     model_folder,
     tensor_names,
@@ -78,15 +79,16 @@ def the_folder_holds_a_model(run):
     if not (folder / "config.json").exists():
         adapters = (folder / "adapter_config.json").exists()
         what = "holds LoRA adapters without their base model" if adapters else "has no config.json"
-        fix = "merge the adapters into their base model first" if adapters else "a folder that save_pretrained wrote"
+        merge = f"`recipes merge {folder}`, then --model_name_or_path {folder / 'merged'}"
+        fix = merge if adapters else "a folder that save_pretrained wrote"
         yield _about_model(run, f"the folder {folder} {what}", fix)
     elif model_config(run) is None:
         file = folder / "config.json"
         what, fix = foreign_content(file) or ("is not a JSON object", "the config.json that save_pretrained wrote")
         yield _about_model(run, f"{file} {what}", fix)
-    elif not has_weights(folder):
+    elif not has_weights(folder) and not run["from_scratch"]:
         what = f"the folder {folder} has a config.json and no weights"
-        yield _about_model(run, what, "a folder with model.safetensors too, as save_pretrained writes it")
+        yield _about_model(run, what, "a folder with model.safetensors too; or --from_scratch, for random weights")
     elif not _has_tokenizer(folder) and models.tokenizer_needs_files(_type(run)):
         # BERT's tokenizer, for example, is loaded with five tokens, and all text is unknown to it.
         fix = "tokenizer.save_pretrained into the same folder"
@@ -100,7 +102,7 @@ def the_weights_are_whole(run):
     download may have left a pointer or a web page in its place.
     """
     folder = model_folder(run["model_name_or_path"])
-    if folder is None or run.elsewhere is not None:
+    if folder is None or run.elsewhere is not None or run["from_scratch"]:
         return
     for file in weight_files(folder):
         found = damage(file)
@@ -256,8 +258,9 @@ def a_language_model_is_a_decoder(run):
 def a_language_model_has_its_head(run):
     """A classifier's weights have no language-model head: it starts with random values."""
     config = known_config(run)
-    classifies = any("ForSequenceClassification" in str(name) for name in config.get("architectures") or ())
-    if run["task"] == "causal_lm" and classifies and config_value(config, "tie_word_embeddings") is False:
+    if run["from_scratch"] or run["task"] != "causal_lm":
+        return
+    if is_classifier(config) and config_value(config, "tie_word_embeddings") is False:
         what = f"{run['model_name_or_path']} is a classifier: its language-model head starts with random values"
         yield advice(run, "model_name_or_path", what, "--task sequence_classification, or the model it was made from")
 
@@ -277,17 +280,21 @@ def sequences_fit_the_model(run):
 
 @rule
 @of_train_py
-def padding_free_needs_positions(run):
-    """Only position_ids tell a model where the sequences of a row begin: BLOOM and Mamba have none.
+def separate_examples_need_positions(run):
+    """Only position_ids tell a model where the examples of a row begin: BLOOM and Mamba have none.
 
-    Some models have them and ignore them: train.py tries it when the model is loaded.
+    Some models have them and ignore them: train.py tries it. A recipe's own packing is left out.
     """
+    packs = run["packing"] and run["packing_strategy"] == "bfd" and run.explicit("packing")
     kind = _type(run)
-    name = models.model_class(kind, "causal_lm") if run["padding_free"] and run["task"] == "causal_lm" else None
-    if name and models.has_argument(kind, name, "position_ids") is False:
-        yield problem(
-            run, "padding_free", f"a {kind} model lets the sequences of a row see each other", "--padding_free false"
-        )
+    name = models.model_class(kind, "causal_lm") if run["task"] == "causal_lm" else None
+    if not name or models.has_argument(kind, name, "position_ids") is not False:
+        return
+    what = f"a {kind} model lets the examples of a row see each other"
+    if run["padding_free"]:
+        yield problem(run, "padding_free", what, "--padding_free false")
+    elif packs:
+        yield problem(run, "packing", what, "--packing_strategy wrapped, or --packing false")
 
 
 # --- What LoRA adapts -----------------------------------------------------------------------------
@@ -333,22 +340,24 @@ def lora_leaves_mambas_output_alone(run):
 
 @rule
 @of_train_py
-def adapters_need_trained_weights(run):
-    """A model from scratch has nothing to quantise or to freeze."""
-    if run["model_name_or_path"] is not None or not run.demonstrate:
+def from_scratch_is_about_a_model(run):
+    """It trains as asked, though a model's weights lie unused, or no model is named."""
+    if not run["from_scratch"]:
         return
-    if run["load_in_4bit"]:
-        what = "quantises trained weights, and there are none"
-        yield problem(run, "load_in_4bit", what, "name a model_name_or_path")
-    elif run["use_peft"]:
-        yield problem(run, "use_peft", "would freeze weights that were never trained", "name a model_name_or_path")
+    folder = model_folder(run["model_name_or_path"])
+    if run["model_name_or_path"] is None:
+        what = "is ignored without a model: the small decoder is trained from scratch anyway"
+        yield advice(run, "from_scratch", what, "--model_name_or_path with a folder that has a config.json")
+    elif folder and has_weights(folder):
+        what = f"trains random weights, not those in {folder}"
+        yield advice(run, "from_scratch", what, "leave it out to go on from the trained ones")
 
 
 @rule
 @of_train_py
 def stored_weights_can_be_trained(run):
     """`You cannot perform fine-tuning on purely quantized models`, or on the method at all."""
-    stored = _stored_as(run)
+    stored = stored_as(run)
     if not stored or mapping(known_config(run).get("quantization_config")).get("dequantize"):
         return
     title = f"{run['model_name_or_path']} has weights quantised with {stored}"
@@ -367,20 +376,20 @@ def stored_weights_can_be_trained(run):
 @of_train_py
 def stored_weights_stay_as_they_are(run):
     """The folder's own configuration wins, with a warning."""
-    if not run["load_in_4bit"] or not _stored_as(run).startswith("bitsandbytes"):
+    if not run["load_in_4bit"] or not stored_as(run).startswith("bitsandbytes"):
         return
     for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
         if run.explicit(name):
             yield advice(run, name, "is ignored: the model's weights are quantised already", "leave it out")
-    if _stored_as(run).endswith("8bit"):
+    if stored_as(run).endswith("8bit"):
         what = "is ignored: the model's weights are quantised already, in 8 bits"
         yield advice(run, "load_in_4bit", what, "leave it out, or the model that is not quantised")
 
 
-def _stored_as(run: RunSpec) -> str:
+def stored_as(run: RunSpec) -> str:
     """How the model's weights are quantised, as transformers names it; empty if they are not."""
     section = known_config(run).get("quantization_config")
-    if not isinstance(section, dict):
+    if not isinstance(section, dict) or run["from_scratch"]:
         return ""
     method = str(section.get("quant_method") or ("bitsandbytes" if _bits(section) else ""))
     return f"{method}_{_bits(section)}" if method == "bitsandbytes" else method

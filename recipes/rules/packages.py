@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recipes import legal
-from recipes.rules.facts import available, missing, problem, rule, uses_deepspeed
+from recipes.rules.facts import available, missing, of_train_py, problem, rule, uses_deepspeed
 from recipes.run import nearest
 
 
@@ -33,6 +33,15 @@ def quantised_loading_is_installed(run):
     for name, package in (("load_in_4bit", "bitsandbytes"), ("use_peft", "peft")):
         if run[name] and not available(run, package):
             yield missing(run, name, package)
+
+
+@rule
+@of_train_py
+def metrics_are_installed(run):
+    """`ModuleNotFoundError: No module named 'sklearn'`, after the first evaluation."""
+    evaluates = run["eval_strategy"] != "no" and not run["prediction_loss_only"]
+    if run["task"] == "sequence_classification" and evaluates and not available(run, "sklearn"):
+        yield missing(run, "eval_strategy", "scikit-learn")
 
 
 # Beginnings of `optim` -> import name, distribution. The first entry that matches counts.

@@ -46,6 +46,7 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ddp_timeout": _COUNT,
     "early_stopping_patience": _COUNT,
     "memory_limit": _POSITIVE,
+    "dataset_num_proc": _COUNT,
     "max_length": (lambda value: value >= 2, "is at least 2: a token and the one to predict"),
     "lora_r": _COUNT,
     "lora_alpha": _POSITIVE,

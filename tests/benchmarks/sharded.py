@@ -36,6 +36,7 @@ CASES: dict[str, tuple[dict, int, str]] = {
         '--gradient_accumulation_steps 2 --accelerator_config {"split_batches":false}',
     ),
     "short, LoRA": ({"vocab_size": 2000}, 8, _LORA),
+    "short, LoRA on 16-bit weights": ({"vocab_size": 2000}, 8, f"{_LORA} --dtype bfloat16"),
     "long": ({"vocab_size": 2000}, 512, ""),
     "long, a large vocabulary": ({"vocab_size": 32000}, 512, ""),
     "long, checkpointing": ({"vocab_size": 2000}, 512, "--gradient_checkpointing true"),
@@ -102,7 +103,7 @@ def _two_steps(case: str) -> int:
     run, config = run_of(case), config_of(case)
     config.use_cache = False
     torch.manual_seed(0)
-    model = _auto_class(run).from_config(config, dtype=torch.float32)
+    model = _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]))
     if run["use_peft"]:
         model = _with_adapters(run, model)
     if run["gradient_checkpointing"]:

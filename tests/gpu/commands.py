@@ -6,12 +6,10 @@ Models are initialised from a configuration and texts are generated, so nothing 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from tests.support.wide import LENGTH as WIDE_LENGTH
 from tests.support.wide import texts_of, wide_model
 
 GIB = 2**30
-STAND_IN = Path(__file__).parent / "stand_in"
 NOTE = "with a stand-in for the package datasets"
 STEPS = 30
 # Global batches that need more memory than there is, as one micro-batch: the plan for 0.5B and 64
@@ -53,6 +50,9 @@ def doctor(setup: Setup) -> Figures:
         "warnings": ", ".join(warnings),
         "failed": ", ".join(errors),
         "matrices": found.get("matrices"),
+        "context": found.get("CUDA context"),
+        "pcie": found.get("PCIe"),
+        "adam": found.get("CPU Adam"),
         "missing": missing,
     }
 
@@ -69,7 +69,7 @@ def parts_of_a_step(recipe: str, processes: int, setup: Setup) -> Figures:
     flags = _flags(model, data, length, recipe=recipe, measure=output / "timings.jsonl")
     flags += ["--max_steps", str(steps + WARM_UP_STEPS), "--global_batch_size", str(speed.GLOBAL_BATCH)]
     config = "single.yaml" if processes == 1 else RECIPES[recipe]().engine
-    _require_success(launch(*flags, output=output, processes=processes, config=config, env=_environment()))
+    _require_success(launch(*flags, output=output, processes=processes, config=config))
     row = json.loads((output / "timings.jsonl").read_text())
     shutil.rmtree(output)
     times = {f"{name}_ms": 1000 * row[name] for name in ("step_time", "pass_overhead", *PARTS) if name in row}
@@ -81,7 +81,7 @@ def fit(setup: Setup) -> Figures:
     model, data, length, flags = _memory_hungry(setup)
     output = _fresh(setup, "fit")
     flags = [*_flags(model, data, length, recipe="standard"), *flags, "--max_steps", "2"]
-    _require_success(launch(*flags, "--fit", output=output, config="single.yaml", env=_environment()))
+    _require_success(launch(*flags, "--fit", output=output, config="single.yaml"))
     found = json.loads((output / "fit.json").read_text())
     shutil.rmtree(output)
     tried = [f"{probe['micro_batch']} {'runs' if probe['fits'] else 'does not fit'}" for probe in found["probes"]]
@@ -103,7 +103,7 @@ def out_of_memory(setup: Setup) -> Figures:
     first = flags[flags.index("--global_batch_size") + 1]
     command = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "standard", "--processes_per_node", "1"]
     command += ["--on_oom", "next", "--", *flags, "--per_device_train_batch_size", first]
-    outcome = run(command, output, _environment(), cwd=ROOT)
+    outcome = run(command, output, cwd=ROOT)
     _require_success(outcome)
     smaller = re.findall(r"^out of memory: again, with batch (\d+) x (\d+)", outcome.output, flags=re.M)
     if not smaller:
@@ -125,7 +125,7 @@ def out_of_memory(setup: Setup) -> Figures:
 
 def material(setup: Setup, size: str, lengths: list[int]) -> tuple[Path, Path]:
     """The folder of a model with its tokenizer, and a file of texts of these lengths in tokens."""
-    from launch.training.demo import demo_tokenizer
+    from launch.data.demo import demo_tokenizer
 
     folder = setup.folder / "work"
     model, data = folder / size, folder / f"{size}-texts.jsonl"
@@ -176,20 +176,11 @@ def _planned(flags: list[str], model: Path) -> float:
 # --- Running a command ---------------------------------------------------------------------------
 
 
-def _needs_stand_in() -> bool:
-    return find_spec("datasets") is None
-
-
 def _note() -> Figures:
-    return {"note": NOTE} if _needs_stand_in() else {}
+    """Whether `tests.gpu.__main__.stand_in` was needed."""
+    import datasets
 
-
-def _environment() -> dict[str, str]:
-    """With the stand-in for datasets if that package is missing: train.py imports it."""
-    if not _needs_stand_in():
-        return {}
-    search = [str(STAND_IN), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, search))}
+    return {"note": NOTE} if datasets.__version__.endswith("stand.in") else {}
 
 
 def _require_success(outcome: Outcome) -> None:

@@ -17,7 +17,8 @@ Row = dict[str, Any]
 # One table for each group of cases: heading, name of the figure and format of each column.
 COLUMNS: dict[str, list[tuple[str, str, str]]] = {
     "doctor": [("checks", "checks", ""), ("warnings", "warnings", ""), ("failed", "failed", ""),
-               ("matrix product", "matrices", "")],
+               ("matrix product", "matrices", ""), ("CUDA context", "context", ""), ("PCIe", "pcie", ""),
+               ("CPU Adam", "adam", "")],
     "speed": [("tokens/s", "tokens_per_second", ",.0f"), ("MFU", "mfu", ".1%"), ("step ms", "step_ms", ",.1f"),
               ("compile s", "compile_s", ".1f"), ("allocated GiB", "allocated_gib", ".2f"),
               ("reserved GiB", "reserved_gib", ".2f")],

@@ -4,16 +4,20 @@
 """
 
 import json
+import os
 
 import pytest
 import torch
 
 from launch.cli import main
-from recipes.run import hardware
+from recipes.planner.context import context_of
+from recipes.planner.speed import host_of
+from recipes.run import hardware, resolve
 from tests.gpu import memory
 from tests.support.running import launch, losses, train_here
 from tests.support.wide import LENGTH, texts_of, wide_model
 
+MIB = 2**20
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -30,6 +34,26 @@ def test_the_doctor_finds_the_gpus_well(capsys):
     assert (code, said["healthy"]) == (0, True), said
     assert "GFLOP/s in bfloat16" in found["matrices"] or "GFLOP/s in float16" in found["matrices"]
     assert "NCCL" in found and ("bandwidth" in found) == (torch.cuda.device_count() > 1)
+
+
+def test_the_doctor_keeps_the_context_and_the_speed_of_the_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert main(["doctor", "--num_processes", "1"]) == 0
+    context, host = own_context(), host_of(resolve())[0]
+    assert context.source.startswith("measured here") and 50 * MIB < context.bytes < 2000 * MIB
+    assert 1e9 < host.pcie < 1e12 and 1e-12 < host.adam < 1e-7
+
+
+def test_a_training_keeps_a_context_that_is_at_least_that_of_the_doctor(tiny_model, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    assert main(["doctor", "--num_processes", "1"]) == 0
+    before = own_context().bytes
+    train_here(tiny_model, texts, tmp_path, "--max_steps", "2")
+    assert before <= own_context().bytes < 2000 * MIB
+
+
+def own_context():
+    return context_of(resolve(), os.environ)
 
 
 @pytest.mark.parametrize("recipe", ["baseline", "standard", "fast", "sharded"])

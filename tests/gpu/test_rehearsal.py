@@ -19,7 +19,7 @@ from tests.support.running import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # each case has a deadline of its own
 
-BARE = "torch transformers accelerate peft rich psutil pyyaml pyarrow jinja2 pytest".split()
+BARE = "torch transformers accelerate peft rich psutil pyyaml pyarrow jinja2 pytest scikit-learn xxhash".split()
 
 
 def with_requirements(names: list[str]) -> set[str]:
@@ -69,8 +69,11 @@ def test_every_case_works_or_says_which_package_is_missing_and_none_is_run_twice
     missing = {name: row["status"] for name, row in rows.items() if row["status"].startswith("missing: ")}
     failed = {name: row for name, row in rows.items() if name not in missing and row["status"] != "ok"}
     assert (done.returncode, failed) == (0, {}), done.stdout + done.stderr
-    packages = {package for status in missing.values() for package in status.removeprefix("missing: ").split(", ")}
-    assert packages <= (set() if environment == "complete" else {"bitsandbytes", "datasets", "deepspeed", "xxhash"})
+    by_doctor = missing.pop("doctor", None)
+    assert by_doctor == (None if environment == "complete" else "missing: bitsandbytes, datasets, deepspeed")
+    needs = {case.name: f"missing: {', '.join(case.needs)}" for case in all_cases(rehearse=True)}
+    assert missing.items() <= needs.items()
+    assert environment == "bare" or not missing
     assert all(row["figures"] for row in rows.values() if row["status"] == "ok")
     table = (output / "results.md").read_text()
     assert table in done.stdout and all(f"| {name} |" in table for name in rows)

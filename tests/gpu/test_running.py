@@ -15,7 +15,7 @@ import pytest
 from tests.gpu.__main__ import next_attempt
 from tests.gpu.case import status_of
 from tests.gpu.cases import Case, Setup, all_cases
-from tests.gpu.commands import STAND_IN, material
+from tests.gpu.commands import material
 from tests.gpu.results import LATE, NOT_RUN, OUT_OF_MEMORY, Results, tables
 from tests.support.running import ROOT, model_flags, run
 
@@ -186,7 +186,7 @@ def test_the_cases_have_names_of_their_own_in_the_order_of_their_worth(rehearse,
     assert len({case.name for case in cases}) == len(cases)
     groups = list(dict.fromkeys(case.group for case in cases))
     assert groups == ["doctor", "speed", "memory", "parts of a step", "fit"]
-    assert sum(case.group == "memory" for case in cases) == 19
+    assert sum(case.group == "memory" for case in cases) == 20
 
 
 def test_without_a_gpu_it_says_so_and_exits_with_2(tmp_path):
@@ -201,7 +201,7 @@ def test_train_py_trains_with_the_stand_in_of_a_machine_without_datasets(tmp_pat
     setup = Setup(tmp_path / "gpu", rehearse=True)
     (setup.folder / "work").mkdir(parents=True)
     model, data = material(setup, "tiny", [64] * 16)
-    output, path = tmp_path / "out", os.pathsep.join([str(STAND_IN), str(ROOT)])
+    output, path = tmp_path / "out", os.pathsep.join([str(ROOT / "tests" / "gpu" / "stand_in"), str(ROOT)])
     flags = [*model_flags(model, data), "--max_steps", "1", "--output_dir", str(output)]
     outcome = run([sys.executable, str(ROOT / "launch" / "train.py"), *flags], output, {"PYTHONPATH": path})
     assert (outcome.code, outcome.record.get("status")) == (0, "finished"), outcome.output

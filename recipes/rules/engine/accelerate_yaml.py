@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes import legal
-from recipes.errors import Problem
+from recipes.errors import Problem, plural
 from recipes.flags import MOST_PROCESSES
 from recipes.legal import moved
 from recipes.rules.facts import (
@@ -227,7 +227,7 @@ def gpu_ids_name_enough_gpus(run):
             "gpu_ids: all, or distributed_type: 'NO'",
         )
     elif count < run.world_size and on_gpu(run):
-        yield in_yaml(run, "gpu_ids", f"names {count} GPUs for {run.world_size} processes", "gpu_ids: all")
+        yield in_yaml(run, "gpu_ids", f"names {plural(count, 'GPU')} for {run.world_size} processes", "gpu_ids: all")
 
 
 @rule

@@ -8,8 +8,10 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
+import datasets
 import pytest
 
 from launch.fit import search as fit
@@ -89,14 +91,46 @@ def test_the_next_run_takes_it_without_another_probe(second_rank_has_less, train
     assert losses(again)[:2] == losses(first)[:2]  # it went on from step 2
 
 
+def test_an_evaluation_that_does_not_fit_is_told_before_the_training(training, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for split in ("train", "test"):
+        texts_of(folder / f"{split}.jsonl", [LENGTH, 40] * 16)
+    words = [str(folder) if before == "--dataset_name" else word for before, word in pairwise(["", *training])]
+    words += ["--eval_strategy", "steps", "--per_device_eval_batch_size", "512", "--memory_limit", str(LIMIT)]
+    argv = [sys.executable, str(SCRIPT), *words, "--fit_only", "--output_dir", str(tmp_path / "out")]
+    done = run(argv, tmp_path / "out", cwd=ROOT)
+    assert done.code == 2, done.output
+    assert "512 examples do not fit" in done.output and "--per_device_eval_batch_size 256" in done.output
+
+
 def test_a_command_fits_alone_and_says_how_to_train_with_it(training, tmp_path):
     one = ["1" if word == "4" else word for word in training[2:]]
-    words = ["-m", "launch", "fit", "--num_processes", "1", *one, "--output_dir", str(tmp_path)]
+    words = ["-m", "launch", "fit", "--num_processes", "1", *one, "--output_dir", str(tmp_path), "--lora_r", "4"]
     done = run([sys.executable, *words, "--memory_limit", "2"], tmp_path, cwd=ROOT)
     assert done.code == 0 and not done.record, done.output
     assert "micro 1 x accumulation 1: runs, peak" in done.output
+    assert done.output.count("is ignored without use_peft") == 1
     assert "train with it: recipes submit local --processes_per_node 1 -- --model_name_or_path" in done.output
     assert json.loads((tmp_path / "fit.json").read_text())["micro_batch"] == 1
+
+
+@pytest.mark.parametrize("flag", ["--fit", "--fit_only"])
+def test_the_data_is_tokenized_once_before_the_first_probe(flag, training, tmp_path, own_cache, monkeypatch):
+    def probe(*_):
+        assert list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
+        raise ProbeFailed("no more is asked of it")
+
+    monkeypatch.setattr(fit, "_probe_on_all_ranks", probe)
+    with pytest.raises(ProbeFailed):
+        fit.fit(resolve([*training, flag, "--output_dir", str(tmp_path / "out")]), training, World())
+
+
+def test_a_folder_of_another_training_is_told_before_the_search(training, real_checkpoint, own_cache):
+    run = resolve([*training, "--fit", "--output_dir", str(real_checkpoint.parent)])
+    with pytest.raises(UserError, match="holds a run with model_name_or_path"):
+        fit.fit(run, training, World())
+    assert not list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
 
 
 # --- What a fit holds for -------------------------------------------------------------------------
@@ -268,7 +302,7 @@ def test_another_failure_says_nothing_about_memory(ranks_agree, end):
         '--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs {"min_lr_rate":0.1}',
     ],
 )
-def test_a_probe_does_not_evaluate_and_is_legal_without(flags, tmp_path):
+def test_a_probe_has_no_evaluations_of_its_schedule_and_is_legal_without(flags, tmp_path):
     request = {"argv": flags.split(), "micro_batch": 1, "accumulation": 16}
     probed = _requested(request, World(), tmp_path)
     assert not [problem for problem in check(probed) if problem.severity == "error"]

@@ -1,12 +1,19 @@
 """Small models, and short ways to ask the planner about them."""
 
+import shlex
+
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from recipes import plan_memory
+from recipes.catalog import RECIPES
 from recipes.planner.estimate import Estimator
+from recipes.planner.plan import plan_run
+from recipes.rules.check import check
 from recipes.run import resolve
-from tests.benchmarks.published import V100
+from recipes.run.engine import shipped
+from recipes.run.hardware import Gpu, Hardware
 
+V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
 _WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SHAPE = {**_WIDTHS, "num_hidden_layers": 4, "vocab_size": 1000}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
@@ -17,9 +24,9 @@ SMALL = {
 }
 TINY = Estimator(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, vocab_size=500))
 
-# 107M parameters on a card of 2.5 GB, of which CUDA itself takes 1.4: no recipe fits.
+# 107M parameters on a card of 1.55 GB, of which CUDA itself takes 0.45: no recipe fits.
 LARGE = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8)
-SMALL_CARD = 2.5
+SMALL_CARD = 1.55
 
 
 def run_of(recipe="standard", *argv, world=1, hardware=V100):
@@ -44,3 +51,24 @@ def need_of(config, flags: str, engine: str | None = None, world: int = 1):
     found, traced = Estimator(config).need(run, 4)
     assert traced
     return found
+
+
+def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
+    """The run of a printed command, which is legal, and its plan at its own micro-batch."""
+    words = shlex.split(command)
+    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
+    assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
+    engine = words[3] if words[2] == "--accelerate_config" else engine
+    liger = "--use_liger_kernel true" in command  # which a step may ask to install
+    words = words[words.index("--recipe") :]
+    run = resolve(
+        words,
+        world_size=world,
+        hardware=Hardware((Gpu("a GPU", (8, 0), round(card * 1e9)),) * world, cores=8 * world, liger=liger),
+        accelerate_config=engine,
+        environment={},
+        demonstrate=False,
+        elsewhere=frozenset(),
+    )
+    assert not [problem for problem in check(run) if problem.severity == "error"], command
+    return run, plan_run(run, config, round(card * 1e9), as_it_is=True)

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from recipes.planner.footprint import Components, need
-from recipes.planner.shapes import Adapters, Case, Traced, Weights
-from recipes.planner.trace import trace, weigh
+from recipes.planner.footprint import REDUCE_BUCKET, _gradients_in_update, need, update_bytes
+from recipes.planner.shapes import LOADING, TRAINING, UPDATE, Adapters, Case, Components, Traced, Weights
+from recipes.planner.tracing.trace import trace, weigh
 from recipes.run import resolve
-from recipes.run.engine import Engine
-from tests.benchmarks.published import V100
+from recipes.run.engine import Engine, shipped
+from recipes.run.hardware import Hardware
 from tests.benchmarks.resident import CASES
-from tests.recipes.planner.small import SMALL, need_of, run_of
+from tests.recipes.planner.small import SMALL, V100, need_of, run_of
 from tests.support.running import ROOT
 
 
@@ -49,6 +49,24 @@ def test_weights_in_4_bits_take_as_much_as_those_of_bitsandbytes(name, tmp_path)
     assert found.parameters - adapters == pytest.approx(real + packed * (1 / 64 + 4 / (64 * 256)), rel=1e-3)
 
 
+@pytest.mark.parametrize("recipe", ["memory_zero3", "sharded"])
+def test_weights_in_4_bits_are_whole_on_each_gpu_while_they_are_loaded(recipe):
+    weights = Weights(16 * 10**9, trained=10**6, in_4_bits=16 * 10**9 - 10**6, largest_layer=10**7)
+    engine, flags = shipped(f"{recipe}.yaml"), ["--use_peft", "true", "--load_in_4bit", "true"]
+    run = resolve(
+        ["--recipe", recipe, *flags],
+        world_size=8,
+        hardware=V100,
+        accelerate_config=str(engine),
+        environment={},
+        demonstrate=False,
+        elsewhere=frozenset(),
+    )
+    found = need(run, weights, Traced([(0, 0, 0)], 1), 1)
+    assert found.moment == LOADING
+    assert found.gpu.parameters > 0.5 * 16 * 10**9
+
+
 @pytest.mark.parametrize(
     ("optim", "numbers"),
     [("sgd", 0), ("adagrad", 1), ("adamw_torch", 2), ("ademamix", 3), ("lion_8bit", 0.25), ("adamw_bnb_8bit", 0.5)],
@@ -56,7 +74,7 @@ def test_weights_in_4_bits_take_as_much_as_those_of_bitsandbytes(name, tmp_path)
 def test_optimizers_keep_their_moments(optim, numbers):
     weights = Weights(10**9, 10**9)
     kept = need(run_of("standard", "--optim", optim), weights, Traced([(0, 0, 1)], 1), 1).gpu
-    update = 4 * 10**9 if optim == "adamw_torch" else 0
+    update = {"adamw_torch": 4 * 10**9, "adagrad": 8 * 10**9}.get(optim, 0)
     assert kept.optimizer == pytest.approx(4 * 10**9 * numbers + update, rel=0.02)
 
 
@@ -64,6 +82,24 @@ def test_zero_3_fetches_a_whole_layer_of_experts():
     experts = Weights(10**10, 10**10, largest_layer=3 * 10**9)
     run = resolve(["--recipe", "memory_zero3"], world_size=8, hardware=V100, environment={}, demonstrate=False)
     assert need(run, experts, Traced([(0, 0, 0)], 1), 1).gpu.parameters == 2 * 3 * 10**9
+
+
+@pytest.mark.parametrize(("stage", "per_parameter"), [(1, 12), (2, 12), (3, 11)])
+def test_zeros_update_holds_what_two_real_ranks_hold(stage, per_parameter):
+    """Weights, fp32 copies and moments; a share's gradients, one flat copy, and one in fp32.
+
+    Two ranks of DeepSpeed 0.19.8 on a CPU held 12.0, 12.0 and 11.1 bytes a parameter, ZeRO-3 with a
+    bucket of 0.1 among them.
+    """
+    flags = ["--optim", "adamw_torch_fused", "--bf16", "true"]
+    engine = Engine("deepspeed", "", zero_stage=stage)
+    run = resolve(flags, world_size=2, engine=engine, hardware=Hardware(cores=2), environment={}, demonstrate=False)
+    total = 10**9
+    found = need(run, Weights(total, total), Traced([(0, 0, 0)], 1), accumulation=1)
+    gathered = 2 * total if stage == 3 else 0
+    bucket = 2 * REDUCE_BUCKET if stage == 3 else 0
+    assert found.moment == UPDATE
+    assert found.gpu.total - gathered - bucket == pytest.approx(per_parameter * total, rel=0.001)
 
 
 def test_a_classifier_on_a_decoder_without_padding_token_is_traced():
@@ -103,15 +139,20 @@ def test_memory_grows_with_the_batch_the_length_and_the_layers(micro, length, la
     optim=st.sampled_from(["adamw_torch", "adamw_bnb_8bit", "sgd"]),
 )
 def test_shards_add_up_to_at_least_the_whole(total, frozen, world, stage, optim):
+    """In a micro-batch whose activations make it the fullest moment, and in the update."""
     weights = Weights(total, trained=max(1, round(total * (1 - frozen))))
-    parts = []
+    parts, in_update = [], []
     for processes in (1, world):
         engine = Engine("deepspeed", "", zero_stage=stage)
         flags = ["--optim", optim, "--global_batch_size", str(world)]
         run = resolve(flags, world_size=processes, engine=engine, hardware=V100, environment={}, demonstrate=False)
-        parts.append(need(run, weights, Traced([(0, 0, 0)], 1), accumulation=1).gpu)
+        micro_batch = need(run, weights, Traced([(10**13, 0, 0)], 1), accumulation=1)
+        assert micro_batch.moment == TRAINING
+        parts.append(micro_batch.gpu)
+        in_update.append(_gradients_in_update(run, weights) + update_bytes(run, weights))
     for part in ("parameters", "gradients", "optimizer"):
         assert world * getattr(parts[1], part) >= getattr(parts[0], part)
+    assert world * in_update[1] >= in_update[0]
 
 
 # --- Real memory ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recipes.planner.trace import weigh
+from recipes.planner.tracing.trace import weigh
 from tests.recipes.planner.small import SMALL, planned
 
 
@@ -50,6 +50,39 @@ def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
     assert planned().choices[0].time.compute is None
 
 
+@pytest.mark.parametrize(
+    ("gpu", "mfu", "speed"),
+    [
+        ("H100", 0.33, 370e9),
+        ("A100 40GB", 0.57, 200e9),
+        ("RTX 4090", 0.55, 20e9),
+        ("T4", 0.35, 10e9),
+        ("B200", 0.35, 740e9),
+    ],
+)
+def test_without_other_figures_times_assume_what_is_published_for_the_card(gpu, mfu, speed):
+    plan = planned(gpu=gpu, gpu_memory=None, num_processes=2, recipe="standard")
+    assert (plan.mfu, plan.bandwidth) == (mfu, speed) and plan.mfu_source and plan.link
+    time = plan.times["standard"]
+    assert time.communication == pytest.approx(time.sent_bytes / speed) and time.compute > 0
+    of_two_nodes = planned(gpu=gpu, gpu_memory=None, num_processes=2, nodes=2, recipe="standard")
+    assert of_two_nodes.bandwidth is None and of_two_nodes.times["standard"].communication is None
+
+
+def test_computing_hides_what_is_sent_meanwhile():
+    for recipe, hides in (("standard", 2 / 3), ("sharded", 1)):
+        for split in splits(recipe, bandwidth=1e4):
+            assert split.time.total == split.time.compute
+        for split in splits(recipe, bandwidth=1e-3):
+            hidden = hides * split.time.compute / (split.accumulation if recipe == "standard" else 1)
+            assert split.time.total == pytest.approx(split.time.compute + split.time.communication - hidden)
+
+
+def test_a_run_in_fp32_has_no_known_peak():
+    flags = ["--bf16", "false", "--max_length", "64"]
+    assert planned(*flags, gpu="A100 80GB", gpu_memory=None, recipe="standard").times["standard"].compute is None
+
+
 # --- Offload and sharding -------------------------------------------------------------------------
 
 
@@ -60,16 +93,22 @@ def test_only_offload_takes_time_on_the_host_and_more_with_each_micro_batch():
         assert 0 < hosts[1] < hosts[4] < hosts[12]
 
 
-def test_gradients_and_weights_of_zero_2_cross_pcie_once_and_adam_reads_and_writes_seven_numbers():
+def test_gradients_of_zero_2_cross_pcie_in_fp32_and_weights_in_bf16_and_adam_takes_what_deepspeed_published():
     parameters = weigh(SMALL["llama"], "causal_lm").total
-    pcie, adam = 2 * 2 * parameters / 2 / 32e9, 7 * 4 * parameters / 204.8e9
+    pcie, adam = (4 + 2) * parameters / 2 / 32e9, 8.2 * parameters / 11.6e9
     assert splits("memory")[0].time.host == pytest.approx(pcie + adam)
 
 
-def test_parameters_that_are_offloaded_cross_pcie_twice_in_each_micro_batch():
+def test_sums_of_gradients_cross_pcie_both_ways_but_with_zero_2_not_the_first_time():
+    parameters = weigh(SMALL["llama"], "causal_lm").total
+    hosts = {split.accumulation: split.time.host for split in splits("memory")}
+    assert hosts[4] - hosts[1] == pytest.approx((2 * 4 - 1) * 2 * parameters / 2 / 32e9)
+
+
+def test_parameters_that_are_offloaded_cross_pcie_twice_in_each_micro_batch_as_do_sums_of_gradients():
     parameters = weigh(SMALL["llama"], "causal_lm").total
     more = splits("memory_zero3")[0].time.host - splits("memory")[0].time.host
-    assert more == pytest.approx((2 - 1) * 2 * parameters / 2 / 32e9)
+    assert more == pytest.approx((2 - 1 + 2) * 2 * parameters / 2 / 32e9)
 
 
 def test_fsdp2_gathers_twice_and_scatters_once_in_each_micro_batch_but_the_head_once():

@@ -168,8 +168,7 @@ def test_what_is_read_from_the_source_is_what_transformers_has():
     from transformers.integrations.hub_kernels import is_kernel
     from transformers.modeling_utils import AttentionInterface
 
-    of_transformers = set(AttentionInterface._global_mapping) - {"recipes_traced"}  # the planner adds its own
-    assert set(attention.implementations()) == {"eager", *of_transformers}
+    assert set(attention.implementations()) == {"eager", *AttentionInterface._global_mapping}
     assert attention.flash_versions() == {
         version: entry.get("cuda_min_major_version", 0)
         for version, entry in flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items()

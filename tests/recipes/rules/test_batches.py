@@ -46,11 +46,20 @@ CASES = {
         Run("--padding_free --packing false --attn_implementation flash_attention_2"),
     ),
     "classification_takes_rows_as_they_are": (Run(f"{CLASSIFY} --packing"), Run(CLASSIFY)),
+    "label_settings_need_labels": (
+        Run("--problem_type regression"),
+        Run(f"{CLASSIFY} --problem_type regression --dataset_label_field score"),
+    ),
     "classification_needs_data": (Run("--task sequence_classification"), Run(CLASSIFY)),
 }
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    (
+        "label_settings_need_labels",
+        Run(f"{CLASSIFY} --problem_type regression --label_smoothing_factor 0.1"),
+        "label_smoothing_factor",
+    ),
     ("worker_settings_need_workers", Run("--dataloader_persistent_workers"), "dataloader_persistent_workers"),
     ("worker_settings_need_workers", Run("--dataloader_multiprocessing_context spawn"), "multiprocessing_context"),
 ]

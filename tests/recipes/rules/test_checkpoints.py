@@ -5,15 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from recipes.rules.checkpoints import _as_repository, a_push_has_a_login
 from tests.support.real_failures import TOKENS, arguments, assert_fires, losses, tiny_llama, train
-from tests.support.runs import BEST, DS, EVAL, TWO_GPUS, Run, deepspeed, fsdp
+from tests.support.runs import BEST, DS, EVAL, TWO_GPUS, Run, deepspeed, fsdp, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
+
+PUSH = "--push_to_hub"
 
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "output_has_a_folder": (Run("--output_dir none"), Run("--output_dir some")),
+    "a_push_names_a_repository": (
+        Run(f"{PUSH} --hub_model_id my/own/model"),
+        Run(f"{PUSH} --hub_model_id my/own-model"),
+    ),
+    "a_push_has_a_login": (
+        Run(PUSH, environment={"HF_TOKEN": "hf_mine", "HF_HUB_OFFLINE": "1"}),
+        Run(PUSH, environment={"HF_TOKEN": "hf_mine"}),
+    ),
     "resume_starts_from_something": (
         Run("--resume_from_checkpoint outputs/checkpoint-7"),
         Run("--resume_from_checkpoint true"),
@@ -107,3 +120,29 @@ def test_a_checkpoint_on_a_signal_is_from_the_middle_of_a_step(tmp_path):
         same[run] = train_with_dropout(tmp_path / "resumed", resume=checkpoint, **steps) == whole
     assert same == {"whole": True, "stopped": False}
     assert_fires("signal_checkpoints_may_be_incomplete", {"enable_jit_checkpoint": True})
+
+
+def test_nobody_is_logged_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    (found,) = a_push_has_a_login(resolved(PUSH))
+    assert found.severity == "error" and "hf auth login" in found.fix
+    assert not list(a_push_has_a_login(resolved("--push_to_hub --hub_token mine")))
+    (elsewhere,) = a_push_has_a_login(resolved(PUSH, elsewhere=frozenset()))
+    assert elsewhere.severity == "advice"  # who is logged in there, nobody knows here
+
+
+def test_a_name_that_the_hub_does_not_take_fails_when_the_trainer_is_built(tmp_path):
+    from huggingface_hub.errors import HFValidationError
+    from transformers import Trainer
+
+    settings = {"push_to_hub": True, "hub_model_id": "my own model", "hub_token": "mine"}
+    with pytest.raises(HFValidationError):
+        Trainer(tiny_llama(), arguments(tmp_path, **settings))
+    assert_fires("a_push_names_a_repository", settings)
+
+
+@given(st.text(min_size=1, max_size=120))
+def test_the_name_in_the_fix_is_one_that_the_hub_takes(name):
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(_as_repository(name))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.rules.evaluation import every_evaluation_is_saved
+from recipes.rules.evaluation import best_metric_is_reported, every_evaluation_is_saved
 from tests.support.real_failures import arguments, assert_fires, tiny_llama, train
-from tests.support.runs import BEST, CLASSIFY, EVAL, Run, resolved
+from tests.support.runs import A100, BEST, CLASSIFY, EVAL, MODEL, Run, machine, model, resolved
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
+NUMBERS = f"{CLASSIFY} --problem_type regression"
+SMOOTHED = "--use_liger_kernel --label_smoothing_factor 0.1"
 PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"
 
 # rule -> a run in which it fires, and the nearest one in which it does not
@@ -49,6 +51,10 @@ CASES = {
         Run(f"--eval_do_concat_batches false {CLASSIFY} {EVAL}"),
     ),
     "labels_have_one_name": (Run(f"--label_names foo {EVAL}"), Run(f"--label_names labels {EVAL}")),
+    "liger_evaluates_plain_labels": (
+        Run(f"{SMOOTHED} {EVAL} {MODEL}", hardware=machine(A100), files=model()),
+        Run(f"{SMOOTHED} {MODEL}", hardware=machine(A100), files=model()),
+    ),
     "a_training_trains": (Run("--do_train false"), Run("--do_train")),
     "test_split_is_used": (Run("--dataset_test_split test"), Run(f"--dataset_test_split test {EVAL}")),
 }
@@ -68,6 +74,13 @@ ALSO_FIRES = [
         "load_best",
     ),
     ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 20 --save_steps 20 --max_steps 10"), "save_steps"),
+    ("best_metric_is_reported", Run(f"{NUMBERS} {EVAL} {BEST} --metric_for_best_model f1_macro"), "metric_for_best"),
+    ("best_metric_is_reported", Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model f1"), "metric_for_best"),
+    (
+        "best_is_the_better_value",
+        Run(f"{NUMBERS} {EVAL} {BEST} --metric_for_best_model mse --greater_is_better true"),
+        "greater_is_better",
+    ),
     ("saving_the_best_needs_evaluation", Run(f"--save_strategy best {EVAL}"), "save_strategy"),
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping_patience"),
     (
@@ -84,6 +97,20 @@ ALSO_FIRES = [
 
 # rule, another run that is legal
 LEGAL_AFTER_ALL = [
+    (
+        "liger_evaluates_plain_labels",
+        Run(f"{SMOOTHED} {EVAL} {MODEL}", hardware=machine(A100), files=model(model_type="gpt2")),
+    ),
+    (
+        "liger_evaluates_plain_labels",
+        Run(
+            f'{SMOOTHED} {EVAL} {MODEL} --liger_kernel_config {{"fused_linear_cross_entropy":false}}',
+            hardware=machine(A100),
+            files=model(),
+        ),
+    ),
+    ("best_metric_is_reported", Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model eval_f1_macro")),
+    ("best_metric_is_reported", Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model r2")),  # the data will tell
     ("every_evaluation_is_saved", Run(f"{BEST} {EVAL} --eval_steps 2 --save_steps 3")),  # an error says it
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --eval_steps 0.1 --save_steps 0.3")),
     ("best_model_needs_matching_strategies", Run(f"{BEST} {EVAL} --save_strategy best")),
@@ -131,13 +158,14 @@ def test_a_metric_that_nobody_reports_fails_after_the_first_evaluation(needed, t
     assert_fires("best_metric_is_reported", settings)
 
 
-def test_metrics_batch_by_batch_are_not_what_our_accuracy_computes(tmp_path):
+def test_metrics_batch_by_batch_are_not_what_ours_compute(tmp_path):
     from transformers import Trainer
 
-    from launch.training.data import compute_accuracy
+    from launch.training.objective import Metrics
 
+    metrics = Metrics("regression", ["score"])
     with pytest.raises(ValueError, match="must take a `compute_result` boolean argument"):
-        Trainer(tiny_llama(), arguments(tmp_path, batch_eval_metrics=True), compute_metrics=compute_accuracy)
+        Trainer(tiny_llama(), arguments(tmp_path, batch_eval_metrics=True), compute_metrics=metrics)
     settings = {"batch_eval_metrics": True, "task": "sequence_classification"}
     assert_fires("accuracy_is_computed_at_the_end", settings)
 
@@ -170,3 +198,16 @@ def test_what_is_left_out_is_not_to_be_left_out():
     assert advice.fix == "a smaller --eval_steps"
     (advice,) = every_evaluation_is_saved(resolved(f"{argv} --save_steps 10"))
     assert "or leave save_steps out" in advice.fix
+
+
+@pytest.mark.parametrize(("metric", "greater"), [("mse", False), ("eval_mae", False), ("r2", None), ("f1_macro", None)])
+def test_a_smaller_error_is_better_though_trainer_takes_all_but_a_loss_for_greater(metric, greater, tmp_path):
+    """`greater_is_better` None leaves it to Trainer."""
+    evaluates = dict(eval_strategy="steps", metric_for_best_model=metric)
+    assert arguments(tmp_path, **evaluates).greater_is_better is True
+    assert resolved(f"{CLASSIFY} {EVAL} --metric_for_best_model {metric}")["greater_is_better"] is greater
+
+
+def test_the_fix_of_a_metric_names_those_that_begin_alike():
+    (found,) = best_metric_is_reported(resolved(f"{CLASSIFY} {EVAL} --metric_for_best_model f1"))
+    assert found.fix == "f1_macro or f1_weighted or f1_micro"

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 QLORA = "--load_in_4bit --use_peft"
+SCRATCH = "--from_scratch"
 
 
 def without(*names: str, **config) -> dict:
@@ -80,11 +81,14 @@ CASES = {
         Run(f"{MODEL} --max_length 129", files=model()),
         Run(f"{MODEL} --max_length 128", files=model()),
     ),
-    "padding_free_needs_positions": (
+    "separate_examples_need_positions": (
         Run(f"{MODEL} --padding_free", files=model(model_type="bloom")),
         Run(f"{MODEL} --padding_free", files=model(model_type="gpt2")),
     ),
-    "adapters_need_trained_weights": (Run("--use_peft"), Run(f"--use_peft {MODEL}", files=model())),
+    "from_scratch_is_about_a_model": (
+        Run(f"{MODEL} {SCRATCH}", files=model()),
+        Run(f"{MODEL} {SCRATCH}", files=without("model.safetensors")),
+    ),
     "stored_weights_can_be_trained": (
         Run(MODEL, files=model(quantization_config=NF4)),
         Run(f"{MODEL} --use_peft", files=model(quantization_config=NF4)),
@@ -97,6 +101,7 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    ("separate_examples_need_positions", Run(f"{MODEL} --packing", files=model(model_type="bloom")), "packing"),
     ("the_model_is_a_folder", Run("--model_name_or_path a/b/c"), "model_name"),
     ("the_model_is_a_folder", Run(f"{MODEL}/config.json", files=model()), "model_name"),
     ("the_folder_holds_a_model", Run(MODEL, files=without("config.json")), "model_name"),
@@ -113,6 +118,8 @@ ALSO_FIRES = [
         Run(MODEL, files=without("model.safetensors") | {"m/model.safetensors/x": ""}),
         "model",
     ),
+    ("the_folder_holds_a_model", Run(f"{MODEL} {SCRATCH}", files={"m/config.json": {"model_type": "bert"}}), "model"),
+    ("from_scratch_is_about_a_model", Run(SCRATCH), "from_scratch"),
     ("the_weights_are_whole", Run(MODEL, files=model() | {"m/model.safetensors": "version https://"}), "model_name"),
     ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | INDEX), "model_name"),
     *(
@@ -132,7 +139,6 @@ ALSO_FIRES = [
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="vit", auto_map=OWN_CODE)), "trust_remote_code"),
     ("sequences_fit_the_model", Run("--max_length 1025"), "max_length"),
     ("sequences_fit_the_model", Run(f"{MODEL} --max_length 600", files=without(model_type="roberta")), "max_length"),
-    ("adapters_need_trained_weights", Run(QLORA), "load_in_4bit"),
     (
         "stored_weights_can_be_trained",
         Run(f"{MODEL} {QLORA}", files=model(quantization_config={"quant_method": "gptq", "bits": 4})),
@@ -172,7 +178,16 @@ LEGAL_AFTER_ALL = [
         Run(f"{MODEL} --max_length 9999", files=model(model_type="bloom", max_position_embeddings=None)),
     ),
     ("stored_weights_can_be_trained", Run(MODEL, files=model(quantization_config={"quant_method": "fp8"}))),
-    ("adapters_need_trained_weights", Run("--use_peft --model_name_or_path gpt2")),
+    ("the_folder_holds_a_model", Run(f"{MODEL} {SCRATCH}", files=without("model.safetensors"))),
+    ("the_weights_are_whole", Run(f"{MODEL} {SCRATCH}", files=model() | {"m/model.safetensors": "cut off"})),
+    ("stored_weights_can_be_trained", Run(f"{MODEL} {SCRATCH}", files=model(quantization_config=NF4))),
+    (
+        "a_language_model_has_its_head",
+        Run(
+            f"{MODEL} {SCRATCH}",
+            files=model(architectures=["LlamaForSequenceClassification"], tie_word_embeddings=False),
+        ),
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.run.hardware import Hardware
 from tests.support.real_failures import arguments, assert_fires, tiny_llama
-from tests.support.runs import A100, Run, machine
+from tests.support.runs import A100, CLASSIFY, EVAL, Run, machine
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -21,6 +21,10 @@ CASES = {
         Run("--use_liger_kernel", hardware=machine(A100, liger=True)),
     ),
     "quantised_loading_is_installed": (Run("--use_peft", missing=("peft",)), Run("--use_peft")),
+    "metrics_are_installed": (
+        Run(f"{CLASSIFY} {EVAL}", missing=("sklearn",)),
+        Run(CLASSIFY, missing=("sklearn",)),
+    ),
     "optimizer_is_installed": (
         Run("--optim adamw_bnb_8bit", missing=("bitsandbytes",)),
         Run("--optim adamw_bnb_8bit"),

@@ -7,7 +7,8 @@ ranks by tests/benchmarks/sharded.py:
   embedding, unless it is tied to the head; the tail of last norm and head, which stays gathered
   from its forward to its backward. A tied embedding belongs to the tail, from the first operation.
 - A unit is gathered into one buffer, and copied from there into its parameters. In the forward the
-  buffer stays until the next unit is there; in the backward the next unit's buffer is filled
+  buffer stays until the next unit is copied (`wait_for_unshard` still has a name for it): three
+  layers; in the backward the next unit's buffer is filled
   meanwhile (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`). With one process there is
   nothing to gather, and no such buffer.
 - A unit's gradients are whole until its backward ends. The buffer that they are scattered from
@@ -80,9 +81,9 @@ def held(unit: Units, done: float, is_forward: bool, has_logits: bool) -> Held:
         return unit.copies * unit.tail, 0, 0
     if has_logits:
         return unit.tail + (unit.copies - 1) * unit.layer, min(done * unit.all_gradients, unit.tail_gradient), 0
-    two_layers = always + unit.copies * unit.layer
     if is_forward:
-        return two_layers + unit.cast, 0, 0
+        return always + (2 * unit.copies - 1) * unit.layer, 0, 0
+    two_layers = always + unit.copies * unit.layer
     made = done * unit.all_gradients
     if made > unit.all_gradients - unit.table_gradient:
         return always + unit.table, unit.table_gradient, unit.layer_gradient

@@ -1,0 +1,146 @@
+"""The shape of a model that is known by its size alone: that of a public one of about this size."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.errors import mistake
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_CLOSE = 0.02  # share of the asked parameters that a model may have more or less
+_STEP = 8  # tensor cores want multiples of 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with gated MLPs, named as in its config.json, except `width` and `inner`.
+
+    `heads` are those of the queries, `groups` those of keys and values.
+    """
+
+    source: str
+    model_type: str
+    width: int
+    inner: int
+    layers: int
+    heads: int
+    groups: int
+    vocabulary: int
+    tied: bool
+    head: int = 128
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer outside the MLP's matrices."""
+        queries, keys = self.heads * self.head, 2 * self.groups * self.head
+        biases = queries + keys if self.model_type == "qwen2" else 0
+        norms = 2 * self.width + (2 * self.head if self.model_type == "qwen3" else 0)
+        return self.width * (2 * queries + keys) + biases + norms
+
+    @property
+    def tables(self) -> int:
+        """Parameters of the embedding, of the head unless it is the same, and of the last norm."""
+        return self.width * (self.vocabulary * (1 if self.tied else 2) + 1)
+
+    @property
+    def parameters(self) -> int:
+        return self.tables + self.layers * (self.attention + 3 * self.width * self.inner)
+
+
+# From the config.json of each on the Hub.
+PUBLIC = (
+    Shape("HuggingFaceTB/SmolLM2-135M", "llama", 576, 1536, 30, 9, 3, 49_152, tied=True, head=64),
+    Shape("HuggingFaceTB/SmolLM2-360M", "llama", 960, 2560, 32, 15, 5, 49_152, tied=True, head=64),
+    Shape("Qwen/Qwen2.5-0.5B", "qwen2", 896, 4864, 24, 14, 2, 151_936, tied=True, head=64),
+    Shape("Qwen/Qwen3-0.6B", "qwen3", 1024, 3072, 28, 16, 8, 151_936, tied=True),
+    Shape("meta-llama/Llama-3.2-1B", "llama", 2048, 8192, 16, 32, 8, 128_256, tied=True, head=64),
+    Shape("Qwen/Qwen2.5-1.5B", "qwen2", 1536, 8960, 28, 12, 2, 151_936, tied=True),
+    Shape("Qwen/Qwen3-1.7B", "qwen3", 2048, 6144, 28, 16, 8, 151_936, tied=True),
+    Shape("Qwen/Qwen2.5-3B", "qwen2", 2048, 11_008, 36, 16, 2, 151_936, tied=True),
+    Shape("meta-llama/Llama-3.2-3B", "llama", 3072, 8192, 28, 24, 8, 128_256, tied=True),
+    Shape("Qwen/Qwen3-4B", "qwen3", 2560, 9728, 36, 32, 8, 151_936, tied=True),
+    Shape("Qwen/Qwen2.5-7B", "qwen2", 3584, 18_944, 28, 28, 4, 152_064, tied=False),
+    Shape("meta-llama/Llama-3.1-8B", "llama", 4096, 14_336, 32, 32, 8, 128_256, tied=False),
+    Shape("Qwen/Qwen2.5-14B", "qwen2", 5120, 13_824, 48, 40, 8, 152_064, tied=False),
+    Shape("Qwen/Qwen2.5-32B", "qwen2", 5120, 27_648, 64, 40, 8, 152_064, tied=False),
+    Shape("meta-llama/Llama-3.1-70B", "llama", 8192, 28_672, 80, 64, 8, 128_256, tied=False),
+    Shape("meta-llama/Llama-3.1-405B", "llama", 16_384, 53_248, 126, 128, 8, 128_256, tied=False),
+)
+
+
+def is_size(model: str) -> bool:
+    """Whether this is a number of parameters: 7B."""
+    return _size(model) is not None
+
+
+def _size(model: str) -> re.Match[str] | None:
+    return None if Path(model).exists() else re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
+
+
+def _shape_of(model: str) -> tuple[Shape, Shape]:
+    """The shape to plan, and that of the public model it was made of. Raises `UserError`."""
+    size = _size(model)
+    parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0) if size else 0
+    if not 2e7 <= parameters <= 2e12:
+        raise mistake("model", f"{model} is not a size that a decoder can have", "20M to 2000B, such as 7B")
+    public = min(PUBLIC, key=lambda shape: abs(math.log(shape.parameters / parameters)))
+    if abs(public.parameters / parameters - 1) <= _CLOSE:
+        return public, public
+    return _scaled(public, round(parameters)), public
+
+
+def _scaled(public: Shape, parameters: int) -> Shape:
+    """This shape with about so many parameters: its vocabulary, its heads, its depth per width.
+
+    Query heads stay a multiple of key heads. What is left over is the MLP's.
+    """
+    share = public.heads // public.groups
+    shapes = []
+    for groups in range(1, 8 * public.groups):
+        width = round(public.width * groups / public.groups / _STEP) * _STEP
+        inner = round(public.inner * groups / public.groups)
+        wide = replace(public, width=width, groups=groups, heads=groups * share, inner=inner, layers=1)
+        layers = round((parameters - wide.tables) / (wide.parameters - wide.tables))
+        if layers >= 1:
+            shapes.append(replace(wide, layers=layers))
+    like = math.log(public.layers / public.width)
+    shape = min(shapes, key=lambda shape: abs(math.log(shape.layers / shape.width) - like))
+    left = (parameters - shape.tables) / shape.layers - shape.attention
+    return replace(shape, inner=max(_STEP, round(left / (3 * shape.width) / _STEP) * _STEP))
+
+
+def config_of(model: str) -> PreTrainedConfig:
+    """The configuration of a model of this size. Raises `UserError` for an impossible one."""
+    shape, _ = _shape_of(model)  # refuses before the import, which takes seconds
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(
+        shape.model_type,
+        hidden_size=shape.width,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        head_dim=shape.head,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        max_position_embeddings=131_072,
+        dtype="bfloat16",
+    )
+
+
+def description(model: str) -> str:
+    """Which shape a size stands for, on one line."""
+    shape, public = _shape_of(model)
+    like = "the shape of" if shape == public else "a shape like that of"
+    tied = "tied" if shape.tied else "not tied"
+    return (
+        f"{like} {public.source}: {shape.layers} layers, width {shape.width:,}, MLP {shape.inner:,}, "
+        f"{shape.heads} heads ({shape.groups} of keys), {shape.vocabulary:,} tokens, embeddings {tied}"
+    )

@@ -1,0 +1,210 @@
+"""From a file to the first step: train.py beside TRL's SFTTrainer with the same data and settings.
+
+    python -m tests.benchmarks.data [--megabytes 400] [--processes 1] [--kind chats] [--without_trl]
+
+Writes a file of texts or chats made of Python's own source, trains a small model on it packed, and
+starts the same command a second time. Prints for each the seconds to the first step, the peak of
+anonymous memory of all its processes (shared pages count once), what the cache holds as a multiple
+of the tokens (4 bytes each), and tokens/s of steady steps. train.py's ranks wait 20 s for each
+other in the process group, which is shorter than the tokenizing and must not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import psutil
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from launch.data.demo import CHAT_TEMPLATE, END_OF_TEXT, PADDING, TURN_END, TURN_START, demo_corpus
+
+LENGTH, STEPS, BATCH = 1024, 12, 8
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEP = re.compile(r"step +\d+/|\{'loss'")
+
+
+@dataclass
+class Start:
+    """What one start took."""
+
+    steps: list[float] = field(default_factory=list)  # seconds until each was logged
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the steps after the second."""
+        return BATCH * LENGTH * (len(self.steps) - 2) / (self.steps[-1] - self.steps[1])
+
+
+# --- What is trained ------------------------------------------------------------------------------
+
+
+def write_model(folder: Path) -> None:
+    """A small decoder and a tokenizer of 16,000 pieces that was trained on the same source."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    special = [END_OF_TEXT, PADDING, TURN_START, TURN_END]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=16000, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(demo_corpus(), trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=PADDING, chat_template=CHAT_TEMPLATE
+    ).save_pretrained(folder)
+    config = LlamaConfig(vocab_size=16000, max_position_embeddings=LENGTH, use_cache=False, **SHAPE)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_rows(file: Path, size: int, kind: str) -> None:
+    """Rows of lengths with a long tail, until the file has `size` bytes."""
+    source, random = "".join(demo_corpus()), Random(0)
+
+    def piece(mean: float) -> str:
+        length = int(min(20_000, max(10, mean * random.lognormvariate(0, 1))))
+        start = random.randrange(len(source) - length)
+        return source[start : start + length]
+
+    with file.open("w", encoding="utf-8") as stream:
+        while stream.tell() < size:
+            turns = [{"role": role, "content": piece(300)} for role in ("user", "assistant") * 2]
+            stream.write(json.dumps({"text": piece(1200)} if kind == "texts" else {"messages": turns}) + "\n")
+
+
+def ours(model: Path, data: Path, output: Path) -> list[str]:
+    flags = {"model_name_or_path": model, "dataset_name": data, "output_dir": output, "max_length": LENGTH}
+    flags |= {"recipe": "fast", "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no"}
+    flags |= {"per_device_train_batch_size": 1, "global_batch_size": BATCH, "ddp_timeout": 20}
+    return ["launch/train.py", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))]
+
+
+def trls(model: Path, data: Path, output: Path) -> list[str]:
+    return ["tests/benchmarks/data.py", "--sft", str(model), str(data), str(output)]
+
+
+def train_with_trl(model: str, data: str, output: str) -> None:
+    """The same training by SFTTrainer, with the same recipe's arguments."""
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from recipes import fast
+
+    same = dict(max_steps=STEPS, logging_steps=1, save_strategy="no", disable_tqdm=True)
+    args = fast(
+        output, args_class=SFTConfig, max_length=LENGTH, per_device_train_batch_size=1, global_batch_size=BATCH, **same
+    )
+    args.dataset_num_proc = os.cpu_count()
+    rows = load_dataset("json", data_files=data, split="train")
+    trainer = SFTTrainer(model=model, args=args, train_dataset=rows)
+    trainer.train()
+
+
+# --- How it is measured ---------------------------------------------------------------------------
+
+
+def start(command: list[str], cache: Path, processes: int) -> Start:
+    found = Start()
+    environment = {**os.environ, "HF_HOME": str(cache), "PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        environment["ACCELERATE_USE_CPU"] = "true"
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        [*launcher, *command], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    watcher = threading.Thread(target=_watch_memory, args=(process.pid, found), daemon=True)
+    watcher.start()
+    output = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        output.append(line)
+        if STEP.search(line):
+            found.steps.append(time.perf_counter() - begun)
+    if process.wait():
+        sys.exit("".join(output[-30:]))
+    found.cache_bytes = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+    return found
+
+
+def _watch_memory(pid: int, found: Start) -> None:
+    """Keep the peak of the anonymous memory of a process and its children until it ends."""
+    while True:
+        try:
+            tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        found.peak_bytes = max(found.peak_bytes, sum(_anonymous(process.pid) for process in tree))
+        time.sleep(0.5)
+
+
+def _anonymous(pid: int) -> int:
+    """Bytes of a process's anonymous memory, its share of what forks share."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    pages = re.search(r"^Pss_Anon: +(\d+) kB", text, re.MULTILINE)
+    return int(pages[1]) * 1024 if pages else 0
+
+
+def tokens_in(model: Path, data: Path) -> int:
+    """Tokens of the file, estimated from its first 2,000 rows."""
+    from transformers import AutoTokenizer
+
+    tokenizer, tokens, read = AutoTokenizer.from_pretrained(model), 0, 0
+    with data.open(encoding="utf-8") as rows:
+        for _, line in zip(range(2000), rows, strict=False):
+            row, read = json.loads(line), read + len(line.encode())
+            text = row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            tokens += len(tokenizer(text)["input_ids"])
+    return round(tokens * data.stat().st_size / read)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--sft"]:
+        train_with_trl(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.data")
+    parser.add_argument("--megabytes", type=int, default=400, help="size of the file [400]")
+    parser.add_argument("--processes", type=int, default=1, help="ranks [1]")
+    parser.add_argument("--kind", choices=("texts", "chats"), default="texts", help="what a row holds [texts]")
+    parser.add_argument("--without_trl", action="store_true", help="only train.py")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model, data = folder / "model", folder / "rows.jsonl"
+        write_model(model)
+        write_rows(data, options.megabytes * 10**6, options.kind)
+        tokens = tokens_in(model, data)
+        size = f"{options.megabytes} MB of {options.kind}, about {tokens / 1e6:.1f} M tokens"
+        print(f"{size}, processes: {options.processes}")
+        programs = {"train.py": ours} | ({} if options.without_trl else {"SFTTrainer": trls})
+        for name, command in programs.items():
+            for number, when in enumerate(("first", "second")):
+                words = command(model, data, folder / f"{name}-{number}")
+                found = start(words, folder / f"cache of {name}", options.processes)
+                print(
+                    f"{name:<11} {when:<6} start: {found.steps[0]:7.1f} s to the first step, "
+                    f"{found.peak_bytes / 1e9:5.2f} GB, cache {found.cache_bytes / 4 / tokens:.2f} x the tokens, "
+                    f"{found.tokens_per_second:,.0f} tokens/s",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -23,8 +23,9 @@ from recipes.errors import mistake
 from recipes.run import hardware
 
 if TYPE_CHECKING:
-    from launch.doctor.machine import Check, Request
+    from launch.doctor.check import Check, Request
 
+TIMEOUT = 240  # seconds: on a cold disk torch alone takes a minute, and late nodes have half of it
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 _PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
 
@@ -42,10 +43,10 @@ def add_parser(commands: Commands) -> None:
         ("nodes", count, "[those of srun, or 1]"),
         ("machine_rank", whole, "which of the nodes this is, from 0 [SLURM_NODEID or NODE_RANK]"),
         ("main_process_ip", str, "address of node 0 [MASTER_ADDR]"),
-        ("main_process_port", count, "the first of 11 ports that are free there [MASTER_PORT]"),
+        ("main_process_port", count, "the first of 15 ports that are free there [MASTER_PORT]"),
     ):
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), type=kind, help=text)
-    parser.add_argument("--timeout", type=count, default=20, metavar="SECONDS", help="for one collective [20]")
+    parser.add_argument("--timeout", type=count, default=TIMEOUT, metavar="SECONDS", help=f"for everything [{TIMEOUT}]")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=examine)
 
@@ -89,13 +90,13 @@ def request_for(
     machine_rank: int | None = None,
     main_process_ip: str | None = None,
     main_process_port: int | None = None,
-    timeout: int = 20,
+    timeout: int = TIMEOUT,
 ) -> Request:
     """This machine in the requested world, None for what the environment or the GPUs decide.
 
     Raises `UserError` for a world that is not possible.
     """
-    from launch.doctor.machine import Request
+    from launch.doctor.check import Request
 
     # Not SLURM_NNODES, which is also set in a shell of salloc, where no other node runs this
     # command.
@@ -111,7 +112,7 @@ def request_for(
         raise mistake("machine_rank", what, f"a number from 0 to {nodes - 1}")
     processes = num_processes or nodes * (len(machine.gpus) or (2 if nodes == 1 else 1))
     if processes % nodes:
-        what = f"{processes} processes cannot be divided among {nodes} nodes"
+        what = f"{plural(processes, 'process')} cannot be divided among {nodes} nodes"
         raise mistake("num_processes", what, f"{nodes} times the processes of one node")
     return Request(machine, nodes, machine_rank, processes // nodes, address, port, timeout)
 
@@ -127,17 +128,26 @@ def _number_in(environment: Mapping[str, str], *names: str, default: int) -> int
 
 
 def _checks(request: Request) -> Iterator[Check]:
-    from launch.doctor import links, machine  # no other command needs them
-    from launch.doctor.machine import Check
+    from launch.doctor import links, machine, meeting, reach  # no other command needs them
+    from launch.doctor.check import Check
 
-    failed = False
-    for check in machine.examine(request):
-        failed = failed or check.status == "error"
-        yield check
+    failed = fatal = False
+    for examine in (machine.examine, reach.examine):
+        for check in () if fatal else examine(request):
+            failed, fatal = failed or check.status == "error", fatal or check.fatal
+            yield check
+    nodes = meeting.Meeting(request)
     try:
-        yield from links.examine(request, failed)
+        if request.nodes > 1:
+            met = meeting.gathered(nodes, fatal)
+            fatal = fatal or met.fatal
+            yield met
+        if not fatal:
+            yield from links.examine(request, failed, nodes)
     except OSError as error:
         yield Check("error", "ranks", f"cannot be started: {error}", "free space in the folder of TMPDIR, and memory")
+    finally:
+        nodes.close()
 
 
 def line(number: int, check: Check, signs: Mapping[str, str]) -> str:

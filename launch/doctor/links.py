@@ -1,112 +1,51 @@
-"""The checks of `recipes doctor` on the links between ranks, read from the notes of a probe run.
-
-If the ranks cannot communicate, it tries the known switches, each set in fresh processes, and the
-smallest set that works is the fix. It never sets one for a training.
-"""
+"""The checks of `recipes doctor` on the links between ranks, read from the notes of a probe run."""
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from collections.abc import Callable, Iterator
 
-from launch.doctor import machine
-from launch.doctor.machine import ENLARGE, Check, Request
+from launch.doctor import gpus, measured, smi
+from launch.doctor.check import Check, Numbers, Request, numbers
+from launch.doctor.failures import failure_in, kernel_kills
+from launch.doctor.host import ENLARGE
+from launch.doctor.meeting import Meeting
 from launch.doctor.network import (
     Link,
-    Switch,
     bus_bandwidth,
     infiniband_speed,
     interface_speed,
     interfaces,
     nccl_version,
     slowest_link,
-    smallest_set,
-    switches,
     topology,
 )
-from launch.doctor.ranks import LOOK, Report, failure_in, probe_run, title
+from launch.doctor.ranks import STAGES_OF_ONE, Report, probe_run, title
+from launch.doctor.remedy import diagnosed, own_address
 from launch.doctor.stages import STAGES
+from recipes.errors import Failure
 
-MOST_TRIES = 10  # sets of switches
 _SLOW = {"nccl": 1.15, "gloo": 2.0}  # times the median's time; CPU cores are shared with whatever else runs
-_STAGES_OF_ONE = ("start", "device", "workers", "matmul")  # for a single process, which communicates with no other
-_STAGES_OF_A_TRY = ("start", "device", "rendezvous", "connection", "all_reduce", "bandwidth", "end")
 
 
-def examine(request: Request, failed: bool) -> Iterator[Check]:
+def examine(request: Request, failed: bool, meeting: Meeting) -> Iterator[Check]:
     """The checks that need a probe run.
 
     `failed` if a check of this node has failed, which the probe run tells the other nodes.
     """
     if request.hardware.cuda and request.processes_per_node > len(request.hardware.gpus):
         return
-    stages = _STAGES_OF_ONE if request.processes == 1 else tuple(STAGES)
+    stages = STAGES_OF_ONE if request.processes == 1 else tuple(STAGES)
+    killed_before = kernel_kills()
     reports = probe_run(request, stages, failed=failed)
     for stage, read in READINGS.items():
         if all(stage in report.results for report in reports):
             check = read(request, reports)
             if check:
                 yield check
-    failure = failure_in(request, reports)
-    if failure:
-        # A node with a failed check may not join another probe run: then all nodes skip the tries.
-        failed_nodes = any(report.results.get("rendezvous", {}).get("failed_nodes") for report in reports)
-        tries = failure.of_link and (request.nodes == 1 or not failed_nodes)
-        fix = _remedy(request) if tries else failure.fix
-        yield Check("error", title(failure.stage), failure.what, fix)
-
-
-# --- Switches -------------------------------------------------------------------------------------
-
-
-def _remedy(request: Request) -> str:
-    """Lines for the launcher's environment that let the ranks communicate, if any do."""
-    candidates, tried, alone = switches(request.backend, _candidate_interfaces(request)), 0, False
-
-    def works(chosen: tuple[Switch, ...]) -> bool:
-        nonlocal tried, alone
-        if alone:
-            return False
-        tried += 1
-        settings = " ".join(f"{switch.name}={switch.value}" for switch in chosen)
-        print(f"   trying {settings} ({tried} of at most {MOST_TRIES})", file=sys.stderr, flush=True)
-        failure = failure_in(request, probe_run(request, _STAGES_OF_A_TRY, chosen=chosen, attempt=tried))
-        alone = failure is not None and failure.stage == "rendezvous"  # the other nodes have given up
-        return failure is None
-
-    smallest = smallest_set(candidates, works, MOST_TRIES)
-    if smallest is None:
-        return f"none of the {tried} sets of switches helped; {LOOK}"
-    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))}
-    now = f" (now: {' '.join(map('='.join, chosen.items()))})" if chosen else ""
-    lines = [f"export {switch.name}={switch.value}  # costs: {switch.cost}" for switch in smallest]
-    return "\n".join([f"with this in the launcher's environment{now} the ranks can communicate:", *lines])
-
-
-def _candidate_interfaces(request: Request) -> list[str]:
-    """The networks to try.
-
-    Over several nodes only the one that leads to node 0, so that all try as many sets.
-    """
-    addresses = interfaces()
-    if request.nodes == 1:
-        return sorted(addresses, key=lambda name: name == "lo")
-    return [name for name, address in addresses.items() if address == _own_address(request)][:1]
-
-
-def _own_address(request: Request) -> str:
-    """This node's address on its way to node 0, "" if unknown.
-
-    Connecting a UDP socket sends no packet.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect((request.address, request.port))
-        except OSError:
-            return ""
-        return asking.getsockname()[0]
+    failure = failure_in(request, reports, kernel_kills() - killed_before)
+    found = diagnosed(meeting, failure)
+    if found:
+        yield found
 
 
 # --- A check for each stage -----------------------------------------------------------------------
@@ -170,26 +109,46 @@ def all_reduce(request: Request, reports: list[Report]) -> Check:
 
 
 @reading
+def all_gather(request: Request, reports: list[Report]) -> Check:
+    return Check("ok", "sharding", "reduce-scatter and all-gather, as in ZeRO and FSDP, are right")
+
+
+@reading
+def sweep(request: Request, reports: list[Report]) -> Check:
+    """Bus bandwidth as nccl-tests counts it, so that collectives and sizes can be compared."""
+    known, words = numbers(), []
+    for one in reports[0].results["sweep"]["sizes"]:
+        reached = bus_bandwidth(one["bytes"], one["seconds"], request.processes)
+        reached /= 1 if one["collective"] == "all-reduce" else 2
+        known |= numbers(**{f"{one['collective']} of {one['bytes']} bytes": (reached, "bytes/s")})
+        words.append(f"{one['collective']} {reached / 1e9:,.2f}")
+    largest = max(one["bytes"] for one in reports[0].results["sweep"]["sizes"])
+    return Check("ok", "sizes", f"at {largest >> 20} MiB, in GB/s: {', '.join(words[-3:])}", numbers=known)
+
+
+@reading
 def bandwidth(request: Request, reports: list[Report]) -> Check:
     result, link = reports[0].results["bandwidth"], _link(request)
     reached = bus_bandwidth(result["bytes"], result["seconds"], request.processes)
+    known = numbers(bus_bandwidth=(reached, "bytes/s"))
     text = f"{reached / 1e9:,.2f} GB/s of all-reduce bus bandwidth over {link}"
     if link.is_far_above(reached):
         fix = "NCCL_DEBUG=INFO shows which links NCCL uses"
-        return Check("warning", "bandwidth", f"{text}: far below its speed", fix)
-    return Check("ok", "bandwidth", text)
+        return Check("warning", "bandwidth", f"{text}: far below its speed", fix, known)
+    return Check("ok", "bandwidth", text, numbers=known)
 
 
 @reading
 def latency(request: Request, reports: list[Report]) -> Check:
-    return Check(
-        "ok", "latency", f"{reports[0].results['latency']['seconds'] * 1e6:,.0f} us for the smallest all-reduce"
-    )
+    seconds = reports[0].results["latency"]["seconds"]
+    what = f"{seconds * 1e6:,.0f} us for the smallest all-reduce"
+    return Check("ok", "latency", what, numbers=numbers(all_reduce=(seconds, "s")))
 
 
 @reading
 def ddp_step(request: Request, reports: list[Report]) -> Check:
-    return Check("ok", title("ddp_step"), "equal weights on every rank afterwards")
+    kinds = reports[0].results["ddp_step"]["dtypes"]
+    return Check("ok", title("ddp_step"), f"equal weights on every rank afterwards, in {' and '.join(kinds)}")
 
 
 @reading
@@ -198,6 +157,7 @@ def matmul(request: Request, reports: list[Report]) -> Check:
     seconds = result["seconds"]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / sorted(seconds)[(len(seconds) - 1) // 2]
+    known = numbers(slowest=(result["flops"] / seconds[slowest], "FLOP/s"), of_median=(times, "times"))
     speed = f"{result['flops'] / seconds[slowest] / 1e9:,.0f} GFLOP/s in {result['dtype']}"
     text = f"{speed} on the slowest of {len(seconds)}, {times:.2f} times the median's time"
     if times > _SLOW[request.backend]:
@@ -205,23 +165,66 @@ def matmul(request: Request, reports: list[Report]) -> Check:
         where = f"rank {slowest}, {'GPU' if request.hardware.cuda else 'process'} {local_rank} of node {node}"
         look = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`" if request.hardware.cuda else "`top`"
         fix = f"every step waits for it: see {look}, and what else runs there"
-        return Check("warning", title("matmul"), f"{where}: {text}", fix)
-    return Check("ok", title("matmul"), text)
+        return Check("warning", title("matmul"), f"{where}: {text}", fix, known)
+    return Check("ok", title("matmul"), text, numbers=known)
+
+
+@reading
+def adam(request: Request, reports: list[Report]) -> Check:
+    """The time of the whole node: its ranks update at the same time."""
+    seconds = measured.adam_seconds([report.results["adam"] for report in reports])
+    what = f"{seconds * 1e9:.2f} s for a billion parameters on all cores of this node"
+    return Check("ok", title("adam"), what, numbers=numbers(update=(seconds, "s/parameter")))
+
+
+@reading
+def pcie(request: Request, reports: list[Report]) -> Check | None:
+    if not request.hardware.cuda:
+        return None
+    speeds = [report.results["pcie"] for report in reports]
+    to, back = (min(speed[name] for speed in speeds) for name in ("to", "from"))
+    adam = measured.adam_seconds([report.results["adam"] for report in reports])
+    what = f"{to / 1e9:,.1f} GB/s to each GPU and {back / 1e9:,.1f} GB/s from it, all at once"
+    card, count = request.hardware.gpus[0].name, request.processes_per_node
+    known = numbers(to_gpu=(to, "bytes/s"), from_gpu=(back, "bytes/s"))
+    return _kept(title("pcie"), what, lambda: measured.keep_host(card, count, adam, min(to, back)), known)
+
+
+@reading
+def context(request: Request, reports: list[Report]) -> Check | None:
+    if not request.hardware.cuda:
+        return None
+    sizes = [size for report in reports if (size := report.results["context"]["bytes"])]
+    if not sizes:
+        return Check("ok", title("context"), "unknown: other processes use the GPU, or nvidia-smi does not show them")
+    card, several = request.hardware.gpus[0].name, request.processes > 1
+    what = f"{max(sizes) / 2**20:,.0f} MiB of the GPU beside what torch reserves"
+    known = numbers(context=(max(sizes), "bytes"))
+    return _kept(title("context"), what, lambda: measured.keep_context(card, several, max(sizes)), known)
+
+
+def _kept(title: str, what: str, keep: Callable[[], None], known: Numbers) -> Check:
+    """A finding that the next plan on this machine uses, if it can be kept."""
+    try:
+        keep()
+    except Failure as error:
+        return Check("warning", title, f"{what}; {error}", "HF_HOME with a writable folder, for the next plan", known)
+    return Check("ok", title, f"{what}; kept for `recipes plan`", numbers=known)
 
 
 def _pairs() -> dict[tuple[int, int], str]:
-    return topology(machine.nvidia_smi("topo", "-m")[0])
+    return topology(smi.nvidia_smi("topo", "-m")[0])
 
 
 def _link(request: Request) -> Link:
     """What the ranks communicate over."""
     if request.nodes == 1:
         if request.backend == "nccl":
-            return slowest_link(_pairs().values(), request.hardware.capability, machine.pcie())
+            return slowest_link(_pairs().values(), request.hardware.capability, gpus.pcie())
         return Link("loopback, which has no rated speed")
     infiniband = infiniband_speed()
     if request.backend == "nccl" and infiniband:
         return Link("InfiniBand or RoCE", infiniband)
-    own = _own_address(request)
+    own = own_address(request)
     name = next((name for name, address in interfaces().items() if address == own), "an unknown network")
     return Link(name, interface_speed(name))

@@ -135,6 +135,11 @@ def infiniband_speed() -> float | None:
     return gigabits * 1e9 / 8 if gigabits else None
 
 
+def infiniband_devices() -> list[str]:
+    """The InfiniBand and RoCE devices of this node."""
+    return sorted(device.name for device in Path("/sys/class/infiniband").glob("*"))
+
+
 # --- Switches -------------------------------------------------------------------------------------
 
 
@@ -153,14 +158,29 @@ _NCCL = (
     Switch("NCCL_SHM_DISABLE", "1", "ranks of a node that cannot reach each other's GPU use the network"),
     Switch("NCCL_P2P_DISABLE", "1", "no NVLink and no direct PCIe: GPUs exchange data through the node's memory"),
     Switch("NCCL_IB_DISABLE", "1", "no InfiniBand or RoCE: nodes use TCP, often at a tenth of the speed"),
+    Switch("NCCL_NVLS_ENABLE", "0", "no sums inside NVSwitch: all-reduce on one node of H100s or newer is slower"),
+    Switch("NCCL_CUMEM_ENABLE", "0", "little: buffers are allocated the older way, and NVLS is off"),
+    Switch(
+        "NCCL_NET_PLUGIN",
+        "none",
+        "a cloud's own network (EFA, GPUDirect-TCPX) is not used: NCCL's own TCP or InfiniBand is",
+    ),
 )
 
 
-def switches(backend: str, interfaces: Sequence[str]) -> list[Switch]:
-    """The switches to try if ranks cannot communicate over `backend`, "nccl" or "gloo"."""
+def switches(backend: str, interfaces: Sequence[str], infiniband: Sequence[str] = ()) -> list[Switch]:
+    """The switches to try if ranks cannot communicate over `backend`, "nccl" or "gloo".
+
+    `infiniband`: the devices of this node, of which each alone is tried if there are several.
+    """
     cost = "nothing if this is the fastest network of the node; other networks are not used"
     chosen = [Switch(f"{backend.upper()}_SOCKET_IFNAME", name, cost) for name in interfaces]
-    return [*(_NCCL if backend == "nccl" else ()), *chosen]
+    if backend == "gloo":
+        return chosen
+    one = "only one of the node's InfiniBand or RoCE devices is used"
+    roce = "nothing: RoCE version 2, instead of the entry of the GID table that NCCL chose"
+    devices = [Switch("NCCL_IB_HCA", f"={name}", one) for name in infiniband if len(infiniband) > 1]
+    return [*_NCCL, *chosen, *([Switch("NCCL_IB_GID_INDEX", "3", roce)] if infiniband else []), *devices]
 
 
 def smallest_set(

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.doctor.machine import ENLARGE, Request
+from launch.doctor import smi
+from launch.doctor.check import Request
+from launch.doctor.collectives import NOTES, REQUEST
+from launch.doctor.measured import used_bytes
 from launch.doctor.network import Switch
-from launch.doctor.stages import NOTES, REQUEST, STAGES
+from launch.doctor.stages import STAGES
 from launch.host import processes
 from launch.host.parent import threads_per_process
 from recipes.run import Json
 
-LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _STAGES = "launch.doctor.stages"
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
-_OF_LINKS = ("connection", "all_reduce", "bandwidth", "latency", "ddp_step", "end")
-# Factors on the timeout of a collective, for stages that a cold disk or a late node delays.
-_TIMES_LONGER = {"start": 6, "workers": 6, "rendezvous": 6, "ddp_step": 6}
+_STOPPED_SECONDS = 2.0  # a stopped rank may be let go on at once
+_IDLE_SECONDS = 4.0  # of all ranks, in a collective: one that waits for a busy one does not make that one idle
+OF_LINKS = (
+    "connection",
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "bandwidth",
+    "sweep",
+    "latency",
+    "ddp_step",
+    "end",
+)
+_COLLECTIVES = tuple(stage for stage in OF_LINKS if stage != "ddp_step")  # whose first import takes long
+# For a single process, which communicates with no other.
+STAGES_OF_ONE = ("start", "device", "workers", "matmul", "adam", "pcie", "context")
+# A collective hangs after this share of the time, or so many seconds. A cold disk, a late node or a
+# busy CPU may delay the other stages, which have all of it.
+_OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
 _TITLES = {"start": "torch", "device": "GPU", "workers": "DataLoader", "ddp_step": "DDP step", "matmul": "matrices"}
+_TITLES |= {"adam": "CPU Adam", "pcie": "PCIe", "context": "CUDA context"}
 
 
 def title(stage: str) -> str:
@@ -37,8 +55,8 @@ class Report:
     """What one rank has noted: its stage, the results of the stages before, and how it ended.
 
     `code` is its exit code, None if it had to be killed; `state` is then its process state as ps
-    shows it. `missing` are the ranks that it waits for. `error` is noted at `failed_at`, in seconds
-    since 1970, or else the last line of its log.
+    shows it, and it was `out_of_time` if no hang was seen. `missing` are the ranks that it waits
+    for. `error` is noted at `failed_at`, in seconds since 1970, or else read from its log.
     """
 
     rank: int
@@ -49,6 +67,7 @@ class Report:
     failed_at: float = 0.0
     code: int | None = None
     state: str = ""
+    out_of_time: bool = False
 
 
 def probe_run(
@@ -71,6 +90,8 @@ def probe_run(
         "threads": threads_per_process(request.hardware.cores, request.processes_per_node),
         "node": request.machine_rank,
         "failed_node": request.machine_rank if failed else None,
+        "used_bytes": used_bytes() if request.hardware.cuda else {},
+        "smi": not smi.driver().problem,
     }
     environment = {**os.environ, **{switch.name: switch.value for switch in chosen}}
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as scratch:
@@ -82,27 +103,58 @@ def probe_run(
                 (folder / REQUEST).write_text(json.dumps(own))
                 log = folder / "log"
                 ranks.append(processes.start_module(_STAGES, folder, log=log, environment=environment))
-            _wait(ranks, folders, request.timeout)
-            return [_report(first + at, *of_rank) for at, of_rank in enumerate(zip(ranks, folders, strict=True))]
+            out_of_time = _wait(ranks, folders, request)
+            reports = [_report(first + at, *of_rank) for at, of_rank in enumerate(zip(ranks, folders, strict=True))]
+            return [replace(report, out_of_time=out_of_time) for report in reports]
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], folders: list[Path], timeout: int) -> None:
-    """Return when all ranks have ended or none gets any further.
+def _wait(ranks: list[subprocess.Popen[bytes]], folders: list[Path], request: Request) -> bool:
+    """Return when all ranks have ended, none gets any further, or the time is up: then True.
 
     After the first failure the other ranks have a moment to report their errors.
     """
-    noted, since, order = "", time.monotonic(), list(STAGES)
-    last_chance = float("inf")
+    noted, order = "", list(STAGES)
+    since = idle = stopped = time.monotonic()
+    work, last_chance = 0.0, float("inf")
+    quick = request.nodes == 1 and request.backend == "gloo"  # not another node or a GPU that works instead
     for codes in processes.watch(ranks):
         now, notes = time.monotonic(), [_notes(folder) for folder in folders]
+        running = [rank.pid for rank, code in zip(ranks, codes, strict=True) if code is None]
+        states = [_state(pid) for pid in running]
         if noted != "".join(notes):
             noted, since = "".join(notes), now
+        if (done := sum(map(_cpu_ticks, running))) != work or "D" in states or "R" in states or since == now:
+            work, idle = done, now
+        if not any(state in STOPPED for state in states):
+            stopped = now
         stages = [_read(text).stage for text, code in zip(notes, codes, strict=True) if code is None]
         slowest = min(stages, key=order.index)
         if any(codes):
             last_chance = min(last_chance, now + _GRACE)
-        if now > min(last_chance, since + timeout * _TIMES_LONGER.get(slowest, 1)):
-            return
+        hangs = now - since > patience(request, slowest)
+        hangs |= quick and slowest in _COLLECTIVES and now - idle > _IDLE_SECONDS
+        if hangs or now > last_chance or now - stopped > _STOPPED_SECONDS:
+            return False
+        if request.seconds_left < 0:
+            return True
+    return False
+
+
+STOPPED = ("T", "t")  # by a signal, by a debugger
+
+
+def patience(request: Request, stage: str) -> float:
+    """Seconds after which a stage hangs."""
+    return min(_COLLECTIVE_SECONDS, request.timeout * _OF_TIMEOUT) if stage in _COLLECTIVES else request.timeout
+
+
+def _cpu_ticks(pid: int) -> float:
+    """What a process has worked until now, in all its threads (proc(5): utime and stime)."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return float(words[11]) + float(words[12])
 
 
 def _notes(folder: Path) -> str:
@@ -129,8 +181,18 @@ def _report(rank: int, process: subprocess.Popen, folder: Path) -> Report:
     report.code = process.poll()
     if report.code is None:
         report.state = _state(process.pid)
-    report.error = report.error or "".join(processes.last_lines(folder / "log", 1))
+    report.error = report.error or _last_words(folder / "log")
     return report
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log; of a crash in native code the Python line that it happened in."""
+    lines = processes.last_lines(log, 200)
+    crashed = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    if not crashed:
+        return "".join(lines[-1:])
+    where = next((line.strip() for line in lines[crashed[0] :] if line.startswith("  File ")), "")
+    return f"{lines[crashed[0]].removeprefix('Fatal Python error: ')}{where and ' in '}{where}"
 
 
 def _state(pid: int) -> str:
@@ -139,98 +201,3 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-# --- What went wrong ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StageFailure:
-    """Why a probe run failed: the stage, what happened in it, and what to do.
-
-    `of_link` if it may be the link.
-    """
-
-    stage: str
-    what: str
-    fix: str
-    of_link: bool = False
-
-
-def failure_in(request: Request, reports: list[Report]) -> StageFailure | None:
-    """What went wrong first in a probe run, None if every rank ended well."""
-    if all(report.code == 0 for report in reports):
-        return None
-    killed = next((report for report in reports if report.code is not None and report.code < 0), None)
-    if killed:
-        return _killed(killed)
-    failed = [report for report in reports if report.code]
-    if failed:
-        return _failed(request, min(failed, key=lambda report: report.failed_at))
-    return _hung(request, [report for report in reports if report.code is None])
-
-
-def _killed(report: Report) -> StageFailure:
-    code = report.code or 0
-    what = f"rank {report.rank} was {processes.how_it_ended(code)}"
-    if code == -signal.SIGKILL:
-        return StageFailure(report.stage, what, "see `dmesg`: the kernel kills processes when memory runs out")
-    if code == -signal.SIGBUS:
-        return StageFailure(report.stage, what, f"usually /dev/shm is full. {ENLARGE}")
-    return StageFailure(report.stage, f"{what}: {report.error}", LOOK, report.stage in _OF_LINKS)
-
-
-def _failed(request: Request, report: Report) -> StageFailure:
-    what = f"rank {report.rank}: {report.error}"
-    lost = any(text in report.error for text in ("closed by peer", "reset by peer"))
-    if lost and request.nodes > 1:
-        return StageFailure(
-            report.stage, what, "run `recipes doctor` on the other nodes: one of them says which rank was lost"
-        )
-    fixes = {
-        "start": "use an environment in which `import torch` works",
-        "device": "install a torch that is built for CUDA and this driver: see https://pytorch.org/get-started/locally",
-        "rendezvous": "use an address of node 0 for --main_process_ip and a free port there for --main_process_port",
-    }
-    return StageFailure(report.stage, what, fixes.get(report.stage, LOOK), report.stage in _OF_LINKS)
-
-
-def _hung(request: Request, reports: list[Report]) -> StageFailure:
-    """Which rank hangs: one that the system holds, else one that is behind the others, else all."""
-    order = list(STAGES)
-    slowest = min(reports, key=lambda report: order.index(report.stage))
-    held = next((report for report in reports if report.state in _HELD), None)
-    behind = any(report.stage != slowest.stage for report in reports)
-    seconds = request.timeout * _TIMES_LONGER.get(slowest.stage, 1)
-    if held is None and not behind:
-        return _all_hung(request, slowest, seconds)
-    one = held or slowest
-    waiting = ", ".join(f"rank {report.rank}" for report in reports if report is not one)
-    waits = f"; {waiting} waited for it" if waiting else ""
-    what = f"rank {one.rank} did not finish within {seconds} s{_HELD.get(one.state, '')}{waits}"
-    if held:
-        return StageFailure(
-            one.stage, what, "see `dmesg` for a driver or a disk that blocks it, or find out what stopped it"
-        )
-    return StageFailure(one.stage, what, LOOK, one.stage in _OF_LINKS)
-
-
-_HELD = {"T": ": a signal has stopped it", "D": ": it waits inside the kernel"}  # process states that ps shows
-
-
-def _all_hung(request: Request, report: Report, seconds: int) -> StageFailure:
-    if report.stage == "rendezvous" and request.nodes > 1:
-        return _no_rendezvous(request, report, seconds)
-    what = f"every rank of this node hangs: none finished within {seconds} s"
-    return StageFailure(report.stage, what, LOOK, report.stage in _OF_LINKS)
-
-
-def _no_rendezvous(request: Request, report: Report, seconds: int) -> StageFailure:
-    where = f"{request.address}:{request.port}"
-    fix = f"run the doctor on every node at the same time, and check that all of them can reach {where} on node 0"
-    if not report.missing:
-        return StageFailure("rendezvous", f"nothing answered at {where} within {seconds} s", fix)
-    nodes = sorted({rank // request.processes_per_node for rank in report.missing})
-    ranks = f"rank{'s' * (len(report.missing) > 1)} {', '.join(map(str, report.missing))}"
-    what = f"{ranks} on node {', '.join(map(str, nodes))} did not join within {seconds} s"
-    return StageFailure("rendezvous", what, fix)

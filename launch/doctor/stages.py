@@ -6,6 +6,7 @@ notes. A rank that fails, hangs or dies affects nothing outside the probe run.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -15,46 +16,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.doctor import collectives
+from launch.doctor.collectives import Rank, together
+
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import TCPStore
 
     from recipes.run import Json
 
-REQUEST, NOTES = "request.json", "notes.jsonl"
 _NEVER = timedelta(days=1)  # ranks.py decides when a wait is too long, because it sees all ranks of the node
 _MIB = 1 << 20
-
-STAGES: dict[str, Callable[[Rank], Json | None]] = {}
-
-
-class Rank:
-    """This process in the probe run: the `request` of ranks.py, and what its stages built."""
-
-    store: TCPStore  # from the stage `rendezvous` on
-
-    def __init__(self, folder: Path) -> None:
-        self.request = json.loads((folder / REQUEST).read_text())
-        self.rank, self.size = self.request["rank"], self.request["size"]
-        self.local_rank, self.local_size = self.request["local_rank"], self.request["local_size"]
-        self.cuda = self.request["backend"] == "nccl"
-        self.notes = (folder / NOTES).open("a")
-        self.failed_node: int | None = self.request["failed_node"]  # this node, if one of its checks failed
-        self.device: torch.device | str = "cpu"
-
-    def note(self, **note: object) -> None:
-        print(json.dumps({"time": time.time(), **note}), file=self.notes, flush=True)
-
-    def wait(self) -> None:
-        """Wait until the GPU has finished its work."""
-        if self.cuda:
-            import torch
-
-            torch.cuda.synchronize()
 
 
 def main(folder: str) -> None:
     """Run the stages that the request in this folder asks for, up to the first that fails."""
+    faulthandler.enable()  # a crash in native code leaves its Python lines in the log
     rank = Rank(Path(folder))
     code = 0
     for name in rank.request["stages"]:
@@ -80,13 +56,6 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def stage(function: Callable[[Rank], Json | None]) -> Callable[[Rank], Json | None]:
-    """Register a stage, to run after those above. What it returns is noted as JSON."""
-    STAGES[function.__name__] = function
-    return function
-
-
-@stage
 def start(rank: Rank) -> Json:
     """Import torch and note its versions."""
     import torch
@@ -96,18 +65,39 @@ def start(rank: Rank) -> Json:
     return {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl}
 
 
-@stage
 def device(rank: Rank) -> Json | None:
     """Use the GPU of this rank, and note which others of the node it cannot write to directly."""
     if not rank.cuda:
         return None
     import torch
 
+    compiled, has = torch.cuda.get_arch_list(), torch.cuda.get_device_capability(rank.local_rank)
+    if torch.version.cuda and compiled and not runs_on(has, compiled):
+        card = f"{torch.cuda.get_device_name(rank.local_rank)} (sm_{has[0]}{has[1]})"
+        raise RuntimeError(f"torch {torch.__version__} is not built for {card}, only for {', '.join(compiled)}")
     torch.cuda.set_device(rank.local_rank)
     rank.device = torch.device("cuda", rank.local_rank)
     torch.ones(1, device=rank.device).item()
     others = [other for other in range(rank.local_size) if other != rank.local_rank]
     return {"no_peers": [other for other in others if not torch.cuda.can_device_access_peer(rank.local_rank, other)]}
+
+
+def runs_on(capability: tuple[int, int], compiled: list[str]) -> bool:
+    """Whether a GPU runs code that was compiled for these (as torch.cuda.get_arch_list).
+
+    sm_80 is machine code, for its major version from that minor one on; compute_80 is compiled on
+    the spot for any later one; a letter behind binds it to exactly that one (CUDA programming
+    guide, "Compute Capability Compatibility").
+    """
+    for name in compiled:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
+        if not found:
+            return True  # a name of a later torch
+        kind, own = found[1], (int(found[2]), int(found[3]))
+        family = found[4] == "" and own <= capability and (kind == "compute" or own[0] == capability[0])
+        if own == capability or family:
+            return True
+    return False
 
 
 class _Samples:
@@ -123,7 +113,6 @@ class _Samples:
         return torch.full((8 * _MIB // 4,), float(index)).share_memory_()
 
 
-@stage
 def workers(rank: Rank) -> Json | None:
     """One DataLoader worker passes tensors through /dev/shm.
 
@@ -144,7 +133,6 @@ def workers(rank: Rank) -> Json | None:
     return {"wrong": wrong}
 
 
-@stage
 def rendezvous(rank: Rank) -> Json:
     """Every rank connects to the store of rank 0 and learns which nodes have a failed check."""
     from torch.distributed import TCPStore
@@ -163,7 +151,6 @@ def rendezvous(rank: Rank) -> Json:
     return {"failed_nodes": sorted({node for node in nodes if node is not None})}
 
 
-@stage
 def connection(rank: Rank) -> None:
     """Connect every rank to every other: gloo does so at once, NCCL with the first collective."""
     import torch
@@ -177,87 +164,6 @@ def connection(rank: Rank) -> None:
     rank.wait()
 
 
-@stage
-def all_reduce(rank: Rank) -> None:
-    """Compare a sum with its known value.
-
-    Small whole numbers: float32 adds them exactly for up to 700 ranks.
-    """
-    import torch
-    import torch.distributed as dist
-
-    numbers = torch.arange(_MIB, device=rank.device, dtype=torch.float32) % 64
-    summed = numbers * (rank.rank + 1)
-    dist.all_reduce(summed)
-    wrong = int((summed != numbers * (rank.size * (rank.size + 1) / 2)).sum())
-    if wrong:
-        raise ArithmeticError(f"{wrong:,} of {_MIB:,} sums are wrong")
-
-
-@stage
-def bandwidth(rank: Rank) -> Json:
-    """The fastest of a few large all-reduces, each timed on its slowest rank."""
-    import torch
-    import torch.distributed as dist
-
-    size = (256 if rank.cuda else 8) * _MIB
-    numbers = torch.ones(size // 4, device=rank.device)
-    seconds = torch.empty(6, dtype=torch.float64)
-    for at in range(len(seconds)):
-        dist.barrier()
-        rank.wait()
-        began = time.perf_counter()
-        dist.all_reduce(numbers)
-        rank.wait()
-        seconds[at] = time.perf_counter() - began
-    seconds = seconds.to(rank.device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return {"bytes": size, "seconds": seconds.min().item()}
-
-
-@stage
-def latency(rank: Rank) -> Json:
-    """Seconds of the smallest all-reduce, the mean of many in a row."""
-    import torch
-    import torch.distributed as dist
-
-    number, rounds = torch.ones(1, device=rank.device), 50
-    dist.barrier()
-    rank.wait()
-    began = time.perf_counter()
-    for _ in range(rounds):
-        dist.all_reduce(number)
-        rank.wait()
-    return {"seconds": (time.perf_counter() - began) / rounds}
-
-
-@stage
-def ddp_step(rank: Rank) -> None:
-    """One step of a tiny model, on different data for each rank.
-
-    Its weights must be equal everywhere afterwards.
-    """
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(rank.rank)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).to(rank.device)
-    parallel = DistributedDataParallel(model, device_ids=[rank.local_rank] if rank.cuda else None)
-    before = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-    parallel(torch.randn(16, 64, device=rank.device)).square().mean().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-    if torch.equal(weights, before) or not weights.isfinite().all():
-        raise ArithmeticError("the step changed no weight, or made one NaN or infinite")
-    lowest, highest = weights.clone(), weights.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    if not torch.equal(lowest, highest):
-        raise ArithmeticError("the ranks hold different weights after one step")
-
-
-@stage
 def matmul(rank: Rank) -> Json:
     """Seconds of a product of large matrices on each rank, all running at the same time."""
     import torch
@@ -267,8 +173,7 @@ def matmul(rank: Rank) -> Json:
     if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
         kind = torch.bfloat16
     left, right = (torch.randn(size, size, device=rank.device).to(kind) for _ in range(2))
-    if rank.size > 1:
-        dist.barrier()
+    together(rank)
     best = float("inf")
     for _ in range(5):
         rank.wait()
@@ -284,7 +189,68 @@ def matmul(rank: Rank) -> Json:
     return {"flops": 2 * size**3, "seconds": [one.item() for one in of_all], "dtype": str(kind).removeprefix("torch.")}
 
 
-@stage
+def adam(rank: Rank) -> Json:
+    """Seconds of an update on the CPU, on all ranks at the same time as with offload.
+
+    All that DeepSpeed does there (`step` of stage_1_and_2.py): clip the gradients, Adam, and cast
+    the weights to 16 bits. torch's fused Adam needs no compiler: DeepSpeed's took 4 % longer on one
+    core. All ranks together have 1 GiB or more, which no cache holds, and they wait for each other
+    before each round: a rank that is ahead would have the memory's bandwidth for itself.
+    """
+    import torch
+
+    count = max(16, 64 // rank.local_size) * _MIB
+    weights = torch.nn.Parameter(torch.zeros(count))
+    weights.grad = torch.ones(count)
+    in_16_bits = torch.empty(count, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    seconds = []
+    for _ in range(4):
+        together(rank)
+        began = time.perf_counter()
+        weights.grad.mul_(1.0)
+        optimizer.step()
+        in_16_bits.copy_(weights.detach())
+        seconds.append(time.perf_counter() - began)
+    return {"parameters": count, "seconds": sorted(seconds[1:])[1]}  # the first makes Adam's state
+
+
+def pcie(rank: Rank) -> Json | None:
+    """Bytes per second to the GPU and from it, through pinned memory, on all ranks at once."""
+    if not rank.cuda:
+        return None
+    import torch
+
+    here = torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=rank.device)
+    speeds = {}
+    for name, target, source in (("to", there, here), ("from", here, there)):
+        best = float("inf")
+        together(rank)
+        for _ in range(5):
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            rank.wait()
+            best = min(best, time.perf_counter() - began)
+        speeds[name] = here.numel() / best
+    return speeds
+
+
+def context(rank: Rank) -> Json | None:
+    """What CUDA has taken of the GPU, now that kernels are loaded."""
+    if not rank.cuda or not rank.request["smi"]:
+        return None if not rank.cuda else {"bytes": None}
+    import torch
+
+    from launch.doctor.measured import outside_torch
+
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(rank.device).uuid}"
+        return {"bytes": outside_torch(rank.request["used_bytes"].get(uuid))}
+    except Exception:  # a machine on which this cannot be read may well train
+        return {"bytes": None}
+
+
 def end(rank: Rank) -> None:
     """Wait for all ranks. Rank 0 leaves last, because it runs the store of the others."""
     import torch.distributed as dist
@@ -294,3 +260,28 @@ def end(rank: Rank) -> None:
     rank.store.set(f"gone/{rank.rank}", "")
     while rank.rank == 0 and not rank.store.check([f"gone/{other}" for other in range(rank.size)]):
         time.sleep(0.02)
+
+
+# In the order in which they run.
+STAGES: dict[str, Callable[[Rank], Json | None]] = {
+    one.__name__: one
+    for one in (
+        start,
+        device,
+        workers,
+        rendezvous,
+        connection,
+        collectives.all_reduce,
+        collectives.reduce_scatter,
+        collectives.all_gather,
+        collectives.bandwidth,
+        collectives.sweep,
+        collectives.latency,
+        collectives.ddp_step,
+        matmul,
+        adam,
+        pcie,
+        context,
+        end,
+    )
+}

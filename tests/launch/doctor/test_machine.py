@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from launch.doctor import command, machine
-from launch.doctor.machine import Check, Request
+from launch.doctor import command, host, machine
+from launch.doctor.check import Check, Request
 from launch.doctor.network import invalid_gpu
 from recipes.errors import UserError
 from tests.support.doctor import requested
@@ -93,7 +93,11 @@ def test_a_gpu_that_others_use_is_a_warning(nvidia_smi, monkeypatch):
     found = found_on(requested(gpus=2))
     assert found["GPUs"].status == found["driver"].status == found["bf16"].status == "ok"
     assert found["GPU memory"] == Check(
-        "warning", "GPU memory", "taken: 80,559 of 81,559 MiB of GPU 1", "end what holds it, or use other GPUs"
+        "warning",
+        "GPU memory",
+        "taken: 80,559 of 81,559 MiB of GPU 1",
+        "end what holds it, or use other GPUs",
+        {"least_free": {"value": 1000 << 20, "unit": "bytes"}},
     )
     assert found["GPU processes"].found == "python (pid 4242)"
 
@@ -117,7 +121,7 @@ def test_a_driver_that_fails_is_an_error_with_its_own_message(nvidia_smi):
 
 
 def test_free_memory_that_cannot_be_read_is_unknown(monkeypatch):
-    monkeypatch.setattr(machine.memory, "free_ram", lambda: None)
-    monkeypatch.setattr(machine, "_left_in_cgroups", list)
+    monkeypatch.setattr(host.memory, "free_ram", lambda: None)
+    monkeypatch.setattr(host, "_left_in_cgroups", list)
     ram = found_on(requested())["RAM"]
     assert (ram.status, ram.found) == ("warning", "free memory is unknown")

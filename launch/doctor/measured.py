@@ -1,0 +1,123 @@
+"""What CUDA and the host take here, measured and kept for the next plan.
+
+recipes/planner/measured.py reads it. Nothing of this may cost a run: what cannot be read is not
+kept, and what cannot be kept is said in a line by whoever asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+
+from launch.doctor.smi import nvidia_smi, smi_rows
+from launch.host.files import write_whole
+from recipes.errors import Failure
+from recipes.legal.source import version
+from recipes.planner.context import catalogue_name
+from recipes.planner.measured import CONTEXT, HOST, MOST_ROWS, file_in, is_context, rows
+from recipes.run import Json
+from recipes.run.engine import read_json
+
+_MIB = 1 << 20
+
+
+# --- The CUDA context -----------------------------------------------------------------------------
+
+
+def keep_own_context(card: str, several: bool) -> None:
+    """At the end of a training: keep what CUDA takes of this process's GPU, if that can be read.
+
+    `several`: it is one of several processes. Raises `Failure` if it cannot be written.
+    """
+    size = outside_torch()
+    if size is not None:
+        keep_context(card, several, size)
+
+
+def keep_context(card: str, several: bool, size: int) -> None:
+    """Keep it for such a card, driver and torch, unless more was measured before: a context grows
+    with the kernels that a process has called. Raises `Failure` if it cannot be written.
+    """
+    drivers = smi_rows("--query-gpu=driver_version").rows
+    driver = drivers[0][0] if drivers else "unknown"
+    key = {"card": catalogue_name(card), "driver": driver, "torch": version("torch"), "several": several}
+    before = [row["bytes"] for row in rows(CONTEXT, os.environ) if _is_of(row, key) and is_context(row.get("bytes"))]
+    if max(before, default=0) < size:
+        keep(CONTEXT, key, {"bytes": size})
+
+
+def outside_torch(used_before: int | None = None) -> int | None:
+    """Bytes of its GPU that this process takes beside what torch has reserved; None if unknown.
+
+    nvidia-smi knows what each process takes, unless a container hides them. Then it is what was
+    taken of the GPU since `used_before` bytes were, if no other process comes or goes meanwhile.
+    """
+    import torch
+
+    device = torch.cuda.current_device()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    table = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")[0]
+    taken = taken_by(os.getpid(), uuid, table)
+    if taken is None and used_before is not None and uuid not in table:
+        free, total = torch.cuda.mem_get_info(device)
+        taken = total - free - used_before
+    size = None if taken is None else taken - torch.cuda.memory_reserved(device)
+    return size if is_context(size) else None
+
+
+def taken_by(pid: int, uuid: str, table: str) -> int | None:
+    """Bytes of a GPU that nvidia-smi's table of gpu_uuid, pid, used_memory (MiB) says of a process.
+
+    In a container a process may have another number than the driver knows: alone on the GPU, it is
+    the one there. None if unknown, as with several processes, or [N/A] for a part of a GPU (MIG).
+    """
+    there = [cells[1:] for line in table.splitlines() if len(cells := line.split(", ")) == 3 and cells[0] == uuid]
+    own = [cells for cells in there if cells[0] == str(pid)] or (there if len(there) == 1 else [])
+    size = own[0][1].strip() if own else ""
+    return int(size) * _MIB if size.isdigit() else None
+
+
+def used_bytes() -> dict[str, int]:
+    """Bytes in use on each GPU by its uuid, before this command takes any."""
+    found = smi_rows("--query-gpu=uuid,memory.used").rows
+    return {row[0]: int(row[1]) * _MIB for row in found if len(row) == 2 and row[1].isdigit()}
+
+
+# --- The host -------------------------------------------------------------------------------------
+
+
+def adam_seconds(ranks: list[Json]) -> float:
+    """Seconds per parameter on one node, whose ranks update their parameters at the same time."""
+    return max(rank["seconds"] for rank in ranks) / sum(rank["parameters"] for rank in ranks)
+
+
+def keep_host(card: str, processes: int, adam: float, pcie: float) -> None:
+    """Keep seconds per parameter of Adam, and bytes per second between a GPU and the host.
+
+    Raises `Failure` if it cannot be written.
+    """
+    key = {"card": catalogue_name(card), "processes": processes, "computer": platform.node()}
+    keep(HOST, key, {"adam": adam, "pcie": pcie})
+
+
+# --- The file -------------------------------------------------------------------------------------
+
+
+def keep(kind: str, key: Json, values: Json, environment: Mapping[str, str] = os.environ) -> None:
+    """Add a row to the file, instead of the one with this key, and in place of a damaged file.
+
+    Raises `Failure` if it cannot be written. Of two processes that do so at once, one wins.
+    """
+    file = file_in(environment)
+    others = [row for row in rows(kind, environment) if not _is_of(row, key)]
+    content = {**(read_json(file)[0] or {}), kind: [*others, {**key, **values}][-MOST_ROWS:]}
+    try:
+        write_whole(file, json.dumps(content, indent=1).encode())
+    except OSError as error:
+        raise Failure(f"{file} cannot be written: {error.strerror}") from None
+
+
+def _is_of(row: Json, key: Json) -> bool:
+    return all(row.get(name) == value for name, value in key.items())

@@ -1,0 +1,49 @@
+"""The judge of the doctor: what it takes for a fault that was named, and one that is made."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.campaigns.doctor.faults import FAULTS, Fault
+from tests.campaigns.doctor.trial import NAMESPACES, Outcome, commands_in
+from tests.support.running import ROOT
+
+FAULT = Fault("loopback down", "", "loopback", "is down", "ip link set")
+
+
+def outcome(**changed: str) -> Outcome:
+    check = {"status": "error", "title": "loopback", "found": "lo is down", "fix": "`ip link set lo up`"}
+    return Outcome(1, 0.5, [{**check, **changed}], "")
+
+
+def test_a_fault_is_named_by_its_title_what_is_wrong_and_the_fix_together():
+    assert outcome().named(FAULT)
+    others = ({"title": "rendezvous"}, {"found": "is up"}, {"fix": "run it again"}, {"status": "warning"})
+    assert not any(outcome(**other).named(FAULT) for other in others)
+
+
+def test_the_commands_of_a_fix_are_those_it_prints():
+    assert commands_in("`ip link set lo up`, or another host") == "ip link set lo up"
+    assert commands_in("with this:\nexport A=lo  # costs: nothing") == "export A=lo  "
+    assert commands_in("run it again") == ""
+
+
+def test_each_fault_has_a_name_of_its_own():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
+
+
+def can_make() -> bool:
+    if sys.platform != "linux" or shutil.which("gcc") is None:
+        return False
+    return subprocess.run([*NAMESPACES, "ip link set lo up"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not can_make(), reason="faults are made as root, in namespaces, with gcc")
+def test_a_fault_that_is_made_is_named_and_mended():
+    command = [sys.executable, "-m", "tests.campaigns.doctor", "--fault", "^CPU-only torch"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0 and "1 faults: 1 named in time" in done.stdout, done.stdout + done.stderr

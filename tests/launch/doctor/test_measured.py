@@ -1,0 +1,223 @@
+"""What a machine finds out about its GPU and host is kept, and the next plan uses it."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from launch.doctor import links, measured
+from launch.doctor.ranks import Report
+from launch.host.world import World
+from launch.training.banner import show_results
+from recipes.errors import Failure
+from recipes.planner.context import context_of
+from recipes.planner.measured import file_in
+from recipes.planner.speed import host_of
+from recipes.run.hardware import Gpu, Hardware
+from tests.recipes.planner.small import planned, run_of
+from tests.support.doctor import requested
+
+MIB = 2**20
+H100 = "NVIDIA H100 80GB HBM3"
+UUID = "GPU-3f1a9d52-0000-0000-0000-000000000001"
+SMI = f"""\
+#!/bin/sh
+case "$1" in
+    --query-gpu=driver_version) echo 580.1 ;;
+    --query-gpu=uuid,memory.used) echo '{UUID}, 40' ;;
+    --query-compute-apps=*) cat "$(dirname "$0")/processes" ;;
+esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def gpu(nvidia_smi, tmp_path, monkeypatch):
+    """A process on a GPU, of which torch has reserved 100 MiB, and that shows these processes."""
+    import torch
+
+    def shows(*processes: str, free: int = 80_000) -> None:
+        (tmp_path / "processes").write_text("".join(f"{line}\n" for line in processes))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * MIB, 81_000 * MIB))
+
+    nvidia_smi(SMI)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device = SimpleNamespace(uuid=UUID.removeprefix("GPU-"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100 * MIB)
+    return shows
+
+
+def own(name=H100, world=1):
+    run = run_of(hardware=Hardware((Gpu(name, (9, 0), 80 << 30),) * world, cores=8), world=world)
+    return context_of(run, os.environ)
+
+
+# --- What a process takes of its GPU --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processes", "size"),
+    [
+        (["GPU, {pid}, 620"], 620),
+        (["GPU, {pid}, 620", "GPU, 77, 9000", "GPU-other, {pid}, 30"], 620),
+        (["GPU, 77, 620", "GPU-other, 78, 30"], 620),  # a container, in which processes have other numbers
+        (["GPU, 77, 620", "GPU, 78, 9000"], None),
+        (["GPU, {pid}, [N/A]"], None),
+        (["GPU-other, {pid}, 620"], None),
+        ([], None),
+        (["No running processes found"], None),
+    ],
+    ids=str,
+)
+def test_nvidia_smi_says_what_a_process_takes_or_it_is_unknown(processes, size):
+    table = "".join(f"{line.format(pid=42)}\n" for line in processes).replace("GPU,", f"{UUID},")
+    found = measured.taken_by(42, UUID, table)
+    assert found == (None if size is None else size * MIB)
+
+
+def test_the_context_is_what_is_taken_beside_torch(gpu):
+    gpu(f"{UUID}, {os.getpid()}, 620")
+    assert measured.outside_torch() == 520 * MIB
+
+
+def test_where_processes_are_hidden_it_is_what_came_since_before(gpu):
+    gpu(free=80_400)
+    assert measured.used_bytes() == {UUID: 40 * MIB}
+    assert measured.outside_torch(40 * MIB) == (81_000 - 80_400 - 40 - 100) * MIB
+    assert measured.outside_torch() is None
+    gpu(f"{UUID}, 77, 1000", f"{UUID}, 78, 1000", free=80_400)  # several, and which is this one is unknown
+    assert measured.outside_torch(40 * MIB) is None
+
+
+@pytest.mark.parametrize("taken", [50, 100, 60_000])
+def test_what_cannot_be_a_context_is_none(taken, gpu):
+    gpu(f"{UUID}, {os.getpid()}, {taken}")
+    assert measured.outside_torch() is None
+
+
+# --- Kept for the next plan -----------------------------------------------------------------------
+
+
+def test_a_training_keeps_the_context_for_the_next_plan_of_such_a_card(gpu):
+    gpu(f"{UUID}, {os.getpid()}, 620")
+    measured.keep_own_context(H100, several=False)
+    assert own().bytes == 520 * MIB
+    assert own().source.startswith("measured here with torch ") and own().source.endswith("driver 580.1")
+    plan = planned(gpu="H100", gpu_memory=None, recipe="standard")
+    assert plan.recipes[0].components.context == 520 * MIB and plan.context.source == own().source
+    assert planned(gpu="L4", gpu_memory=None, recipe="standard").context.bytes != 520 * MIB
+
+
+def test_a_larger_context_replaces_a_smaller_one_and_no_other(nvidia_smi):
+    nvidia_smi(SMI)
+    for size in (300, 520, 400):
+        measured.keep_context(H100, False, size * MIB)
+    measured.keep_context(H100, True, 900 * MIB)
+    assert (own().bytes, own(world=2).bytes) == (520 * MIB, 900 * MIB)
+    assert len(json.loads(file_in(os.environ).read_text())["context"]) == 2
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"context": 3, "host": [null]}', b"\xff\x00"])
+def test_a_damaged_file_is_replaced(content, nvidia_smi):
+    nvidia_smi(SMI)
+    file_in(os.environ).parent.mkdir(parents=True)
+    file_in(os.environ).write_bytes(content)
+    measured.keep_context(H100, False, 500 * MIB)
+    assert own().bytes == 500 * MIB
+
+
+def test_what_a_later_release_keeps_there_stays(nvidia_smi):
+    nvidia_smi(SMI)
+    file_in(os.environ).parent.mkdir(parents=True)
+    file_in(os.environ).write_text('{"later": {"is": "kept"}}')
+    measured.keep_context(H100, False, 500 * MIB)
+    assert json.loads(file_in(os.environ).read_text())["later"] == {"is": "kept"}
+
+
+def test_a_cache_that_cannot_be_written_is_a_failure_in_a_line(nvidia_smi, tmp_path):
+    nvidia_smi(SMI)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(Failure, match=r"measured.json cannot be written: Not a directory$"):
+        measured.keep_context(H100, False, 500 * MIB)
+    assert own().bytes < 500 * MIB
+
+
+def finished(tmp_path, capsys) -> str:
+    """What the end of a training on a GPU prints on stderr."""
+    card = Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8)
+    run = run_of("standard", "--output_dir", str(tmp_path), hardware=card)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(free_memory=lambda: None))
+    results = {"global_step": 2, "train_runtime": 1, "peak_memory_bytes": MIB, "peak_memory_of": "a GPU"}
+    show_results(results, run, World(), trainer, [])
+    return capsys.readouterr().err
+
+
+def test_every_training_on_a_gpu_keeps_its_context(gpu, tmp_path, capsys):
+    gpu(f"{UUID}, {os.getpid()}, 620")
+    assert finished(tmp_path, capsys) == ""
+    assert own().bytes == 520 * MIB
+
+
+def test_a_context_that_cannot_be_kept_costs_a_training_one_line(gpu, tmp_path, capsys):
+    gpu(f"{UUID}, {os.getpid()}, 620")
+    (tmp_path / "cache").write_text("")
+    said = finished(tmp_path, capsys)
+    assert "the run is finished, but keeping what CUDA takes" in said and said.count("cannot be written") == 1
+
+
+# --- What the doctor says -------------------------------------------------------------------------
+
+
+def reports(*results: dict) -> list[Report]:
+    return [Report(rank, results=result) for rank, result in enumerate(results)]
+
+
+def test_the_doctor_keeps_the_context_and_says_so(nvidia_smi):
+    nvidia_smi(SMI)
+    found = reports({"context": {"bytes": 500 * MIB}}, {"context": {"bytes": None}})
+    check = links.context(requested(gpus=2), found)
+    assert (check.status, check.title) == ("ok", "CUDA context") and "500 MiB" in check.found
+    assert own(world=2).bytes == 500 * MIB
+
+
+def test_a_context_that_the_doctor_cannot_read_is_unknown_and_no_failure(nvidia_smi):
+    nvidia_smi(SMI)
+    check = links.context(requested(gpus=1), reports({"context": {"bytes": None}}))
+    assert check.status == "ok" and "unknown" in check.found and not file_in(os.environ).exists()
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_of_the_doctor(nvidia_smi, tmp_path):
+    nvidia_smi(SMI)
+    (tmp_path / "cache").write_text("")
+    check = links.context(requested(gpus=1), reports({"context": {"bytes": 500 * MIB}}))
+    assert check.status == "warning" and "HF_HOME" in check.fix
+
+
+def test_the_plan_takes_the_speed_of_the_host_that_the_doctor_measured():
+    before = planned(gpu="H100", gpu_memory=None, recipe="memory")
+    ranks = [
+        {"adam": {"parameters": 10**6, "seconds": seconds}, "pcie": {"to": speed, "from": 2e10}}
+        for seconds, speed in ((0.002, 3e10), (0.004, 1e10))
+    ]
+    check = links.pcie(requested(gpus=2), reports(*ranks))
+    assert check.found == "10.0 GB/s to each GPU and 20.0 GB/s from it, all at once; kept for `recipes plan`"
+    run = run_of(hardware=Hardware((Gpu(H100, (9, 0), 80 << 30),) * 2, cores=8), world=2)
+    host, source = host_of(run)
+    assert (host.adam, host.pcie, source) == (pytest.approx(2e-9), 1e10, "measured here")
+    after = planned(gpu="H100", gpu_memory=None, recipe="memory")
+    assert after.times["memory"].host > before.times["memory"].host
+    assert after.host_source == "measured here" != before.host_source
+    assert planned(gpu="L4", gpu_memory=None, recipe="memory").host_source == before.host_source
+
+
+@pytest.mark.parametrize("row", [{"adam": 0, "pcie": 1e10}, {"adam": "fast", "pcie": 1e10}, {"adam": 1e-9}])
+def test_a_speed_that_cannot_be_is_not_used(row):
+    measured.keep("host", {"card": "H100 SXM", "processes": 1}, row)
+    run = run_of(hardware=Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8))
+    assert host_of(run)[1] != "measured here"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from launch.plots import GREY
 from recipes.scaling.row import Timing
-from recipes.scaling.verdicts import Series, Size, Spread
+from recipes.scaling.sizes import Size, Spread
+from recipes.scaling.verdicts import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

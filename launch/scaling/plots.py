@@ -27,7 +27,8 @@ from launch.scaling.axes import (
 from recipes.quiet import silence
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import PARTS, Timing
-from recipes.scaling.verdicts import EXCELLENT, GOOD, Series, Size
+from recipes.scaling.sizes import EXCELLENT, GOOD, Size
+from recipes.scaling.verdicts import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,7 +149,7 @@ def _draw_epoch_times(figure: Figure, lines: Sequence[Line]) -> str:
         places = [worlds.index(size.num_processes) + offset for size in line.series.sizes]
         times.plot(places, _ideal_times(line.series), "--", color=line.colour, linewidth=1, zorder=1)
     ideal_in_legend(times, worlds)
-    times.set_ylabel("time (s): each epoch (dots) and the median")
+    times.set_ylabel("time (s): each row (dots) and the median")
     value_axis(times, worlds)
     for axes in deviations:
         _deviations(axes, lines)
@@ -244,7 +245,7 @@ def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> str:
     axes = figure.subplots()
     lines = [line for line in lines if any(size.accuracy is not None for size in line.series.sizes)]
     dots(axes, lines, lambda row: row.accuracy, lambda size: size.accuracy)
-    axes.set_ylabel("accuracy: each epoch (dots) and the best")
+    axes.set_ylabel("accuracy: each row (dots) and the best")
     legend(figure, axes)
     return in_words(lines, lambda size: "" if size.accuracy is None else f"{size.accuracy:.4g}")
 
@@ -282,8 +283,8 @@ def _parts_in_words(size: Size) -> str:
 
 _KINDS: dict[str, tuple[str, str, Callable[[Figure, Sequence[Line]], str]]] = {
     "epoch_time_detailed": (
-        "time of an epoch",
-        "Dots: epochs; hollow markers: the median at each world size; right: deviations from that median. Dashed: "
+        "measured time",
+        "Dots: rows of timings; hollow markers: the median at each world size; right: deviations from it. Dashed: "
         "every process as fast as in the smallest world.",
         _draw_epoch_times,
     ),
@@ -297,7 +298,7 @@ _KINDS: dict[str, tuple[str, str, Callable[[Figure, Sequence[Line]], str]]] = {
         "Medians with quartiles. Dashed: every process as fast as in the smallest world.",
         _draw_throughput,
     ),
-    "accuracy": ("accuracy", "Dots: epochs; hollow markers: the best at each world size.", _draw_accuracy),
+    "accuracy": ("accuracy", "Dots: rows of timings; hollow markers: the best at each size.", _draw_accuracy),
     "step_time": (
         "parts of a step",
         "Medians of the parts of an optimizer step; communication is the part that the step waits for.",

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import fill
 
 from launch import plots
-from launch.flags import Commands
+from launch.flags import Commands, whole
 from launch.host.files import write_whole
 from launch.scaling import page as scale_page
 from launch.scaling import plots as scale_plots
@@ -52,21 +52,26 @@ def add_parser(commands: Commands) -> None:
         help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
         allow_abbrev=False,
-        usage="recipes scale report FILE... [--output FOLDER] [--json]",
+        usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--json]",
     )
-    columns = "num_processes and epoch_time (s), and if known name, recipe, scaling, epoch, samples, accuracy, ..."
+    columns = "num_processes and epoch_time (s) or samples_per_second or tokens_per_second, "
+    columns += "and if known name, recipe, scaling, epoch, samples, accuracy, ..."
     parser.add_argument("files", nargs="+", metavar="FILE", help=f".csv or .jsonl, one row per epoch: {columns}")
     output = Path("outputs/scale/report")
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
+    warm_up = "leave out the first N epochs (rows) of each training and size [0]"
+    parser.add_argument("--warmup", type=whole, default=0, metavar="N", help=warm_up)
     parser.add_argument("--json", action="store_true", help="print all numbers, instead of the verdicts")
     parser.set_defaults(run=show_report)
 
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER or --json")
-    command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
-    found = find(timings.read(options.files), command, options.files)
+        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER, --warmup N or --json")
+    words = ["recipes", "scale", "report", *options.files, "--output", str(options.output)]
+    command = shlex.join(words + ["--warmup", str(options.warmup)] * bool(options.warmup))
+    rows = timings.without_warm_up(timings.read(options.files), options.warmup)
+    found = find(rows, command, options.files)
     written = report(found, options.output)
     if not plots.installed():
         print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
@@ -112,7 +117,8 @@ def as_json(found: Findings) -> Json:
 
 def _series(found: Findings, series: Series) -> Json:
     sizes = [{**asdict(size), "typical": to_columns(size.typical)} for size in series.sizes]
-    return {**asdict(series), "sizes": sizes, "advice": _advice(found, series)}
+    whole = {**asdict(series), "sizes": sizes, "serial_fraction": series.serial_fraction}
+    return {**whole, "law_in_words": serial_words(series), "advice": _advice(found, series)}
 
 
 def _advice(found: Findings, series: Series) -> list[Json]:

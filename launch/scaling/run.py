@@ -37,8 +37,9 @@ from recipes.run.hardware import read as read_hardware
 from recipes.scaling.advice import BEFORE, Advice, advise
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import Timing, with_columns
+from recipes.scaling.sizes import Size
 from recipes.scaling.timings import WARM_UP_STEPS, append, name_of, read, require_room
-from recipes.scaling.verdicts import Series, Size, analyse
+from recipes.scaling.verdicts import Series, analyse
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
@@ -225,7 +226,7 @@ def _measure_in_turns(
             if row is None:
                 failed.append(point)
                 continue
-            row = with_columns(row, name=name, command=shlex.join(argv), epoch=repeat + 1)
+            row = with_columns(row, name=name, command=shlex.join(argv))
             row = replace(row, applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
             print(f"{at}{_measured_words(row)}", flush=True)

@@ -10,9 +10,13 @@ from pathlib import Path
 from launch.scaling.run import TIMINGS
 from launch.terminal import plural
 from recipes.scaling.advice import Advice, Applied, advise, applied
-from recipes.scaling.causes import CAUSES, WORTH_NAMING
+from recipes.scaling.causes import CAUSES
+from recipes.scaling.laws import Law
 from recipes.scaling.row import PARTS, Timing
-from recipes.scaling.verdicts import Series, Size, Spread, Verdict, analyse
+from recipes.scaling.sizes import Size, Spread, Verdict
+from recipes.scaling.verdicts import Series, analyse
+
+_FAR = 10  # times the measured sizes: a limit further away would be a guess
 
 
 @dataclass(frozen=True)
@@ -66,31 +70,48 @@ class Table:
 
 
 def serial_words(series: Series) -> str:
-    """Amdahl's serial fraction and the speedup that it allows, or why there is none."""
-    share, smallest = series.serial_fraction, series.sizes[0].num_processes
+    """The law that the speedups follow and what follows from it, or why there is none."""
+    smallest, largest = series.sizes[0].num_processes, series.sizes[-1].num_processes
     if series.scaling == "weak":
         return "No serial fraction: Amdahl's law describes a fixed amount of work, not weak scaling."
-    if share is None:
+    law = series.law
+    if law is None:
+        return "No serial fraction: Amdahl's law describes a fixed amount of work, and these sizes differ in samples."
+    if law.kind == "unknown":
         return f"No serial fraction: Amdahl's law needs at least three world sizes, and there are {len(series.sizes)}."
-    if share == 0:
-        return f"No serial fraction is visible in {len(series.sizes)} world sizes (Amdahl's law)."
-    fastest = max(size.speedup.median for size in series.sizes)
-    if fastest * share > 1:
+    if law.kind == "turns":
+        return _turn_words(series, law)
+    if law.serial is None:
+        first, last = (f"{share:.1%}" for share in (law.karp_flatt[0], law.karp_flatt[-1]))
+        grows = "overhead grows with the processes" if law.kind == "growing overhead" else "it is not level"
         return (
-            f"No serial fraction: Amdahl's law does not describe these sizes. The fitted fraction, {share:.1%}, limits "
-            f"the speedup to {1 / share:.3g}, but {fastest:.3g} was measured."
+            "No serial fraction: Amdahl's law does not describe these sizes. The fraction of Karp and Flatt goes from "
+            f"{first} at {series.sizes[1].num_processes} to {last} at {largest} processes: {grows}."
         )
-    at = plural(smallest, "process")
+    if law.serial == 0:
+        return f"No serial fraction is visible in {len(series.sizes)} world sizes (Amdahl's law)."
+    words = f"Serial fraction {law.serial:.1%} (Amdahl's law, {len(series.sizes)} world sizes)"
+    if 1 / law.serial > _FAR * largest / smallest:
+        return f"{words}: too small for a limit to follow from sizes up to {largest}."
     return (
-        f"Serial fraction {share:.1%} (Amdahl's law, {len(series.sizes)} world sizes): that part of the time on {at} "
-        f"does not shrink, so no number of processes can be more than {1 / share:.3g} times as fast."
+        f"{words}: that part of the time on {plural(smallest, 'process')} does not shrink, so no number of processes "
+        f"can be more than {1 / law.serial:.3g} times as fast."
     )
+
+
+def _turn_words(series: Series, law: Law) -> str:
+    best = next(size for size in series.sizes if size.num_processes == law.best)
+    text = "No serial fraction: Amdahl's law does not describe these sizes, since more processes are slower. "
+    text += f"Of the measured sizes {law.best} is the best, {best.speedup.median:.2f} times as fast as "
+    text += f"{series.sizes[0].num_processes}"
+    if law.peak is None:
+        return f"{text}."
+    return f"{text}; the universal scalability law, fitted, is highest at {law.peak:.3g} processes."
 
 
 def also(verdict: Verdict) -> list[str]:
     """The causes besides the main one that are worth naming."""
-    others = [cause for cause in verdict.causes if cause.key != verdict.cause and cause.share >= WORTH_NAMING]
-    return [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in others]
+    return [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in verdict.named[1:]]
 
 
 def suggestions(series: Series) -> list[tuple[Size, Advice]]:
@@ -133,6 +154,12 @@ def summary(found: Findings) -> str:
     return "\n".join(lines).rstrip()
 
 
+def timed(series: Series) -> str:
+    """What `epoch_time` covers: "epoch", "20 steps", "1000 samples"; "stretch" if sizes differ."""
+    found = {size.typical.timed or "epoch" for size in series.sizes}
+    return found.pop() if len(found) == 1 else "stretch"
+
+
 # --- Tables --------------------------------------------------------------------------------------
 
 
@@ -141,7 +168,7 @@ def results(series: Series) -> Table:
     columns: dict[str, Callable[[Size, Verdict], str]] = {
         "processes": lambda size, _: str(size.num_processes),
         "repeats": lambda size, _: str(size.repeats),
-        "epoch (s)": lambda size, _: number(size.epoch_time.median),
+        f"{timed(series)} (s)": lambda size, _: number(size.epoch_time.median),
         "quartiles (s)": lambda size, _: _quartiles(size),
         "samples/s": lambda size, _: number(size.samples_per_second.median if size.samples_per_second else None),
         "tokens/s": lambda size, _: number(size.tokens_per_second),
@@ -162,6 +189,8 @@ def step_parts(series: Series) -> Table | None:
         return None
     columns = {"processes": [str(size.num_processes) for size in sizes]}
     columns["step"] = [_milliseconds(size.typical.step_time) for size in sizes]
+    columns["p50"] = [_milliseconds(size.typical.step_p50) for size in sizes]
+    columns["p99"] = [_milliseconds(size.typical.step_p99) for size in sizes]
     for part in PARTS:
         columns[part.replace("_", " ")] = [_milliseconds(size.typical.parts.known().get(part)) for size in sizes]
     return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
@@ -169,13 +198,15 @@ def step_parts(series: Series) -> Table | None:
 
 def losses(series: Series) -> Table | None:
     """The time that a step loses to each cause, in milliseconds; None if no losses are known."""
-    verdicts = [verdict for verdict in series.verdicts if verdict.causes]
+    verdicts = [verdict for verdict in series.verdicts if verdict.causes or verdict.bound]
     if not verdicts:
         return None
     columns = {"processes": [str(verdict.num_processes) for verdict in verdicts]}
     for key, title in CAUSES.items():
         of_key = [{cause.key: cause.seconds for cause in verdict.causes}.get(key) for verdict in verdicts]
         columns[title] = [_milliseconds(seconds) for seconds in of_key]
+    bounds = [verdict.bound.seconds if verdict.bound else None for verdict in verdicts]
+    columns["at most communication, contention, stragglers"] = [_milliseconds(seconds) for seconds in bounds]
     columns["lost in total"] = [_milliseconds(verdict.lost) for verdict in verdicts]
     columns["unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
     return _filled(f"{series.title}: time lost in an optimizer step, ms", columns)

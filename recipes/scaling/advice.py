@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recipes.run import Settings, with_flags
 from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, volume_bound
+from recipes.scaling.noise import together
 from recipes.scaling.row import Timing
-from recipes.scaling.verdicts import Series, Size, Spread, spread
+from recipes.scaling.sizes import Size, Spread, spread
+from recipes.scaling.verdicts import Series
 
 # Accumulation is advised until communication is at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
@@ -22,6 +24,9 @@ _MIB = 2**20
 # How many times less often to log, and to save.
 _LOG_LESS, _SAVE_LESS = 10, 5
 _AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
+_SYNC_EACH = '"sync_each_batch": true'
+_OF_DATA = ("workers", "preprocess")  # keys of what makes loading itself faster
+_HARDLY = 0.02  # share of a step: workers that let it wait longer hardly keep up
 BEFORE = "before"  # a run with the present settings, beside one that tries a change
 
 
@@ -63,18 +68,45 @@ class Applied:
 def advise(size: Size, series: Series) -> list[Advice]:
     """What to change at this size: the same training first, then by gain.
 
-    Empty if no loss is worth naming.
+    Empty if no loss is worth naming, or the repeats differ by more.
     """
     row, step = size.typical, size.typical.step_time
     found = []
-    if step:
-        verdict = next(v for v in series.verdicts if v.num_processes == size.num_processes)
-        for cause in verdict.causes:
-            if cause.share >= WORTH_NAMING:
-                found += list(_FOR[cause.key](row, step, cause))
+    verdict = next(one for one in series.verdicts if one.num_processes == size.num_processes)
+    if step and verdict.undecided != "noise":
+        for cause in verdict.named:
+            found += list(_FOR[cause.key](row, step, cause))
         found += list(_larger_micro_batch(row, step))
+        found = _at_the_workers_pace(found, row, step, series)
     found += _fewer_processes(size, series)
     return sorted(found, key=lambda advice: (not advice.same_training, -advice.gain))
+
+
+def _at_the_workers_pace(found: list[Advice], row: Timing, step: float, series: Series) -> list[Advice]:
+    """The advice without what it cannot gain because the workers load no faster.
+
+    How fast they load is seen at any size that waits for them.
+    """
+    loading = [
+        one.step_time * one.num_processes / one.batch.total
+        for one in (size.typical for size in series.sizes)
+        if one.step_time and one.batch.total and one.setup.workers and _waits_for_data(one)
+    ]
+    if not loading or not row.batch.total or not row.setup.workers:
+        return found
+    fastest = step / (max(loading) * row.batch.total / row.num_processes)
+    capped = []
+    for advice in found:
+        if advice.key not in _OF_DATA and advice.gain > fastest:
+            why = f"{advice.why}; no faster, since the workers then set the pace"
+            advice = replace(advice, gain=fastest, why=why)
+        if advice.gain >= _AS_FAST:
+            capped.append(advice)
+    return capped
+
+
+def _waits_for_data(row: Timing) -> bool:
+    return (row.parts.data_wait or 0.0) >= _HARDLY * (row.step_time or 0.0)
 
 
 def _gain(step: float, less: float) -> float:
@@ -146,26 +178,41 @@ def _bucket_size(row: Timing, step: float, waits: float) -> Iterator[Advice]:
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
     """The fewest micro-batches that bring the exchange to a tenth of a step.
 
-    The global batch grows with them.
+    The global batch grows with them. Only where a step exchanges gradients once: more micro-batches
+    would bring more exchanges. And not where workers hardly keep up with the present pace.
     """
-    batch, accumulation = row.batch.total, row.batch.accumulation
-    if not batch or not accumulation:
+    batch, accumulation, exchange = row.batch.total, row.batch.accumulation, row.exchange
+    if not batch or not accumulation or (exchange and exchange.syncs and exchange.syncs > 1):
         return
-    parts = row.parts.known()
-    micro_batches = sum(parts.get(name, 0.0) for name in ("data_wait", "forward", "backward"))
-    once = step - micro_batches  # the exchange, the optimizer and agreeing on the number of items come once
+    if _SYNC_EACH in row.setup.command or (row.setup.workers and _waits_for_data(row)):
+        return
+    micro_batches = _of_micro_batches(row)
+    once = step - micro_batches  # the exchange, the optimizer, logs, agreeing on the number of items
     for times in range(2, _MOST_ACCUMULATION + 1):
         longer = once + times * micro_batches
         if waits <= _SMALL_COMMUNICATION * longer:
             flags: dict[str, object] = {"global_batch_size": batch * times}
             flags |= {"gradient_accumulation_steps": accumulation * times}
             flags |= {"per_device_train_batch_size": row.batch.micro}
-            why = f"brings communication to {waits / longer:.0%} of a step. This is a different training: the global "
+            why = f"one exchange for {accumulation * times} micro-batches, not {accumulation}, brings communication to "
+            why += f"{waits / longer:.0%} of a step. This is a different training: the global "
             why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
+            if row.setup.workers:
+                faster = 1 - longer / times / step
+                why += f". The workers must load {faster:.0%} faster than now, or they set the pace"
             gain = times * step / longer
             title = f"{times} times the accumulation"
             yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
             return
+
+
+def _of_micro_batches(row: Timing) -> float:
+    """Seconds of a step that grow with its micro-batches, of the slowest process."""
+    parts = row.parts
+    passes = (parts.forward or 0.0) + (parts.backward or 0.0)
+    if row.no_sync and row.no_sync.slowest:
+        passes = max(passes, row.no_sync.slowest - (parts.optimizer or 0.0))
+    return passes + (parts.data_wait or 0.0)
 
 
 def _data(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
@@ -190,13 +237,13 @@ def _data(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
 def _contention(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
     why = "cores, memory or the GPUs' host are shared: `recipes doctor` lists what else runs there; "
     why += "fewer processes per node help too"
-    gain = _gain(step, cause.seconds)
+    gain = _gain(step, cause.saves)
     yield Advice("uncontended", "give each process cores of its own", why, gain, row.num_processes)
 
 
 def _straggler(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
     why = "all processes wait for the slowest: `recipes doctor` finds its device; exclude or repair its node"
-    yield Advice("straggler", "replace the slow process's device", why, _gain(step, cause.seconds), row.num_processes)
+    yield Advice("straggler", "replace the slow process's device", why, _gain(step, cause.saves), row.num_processes)
 
 
 def _work(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
@@ -204,7 +251,7 @@ def _work(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
     if setup.hardware and not setup.hardware.startswith("CPU") and "torch_compile" not in setup.command:
         why = "fewer and larger kernels; this gain is the most that it can save"
         flags = {"torch_compile": True, "packing": True}
-        yield Advice("compile", "compile the model", why, _gain(step, cause.seconds), row.num_processes, flags)
+        yield Advice("compile", "compile the model", why, _gain(step, cause.saves), row.num_processes, flags)
 
 
 def _larger_micro_batch(row: Timing, step: float) -> Iterator[Advice]:
@@ -248,11 +295,15 @@ _FOR = {
 
 
 def _fewer_processes(size: Size, series: Series) -> list[Advice]:
-    """The fastest world size, if it is smaller than this one and at least as fast."""
+    """The fastest world size, if it is smaller than this one and at least as fast.
+
+    Not where the repeats differ by more than the two sizes do.
+    """
     best = max(series.sizes, key=lambda other: other.speedup.median)
     if size.num_processes == series.sizes[0].num_processes or series.scaling == "weak":
         return []
-    if best.num_processes < size.num_processes and best.speedup.median >= size.speedup.median:
+    leaves_open = together(best.off, size.off) or 0.0
+    if best.num_processes < size.num_processes and best.speedup.median >= size.speedup.median * (1 + leaves_open):
         gain = best.speedup.median / size.speedup.median
         fast = "as fast" if gain < _AS_FAST else f"{gain:.2f} times as fast"
         processes = "1 process is" if best.num_processes == 1 else f"{best.num_processes} processes are"

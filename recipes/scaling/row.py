@@ -103,6 +103,19 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Slowest:
+    """The process whose step without exchange takes longest, and the one that waits most for data.
+
+    `rank` and `data_rank` are ranks. Text is empty if unknown.
+    """
+
+    rank: int | None = _column("slowest_rank")
+    host: str = field(default="", metadata={"column": "slowest_host"})
+    device: str = field(default="", metadata={"column": "slowest_device"})
+    data_rank: int | None = _column("data_wait_rank")
+
+
+@dataclass(frozen=True)
 class Timing:
     """One row. Only `num_processes` and `epoch_time` are required; the rest is None if unknown.
 
@@ -136,6 +149,12 @@ class Timing:
     applied: str = ""  # the recommendation that this run tries, or "before: ..." in the run beside it
     predicted: float | None = None  # throughput over the run before that the recommendation promised
 
+    timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
+    step_p50: float | None = None  # seconds: half of the steps were faster, and 99 of 100 than the next
+    step_p99: float | None = None
+    other_load: float | None = None  # cores that other programs of the machine kept busy meanwhile
+    slowest: Slowest | None = None
+
 
 # --- The columns of a file -----------------------------------------------------------------------
 
@@ -158,6 +177,7 @@ _GROUPS: dict[str, type] = {
     "exchange": Exchange,
     "link": Link,
     "setup": Setup,
+    "slowest": Slowest,
 }
 
 

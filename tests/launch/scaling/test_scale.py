@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import shlex
 import sys
 from collections.abc import Callable
@@ -93,7 +94,9 @@ def test_contention_is_named(alone, measured):
 
 @pytest.mark.slow
 def test_straggler_is_named(alone, measured):
-    assert verdict(alone, measured(2, 16, PACE_OF_RANK_1="2.5")).cause == "straggler"
+    slow = measured(2, 16, PACE_OF_RANK_1="2.5")
+    assert verdict(alone, slow).cause == "straggler"
+    assert (slow.slowest.rank, slow.slowest.host) == (1, platform.node())
 
 
 # --- What is counted -----------------------------------------------------------------------------
@@ -108,6 +111,13 @@ def test_accumulation_exchanges_gradients_once_a_step(healthy):
 def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
     each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
     assert measured(2, 16, "--accelerator_config", each).exchange.syncs == 2
+
+
+@pytest.mark.slow
+def test_a_row_says_what_it_timed_and_how_steps_differed(healthy):
+    assert healthy.timed == f"{emulated.STEPS} steps"
+    assert 0.32 < healthy.step_p50 <= healthy.step_p99 < healthy.epoch_time  # it sleeps for 0.32 s
+    assert healthy.other_load >= 0
 
 
 @pytest.mark.slow

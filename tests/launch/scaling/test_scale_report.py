@@ -1,6 +1,8 @@
 """`recipes scale report`: each of its files says what the timings say, and opens."""
 
 import csv
+import html
+import io
 import json
 import re
 import shutil
@@ -15,8 +17,8 @@ from hypothesis import strategies as st
 from launch.cli import main
 from launch.scaling import report as scale_report
 from launch.scaling.report import as_json, file_stems
-from launch.scaling.tables import tex_escaped
-from launch.scaling.words import commands, find, serial_words, suggestions
+from launch.scaling.tables import summary_csv, tex_escaped
+from launch.scaling.words import commands, find, results, serial_words, suggestions
 from recipes.errors import UserError
 from recipes.scaling.row import Batch, NoSync, Parts, Setup, Timing
 from recipes.scaling.timings import parse_row
@@ -136,8 +138,9 @@ def test_a_slowdown_after_a_speedup_is_not_forced_into_amdahls_law():
     assert "Amdahl's law does not describe these sizes" in serial_words(*analyse(rows))
 
 
-def test_weak_scaling_has_no_serial_fraction():
-    assert [series.serial_fraction is None for series in analyse(ROWS)] == [False, False, True]
+def test_only_a_level_fraction_of_strong_scaling_is_amdahls():
+    """fast, strong; standard, strong, which is slower at 4 than at 2; fast, weak."""
+    assert [series.serial_fraction is None for series in analyse(ROWS)] == [False, True, True]
 
 
 def test_counts_stay_whole_in_the_median_of_two():
@@ -189,7 +192,7 @@ def test_the_table_compiles_in_a_plain_article(name, request, tmp_path):
 def test_the_table_holds_a_row_for_each_size(folder):
     table = (folder / "summary_table.tex").read_text()
     assert len(re.findall(r"^\d+ &.*\\\\$", table, flags=re.M)) == 9
-    assert r"4 & 23.40 [" not in table and r"4 & 25.20 [24.95, 25.83] & 127.0 & 0.70 & 17.6 & 0.9200 \\" in table
+    assert r"4 & 23.40 [" not in table and r"4 & 25.20 [24.95, 25.83] & 127.0 & 0.70 & 17.6\dag & 0.9200 \\" in table
 
 
 def test_special_characters_of_latex_are_escaped():
@@ -317,6 +320,13 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path, monkeypatch):
         report(ROWS, tmp_path / "file")
 
 
+@pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1", "-1", "@SUM(A1)"])
+def test_a_name_like_a_formula_is_text_in_the_csv(name):
+    (row,) = csv.DictReader(io.StringIO(summary_csv(find([Timing(1, 10, name=name)]))))
+    assert row["name"] == f"'{name}"
+    assert float(row["epoch_time"]) == 10
+
+
 # --- The command ---------------------------------------------------------------------------------
 
 
@@ -338,6 +348,12 @@ def test_the_command_prints_verdicts_and_what_it_wrote(timings, tmp_path, capsys
     assert str(output / "report.html") in printed
 
 
+def test_the_first_epochs_can_be_left_out(timings, tmp_path, capsys):
+    timings.write_text("num_processes,epoch_time\n1,300\n1,100\n4,200\n4,50\n")
+    assert main(["scale", "report", str(timings), "--warmup", "1", "--output", str(tmp_path / "out")]) == 0
+    assert "4 processes: 2.00 times as fast as 1" in capsys.readouterr().out
+
+
 def test_json_is_all_numbers(timings, tmp_path, capsys):
     assert main(["scale", "report", str(timings), "--output", str(tmp_path / "out"), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -347,3 +363,30 @@ def test_json_is_all_numbers(timings, tmp_path, capsys):
 
 def test_json_holds_every_series():
     assert [series["sizes"][2]["num_processes"] for series in as_json(find(ROWS))["series"]] == [4, 4, 4]
+
+
+# --- Text, page, LaTeX, CSV and JSON agree -------------------------------------------------------
+
+
+def test_every_file_says_the_same_of_a_size(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    rows = [Timing(world, time, samples=1000) for world, time in ((1, 10.0), (4, 3.0), (8, 3.2))]
+    found = find(rows)
+    report(rows, tmp_path)
+    (series,) = found.series
+    sentences = [*(verdict.words for verdict in series.verdicts), serial_words(series)]
+    table, page = (tmp_path / "summary_table.tex").read_text(), (tmp_path / "report.html").read_text()
+    text = " ".join((tmp_path / "performance_report.txt").read_text().split())
+    printed = as_json(found)["series"][0]
+    assert [verdict["words"] for verdict in printed["verdicts"]] + [printed["law_in_words"]] == sentences
+    for sentence in sentences:
+        assert sentence in text and f"% {sentence}" in table
+        assert sentence in html.unescape(page)
+    assert r"39.1\dag" in table and r"\dag{}: slower than a smaller number of processes." in table
+    (*_, last) = csv.DictReader(io.StringIO(summary_csv(found)))
+    assert (last["band"], last["slower_than"], last["best_size"]) == ("negative scaling", "4", "4")
+
+
+def test_a_table_of_runs_is_not_called_one_of_epochs():
+    rows = [Timing(world, 10 / world, samples=100, timed="20 steps") for world in (1, 2)]
+    assert "20 steps (s)" in results(find(rows).series[0]).headings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -11,7 +12,7 @@ from recipes.scaling.advice import BEFORE, Advice, advise, applied
 from recipes.scaling.causes import wire_time
 from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.verdicts import analyse
-from tests.support.simulated import Training, measured, train
+from tests.support.simulated import Training, draw, measured, train
 
 # 64 examples a step, of 3 ms each, in micro-batches of 4, and 100 MB of gradients in four buckets
 # at 40 GB/s.
@@ -78,6 +79,43 @@ def test_accumulation_that_makes_communication_small_is_another_training():
     longer = replace(SLOW_LINK, global_batch=times * WELL.global_batch)
     assert not found.same_training
     assert gained(SLOW_LINK, longer) == pytest.approx(found.gain, rel=0.1)
+
+
+def test_accumulation_is_predicted_within_5_percent_in_random_trainings():
+    """Without noise, and where the loaders are not slower than any size of the timings shows."""
+    found = [ratio for seed in range(200) if (ratio := predicted_over_gained(seed)) is not None]
+    print(f"{len(found)} trainings, predicted over gained: {min(found):.3f} to {max(found):.3f}")
+    assert len(found) >= 20
+    assert found == pytest.approx([1] * len(found), rel=0.06)
+    assert sum(abs(ratio - 1) <= 0.05 for ratio in found) >= 0.95 * len(found)
+
+
+def predicted_over_gained(seed: int) -> float | None:
+    """For the advice to accumulate more in a random training; None if that is not advised."""
+    random = Random(seed)
+    training, world = draw(random, effects=1 + seed % 2)
+    if training.every_micro_batch or training.storage < math.inf or training.slow_loading > 1:
+        return None
+    still = replace(training, jitter=0.0)
+    rows = [with_columns(row, engine="ddp") for row in measured(still, world, 2, random, noise=1e-4, within=1e-4)]
+    series = next(one for one in analyse(rows) if one.scaling == "strong")
+    found = next((one for one in advise(series.sizes[-1], series) if one.key == "accumulation"), None)
+    if not found:
+        return None
+    before = replace(still, largest_micro_batch=found.flags["per_device_train_batch_size"])
+    after = replace(before, global_batch=found.flags["global_batch_size"])
+    steps = [train(one, world, one.global_batch, Random(2)).step / one.global_batch for one in (before, after)]
+    return found.gain / (steps[0] / steps[1])
+
+
+def test_more_accumulation_is_not_advised_where_each_micro_batch_exchanges():
+    assert "accumulation" not in advice(replace(SLOW_LINK, every_micro_batch=True))
+
+
+def test_a_faster_step_can_outrun_the_workers():
+    """One process is seen to wait for them: they need 9 ms per example."""
+    found = advice(replace(SLOW_LINK, loading=1.8e-2, workers=2))
+    assert all("the workers then set the pace" in found[key].why for key in ("compression", "accumulation"))
 
 
 def test_a_larger_micro_batch_saves_what_a_pass_costs_anyway():

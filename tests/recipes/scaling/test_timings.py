@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.errors import UserError
-from recipes.scaling.row import COLUMNS, Link, Timing, from_columns, to_columns
-from recipes.scaling.timings import append, parse_row, read
+from recipes.scaling.row import COLUMNS, PARTS, Link, Timing, from_columns, to_columns
+from recipes.scaling.timings import append, parse_row, read, without_warm_up
+from recipes.scaling.verdicts import analyse
 
 quickly = settings(max_examples=50, deadline=None)
 
@@ -24,10 +25,21 @@ def cells(names: Iterable[str]) -> dict[str, st.SearchStrategy]:
 
 
 REQUIRED = ["num_processes", "epoch_time"]
+
+
+def with_possible_parts(row: dict) -> dict:
+    """The row with parts that fit into its step, and at most all of the communication hidden."""
+    step = row.get("step_time", 1e15)
+    parts = {name: min(row[name], step / 10) for name in [*PARTS, "data_wait_max"] if name in row}
+    return row | parts | {name: min(row[name], 1.0) for name in ["overlap"] if name in row}
+
+
 # Any columns may be filled: other tools write some of those that `train.py --measure` writes
 # together.
-any_columns = st.fixed_dictionaries(cells(REQUIRED), optional=cells(set(COLUMNS) - set(REQUIRED))).filter(
-    lambda row: row.get("step_time", 0) <= row["epoch_time"]
+any_columns = (
+    st.fixed_dictionaries(cells(REQUIRED), optional=cells(set(COLUMNS) - set(REQUIRED)))
+    .filter(lambda row: row.get("step_time", 0) <= row["epoch_time"])
+    .map(lambda row: with_possible_parts(row))
 )
 any_timing = any_columns.map(from_columns)
 
@@ -56,7 +68,8 @@ def test_the_columns_of_a_new_csv_are_those_of_earlier_versions(tmp_path):
         "num_processes,epoch_time,name,epoch,samples,accuracy,recipe,scaling,global_batch,micro_batch,accumulation,"
         "tokens,loss,step_time,data_wait,forward,backward,communication,optimizer,logging,saving,other,data_wait_max,"
         "no_sync_step,no_sync_step_max,pass_overhead,overlap,syncs,collectives,sync_bytes,link_bandwidth,link_latency,"
-        "peak_memory,hardware,engine,workers,cores,logging_steps,save_steps,eval_steps,command,applied,predicted"
+        "peak_memory,hardware,engine,workers,cores,logging_steps,save_steps,eval_steps,command,applied,predicted,"
+        "timed,step_p50,step_p99,other_load,slowest_rank,slowest_host,slowest_device,data_wait_rank"
     )
 
 
@@ -137,7 +150,16 @@ def test_an_impossible_value_is_named_with_its_file_and_line(rows_of, name, valu
 
 @pytest.mark.parametrize(
     "row",
-    [{"num_processes": 1.5}, {"samples": 0}, {"loss": -1}, {"scaling": "both"}, {"step_time": 0}],
+    [
+        {"num_processes": 1.5},
+        {"samples": 0},
+        {"loss": -1},
+        {"scaling": "both"},
+        {"step_time": 0},
+        {"overlap": 1.5},
+        {"name": [[]]},
+        {"samples_per_second": 0},
+    ],
     ids=str,
 )
 def test_an_impossible_value_is_refused_in_any_column(rows_of, row):
@@ -187,6 +209,74 @@ def test_a_file_without_the_columns_says_so_once(rows_of):
 def test_numbers_out_of_range_are_refused(rows_of, row):
     with pytest.raises(UserError, match="out of range"):
         rows_of(f"num_processes,epoch_time\n{row}\n")
+
+
+@pytest.mark.parametrize(
+    ("parts", "subject"),
+    [
+        ({"forward": 1.5}, "forward"),
+        ({"data_wait_max": 2}, "data_wait_max"),
+        ({"forward": 0.6, "backward": 0.6}, "step_time"),
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_fit_into_their_step_are_refused(rows_of, parts, subject):
+    with pytest.raises(UserError) as error:
+        rows_of(json.dumps({"num_processes": 1, "epoch_time": 100, "step_time": 1, **parts}), "mine.jsonl")
+    assert [problem.subject for problem in error.value.problems] == [subject]
+
+
+def test_parts_that_were_rounded_are_read(rows_of):
+    row = {"num_processes": 1, "epoch_time": 100, "step_time": 0.1, "forward": 0.034, "backward": 0.067}
+    assert rows_of(json.dumps(row), "mine.jsonl")[0].parts.forward == 0.034
+
+
+@pytest.mark.parametrize("depth", [10, 950, 985, 990, 992, 994, 1000, 100_000])
+@pytest.mark.parametrize("name", ["epoch_time", "name"])
+def test_a_deeply_nested_line_is_a_mistake(rows_of, name, depth):
+    line = f'{{"num_processes": 1, "epoch_time": 1, "{name}": {"[" * depth}{"]" * depth}}}'
+    with pytest.raises(UserError):
+        rows_of(line, "mine.jsonl")
+
+
+# --- Throughput ----------------------------------------------------------------------------------
+
+
+def test_a_throughput_alone_is_enough(rows_of):
+    rows = rows_of("num_processes,samples_per_second\n1,255\n4,691\n8,666\n")
+    assert [row.timed for row in rows] == ["1000 samples"] * 3
+    (series,) = analyse(rows)
+    assert [size.samples_per_second.median for size in series.sizes] == pytest.approx([255, 691, 666])
+    assert series.verdicts[-1].band == "negative scaling"
+
+
+def test_tokens_per_second_scale_weakly_as_they_are(rows_of):
+    (series,) = analyse(rows_of("num_processes,tokens_per_second,scaling\n1,1000,weak\n4,3600,weak\n"))
+    assert series.sizes[-1].efficiency.median == pytest.approx(0.9)
+    assert series.sizes[-1].tokens_per_second == pytest.approx(3600)
+
+
+def test_a_throughput_beside_its_samples_gives_the_time(rows_of):
+    assert rows_of("num_processes,samples_per_second,samples\n1,50,200\n")[0] == Timing(
+        1, 4.0, name="mine", samples=200
+    )
+
+
+def test_a_throughput_beside_its_time_gives_the_samples(rows_of):
+    assert rows_of("num_processes,epoch_time,samples_per_second\n1,4,50\n")[0].samples == 200
+
+
+# --- Warm-up -------------------------------------------------------------------------------------
+
+
+def test_the_first_rows_of_each_size_can_be_left_out():
+    rows = [Timing(world, time) for world in (1, 2) for time in (90.0, 50.0, 51.0)]
+    assert [row.epoch_time for row in without_warm_up(rows, 1)] == [50.0, 51.0] * 2
+
+
+def test_a_warm_up_that_leaves_nothing_is_a_mistake():
+    with pytest.raises(UserError, match="leaves nothing of training at 2 processes"):
+        without_warm_up([Timing(1, 5.0), Timing(1, 4.0), Timing(2, 3.0)], 1)
 
 
 def test_a_step_longer_than_its_epoch_is_refused(rows_of):

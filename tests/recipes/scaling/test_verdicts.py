@@ -113,6 +113,8 @@ WAITING = Timing(2, 100, step_time=1.0, parts=Parts(data_wait=0.2, communication
         (with_columns(WAITING, workers=2), "data"),  # without communication it would wait 0.6 s for them
         (with_columns(WAITING, workers=2, data_wait=0.05), "communication"),
         (with_columns(WAITING, workers=2, communication=0.0, saving=0.4), "saving"),
+        (with_columns(WAITING, workers=2, accumulation=4), "data"),  # a step's micro-batches are held ahead
+        (with_columns(WAITING, workers=1, accumulation=16), "communication"),  # their queues are full long before
     ],
 )
 def test_loading_comes_before_what_it_runs_beside(row, first):
@@ -179,6 +181,13 @@ def words_of(rows: list[Timing]) -> str:
 def test_weak_scaling_without_samples_assumes_as_many_per_process():
     rows = [Timing(1, 100, scaling="weak"), Timing(2, 105, scaling="weak")]
     assert "95.2% efficiency: excellent" in words_of(rows)
+
+
+def test_weak_scaling_whose_epochs_get_shorter_is_questioned():
+    """As if they shared the same samples: 769% would be called excellent."""
+    found = verdict_on([Timing(1, 100, scaling="weak"), Timing(8, 13, scaling="weak")])
+    assert found.band == "unclear"
+    assert "Add a column samples, or write strong in the column scaling" in found.words
 
 
 def test_amdahls_law_is_not_fitted_to_a_growing_number_of_samples():

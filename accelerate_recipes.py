@@ -17,3 +17,7 @@ def main() -> int:
     except KeyboardInterrupt:  # while this imports
         print("interrupted", file=sys.stderr)
         return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,7 +15,14 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
-from launch.terminal import console, name_too_long, print_any_text, print_problems
+from launch.host.files import print_without_reader
+from launch.terminal import (
+    console,
+    finish_printing,
+    name_too_long,
+    print_any_text,
+    print_problems,
+)
 from recipes import __version__
 from recipes.errors import Problem, UserError, mistake
 
@@ -33,6 +40,7 @@ class Command(NamedTuple):
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
+_TRAIN = ("train", "rerun", "submit", "fit")  # they go on when nobody reads what they print
 _SHOW, _STATUS = ("launch.commands.show",), ("launch.commands.status",)
 
 GROUPS = {
@@ -49,11 +57,13 @@ GROUPS = {
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
+        "prepare": Command("tokenize the data ahead of time, without a GPU", ("launch.commands.prepare",), True),
         "train": Command("train here: accelerate launch with the recipe's YAML", ("launch.commands.train",), True),
         "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
         "submit": Command("run a recipe here, on Slurm or on Azure ML", ("launch.commands.submit",)),
         "status": Command("how submitted runs are doing", _STATUS),
         "logs": Command("what a submitted run has printed", _STATUS),
+        "merge": Command("a trained adapter into its base model, checked to be equal", ("launch.commands.merge",)),
     },
     "understand": {
         "compare": Command("runs side by side: settings, speed, memory, results", ("launch.commands.compare",)),
@@ -75,6 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # also while a command is imported
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
+        return 0
+    finally:
+        finish_printing()
 
 
 def _main(argv: list[str]) -> int:
@@ -86,6 +100,8 @@ def _main(argv: list[str]) -> int:
     if name not in COMMANDS:
         _print_problems(_no_command(name).problems)
         return 2
+    if name in _TRAIN:
+        print_without_reader()
     parser = _parser(name)
     options, rest = parser.parse_known_args(own)
     if rest and not COMMANDS[name].train_flags:
@@ -101,9 +117,6 @@ def _main(argv: list[str]) -> int:
         else:
             _print_problems(error.problems)
         return 2
-    except BrokenPipeError:  # the reader, `head` for one, has closed the pipe
-        sys.stderr.close()
-        return 0
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             _print_problems([name_too_long(error)])

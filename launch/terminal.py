@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from recipes.errors import Problem
+from recipes.errors import plural as plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,12 +23,6 @@ _WIDTH = 110
 
 
 # --- Numbers -------------------------------------------------------------------------------------
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 process`, `2 processes`, `1,000 steps`."""
-    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
-    return f"{count:,} {noun}{ending if count != 1 else ''}"
 
 
 def memory_size(size_bytes: float) -> str:
@@ -55,6 +52,25 @@ def print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def finish_printing() -> None:
+    """Drop what nobody reads any more, or Python ends with a complaint about it and code 120."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@cache
+def _console_class() -> type[Console]:
+    from rich.console import Console
+
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich itself ends the program, with code 1
+
+    return PipedConsole
+
+
 def name_too_long(error: OSError) -> Problem:
     """What is wrong where the system refuses a name of a file for its length."""
     name = str(error.filename)
@@ -67,15 +83,17 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
     """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns, and the `:b:`
     of a file's name stays as it is.
     """
-    from rich.console import Console
-
     stream = sys.stderr if stderr else sys.stdout
     wraps = stream.isatty()
-    return Console(file=stream, quiet=not is_main, width=None if wraps else _WIDTH, soft_wrap=not wraps, emoji=False)
+    width = None if wraps else _WIDTH
+    return _console_class()(file=stream, quiet=not is_main, width=width, soft_wrap=not wraps, emoji=False)
 
 
-def print_table(headings: list[str], rows: list[list[str]]) -> None:
-    """Names and what is known about them. The first column is for copying: it is never cut."""
+def print_table(headings: list[str], rows: list[list[str]], whole: bool = False) -> None:
+    """Names and what is known about them. The first column is for copying: it is never cut.
+
+    No cell is, if the table is to be `whole`: a line may then be longer than the terminal's.
+    """
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -84,7 +102,10 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
         table.add_column(heading, min_width=0 if table.columns else longest)
     for row in rows:
         table.add_row(*row)
-    console().print(table, highlight=False, markup=False)
+    out = console()
+    unlimited = out.options.update(max_width=10_000)
+    width = max(out.width, out.measure(table, options=unlimited).maximum) if whole else None
+    out.print(table, highlight=False, markup=False, width=width, crop=not whole)
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:

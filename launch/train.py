@@ -1,6 +1,7 @@
 """Train a model with a recipe: `accelerate launch launch/train.py --recipe fast [flags]`.
 
-Its steps, in order: resolve, check, join the process group, load, train, record.
+Its steps, in order: resolve, check, look into the output folder, load the data, join the process
+group, train, record.
 Without a model and data it trains a small byte-level decoder on Python's own source.
 """
 
@@ -23,6 +24,8 @@ if __package__ in (None, ""):
     import_own_packages()
 
 from launch.fit.search import fit
+from launch.host.caches import compile_safely
+from launch.host.files import print_without_reader
 from launch.host.orphan import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import alone_by_mistake, launched, prepare_environment, process_group, resolve_launched
@@ -37,6 +40,8 @@ from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+    from launch.data.load import Data
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,25 +75,38 @@ def fit_and_train(progress: TrainingProgress) -> None:
 
 
 def train(run: RunSpec, progress: TrainingProgress, stop: StopRequest) -> None:
-    """Join the process group and train in it."""
+    """Tell what can be told at once; load the data, which may take hours; then join and train."""
     prepare_environment(run)
     # torch and transformers take seconds to import, so a mistake is reported before that.
-    from launch.output.resume import output_folder
+    from launch.data.load import load_data
+    from launch.output.resume import look_ahead, output_folder
     from launch.training.build import build_arguments
-    from launch.training.model import load_tokenizer, with_model
+    from launch.training.hub import require_hub
+    from launch.training.model import known_classes, load_tokenizer, with_model
 
     quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
+    if run.engine.kind == "deepspeed":
+        compile_safely(stop)
     tokenizer = load_tokenizer(run)
     run, advice = with_model(run, tokenizer)
     progress.run = run
-    print_problems(advice, console(progress.world.is_main))
+    out = console(progress.world.is_main)
+    print_problems(advice, out)
+    for note in require_hub(run):
+        print_note(note, out)
+    foreseen = look_ahead(run)
+    if foreseen.finished and progress.world.nodes == 1:  # each node may have its own folder
+        banner.print_earlier(foreseen, run, out)
+        return
+    with catch_out_of_memory(progress), progress.world.meeting(run["ddp_timeout"]):
+        data = load_data(run, tokenizer, known_classes(run, tokenizer))
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     with (
         process_group(run, progress.world, args),
         output_folder(run, progress.world),
         catch_out_of_memory(progress),
     ):
-        finished = train_in_group(run, progress, stop, args, tokenizer)
+        finished = train_in_group(run, progress, stop, args, tokenizer, data)
     if finished and run.demonstration:
         banner.show_sample(run, progress.world)
 
@@ -99,32 +117,38 @@ def train_in_group(
     stop: StopRequest,
     args: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
+    data: Data,
 ) -> bool:
-    """Data, model, Trainer, train, record. False if an earlier run has left nothing to train."""
+    """Model, Trainer, train, record. False if an earlier run has left nothing to train."""
+    from launch.data.labels import recognised
+    from launch.data.load import require_same_data
     from launch.host import memory
     from launch.output.other_world import AnyWorld
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_trainer
     from launch.training.callbacks import StopWhenRequested
-    from launch.training.data import load_data
-    from launch.training.model import known_classes, load_model
+    from launch.training.model import load_model
     from launch.training.results import checkpoint_bytes, model_bytes, results
     from launch.training.trainer import require_finite
 
     world, out = progress.world, console(progress.world.is_main)
+    require_same_data(data, world)
     earlier = world.decide(lambda: find_earlier_run(run, world))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
         return False
 
-    data = load_data(run, tokenizer, known_classes(run, tokenizer))
-    earlier.require_same_training()  # only now: a mistake in the data matters more
+    earlier.require_same_training()
+    run, advice = recognised(run, data.problem_type)
+    progress.run = run
+    print_problems(advice, out)
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model), data.steps(run)))
     trainer = progress.trainer = build_trainer(run, args, model, tokenizer, data, out)
     trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
+    trainer.identity = earlier.identity
     banner.banner(run, model, data, out)
     if run.engine.kind == "deepspeed":
         trainer.any_world = AnyWorld(
@@ -133,17 +157,18 @@ def train_in_group(
         trainer.any_world.prepare(earlier.checkpoint)
 
     stop.defer()  # from here on a signal waits for the end of a step
-    with kept_record(run, world, data.commit) as record:
+    with kept_record(run, world, data.commit, earlier.kept, earlier.identity, data.labels) as record:
         trained = trainer.train(resume_from_checkpoint=earlier.checkpoint)
         require_finite(trainer)
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
-        trainer.flush_model()
+        model_files = trainer.flush_model()
         if data.eval is not None:
             trained.metrics.update(trainer.final_metrics())
-        record.results = results(run, trainer, trained.metrics)
+        record.results = {**results(run, trainer, trained.metrics), "model_files": model_files}
     banner.show_results(record.results, run, world, trainer, progress.argv)
     return True
 
 
 if __name__ == "__main__":
+    print_without_reader()
     sys.exit(main())

@@ -161,7 +161,8 @@ DEMONSTRATION: Mapping[str, Decision] = dict(
     warmup_steps=(20, "a tenth of the steps"),
     lr_scheduler_type=("cosine", "ends near zero, so that the loss settles"),
     max_length=(256, "bytes of context"),
-    packing=(True, "source files joined into full sequences"),
+    packing=(True, "no compute is spent on padding"),
+    packing_strategy=("wrapped", "source files are joined and cut: they are longer than a sequence"),
 )
 
 # What rules ask about the model that is trained from scratch if the user names none.
@@ -208,7 +209,7 @@ def workers_that_leave_cores(run) -> Decision:
     workers = max(1, min(4, share))
     if workers == 4:
         return 4, "enough to keep a GPU busy"
-    return workers, f"{share} cores for each of {run.local_world_size} processes"
+    return workers, f"cores for each process: {share}"
 
 
 def prefetch_with_workers(run) -> Decision:
@@ -246,6 +247,8 @@ def benchmark_where_shapes_are_fixed(run) -> Decision:
 
 
 def liger_where_installed(run) -> Decision:
+    if run["label_smoothing_factor"]:
+        return False, "its fused loss does not smooth labels, and evaluations would fail"
     if run.hardware.cuda and run.hardware.liger:
         return True, "fused kernels: the logits are never in memory as a whole"
     return False, "needs CUDA and the package liger-kernel"

@@ -31,6 +31,16 @@ class UserError(Exception):
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
 
+    def __reduce__(self):
+        """Another process raises it with its problems, not with their text."""
+        return UserError, self.problems
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 process`, `2 processes`, `1,000 steps`."""
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return f"{count:,} {noun}{ending if count != 1 else ''}"
+
 
 def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserError:
     """A `UserError` with one problem, to be raised."""
@@ -42,3 +52,7 @@ class Failure(RuntimeError):
 
     The message says what happened. Each cause is a subclass, so that it is caught by type.
     """
+
+
+class StreamBroke(Failure):
+    """Data that is streamed could not be read on, by no fault of its own: a later start may."""

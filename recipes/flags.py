@@ -21,6 +21,9 @@ class RunFlags:
     config: str | None = flag(None, "YAML with any of these settings, or a run.json: the command line wins over it")
     global_batch_size: int = flag(16, "examples per optimizer step over all processes; the same on any hardware")
     task: Literal["causal_lm", "sequence_classification"] = flag("causal_lm", "what the model is trained to do")
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = flag(
+        None, "what a classifier learns of a label; without it, what the column holds: classes, lists, or other numbers"
+    )
     fresh: bool = flag(False, "start over: the content of OUTPUT_DIR is moved aside, never deleted")
     verbose: bool = flag(False, "show what the libraries print")
     fit: bool = flag(False, "first find the largest micro-batch that really runs here, at the same global batch")
@@ -34,6 +37,7 @@ class RunFlags:
     early_stopping_patience: int | None = flag(None, "stop after this many evaluations without improvement")
 
     model_name_or_path: str | None = flag(None, "Hub id or local folder; without it, a small decoder from scratch")
+    from_scratch: bool = flag(False, "random weights as the model's config.json describes them, not its own")
     model_revision: str = flag("main", "branch, tag or commit of the model on the Hub")
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     dtype: Literal["float32", "bfloat16", "float16"] = flag(
@@ -46,20 +50,33 @@ class RunFlags:
     lora_alpha: int = flag(32, "LoRA scaling")
     lora_dropout: float = flag(0.05, "dropout before the LoRA matrices")
     lora_target_modules: list[str] | None = flag(None, "modules that get adapters; without it, all linear layers")
+    use_dora: bool = flag(False, "DoRA: LoRA, and a trained magnitude for each output, with --use_peft")
     load_in_4bit: bool = flag(False, "QLoRA: the frozen weights in 4 bits (bitsandbytes), with --use_peft")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", "4-bit type of the frozen weights")
     use_bnb_nested_quant: bool = flag(False, "quantise the quantisation constants too")
 
-    dataset_name: str | None = flag(None, "Hub id, local folder, or a .jsonl .json .csv .parquet .txt file")
+    dataset_name: list[str] | str | None = flag(
+        None,
+        "Hub id, local folder, .jsonl .json .csv .parquet .txt file (.gz, .zst) or a pattern of files; several mix",
+    )
     dataset_config: str | None = flag(None, "the data set's configuration on the Hub")
     dataset_train_split: str = flag("train", "split to train on; a slice such as train[:95%] too")
     dataset_test_split: str | None = flag(None, "split to evaluate on, with --eval_strategy")
+    dataset_streaming: bool = flag(
+        False, "read the data while it trains, and never whole; needs --max_steps, a mixture weights"
+    )
     dataset_text_field: str = flag("text", "column that holds the text")
-    dataset_label_field: str = flag("label", "column that holds the class, for sequence classification")
+    dataset_label_field: str = flag(
+        "label", "column that holds the class, classes or number, for sequence classification"
+    )
     max_length: int = flag(
         1024, "longest sequence in tokens; longer ones are cut, packed ones have exactly this length"
     )
-    packing: bool = flag(False, "join texts into sequences of exactly max_length tokens")
+    dataset_num_proc: int | None = flag(None, "processes or threads that tokenize on a node [its cores]")
+    packing: bool = flag(False, "fill sequences of exactly max_length tokens with several examples")
+    packing_strategy: Literal["bfd", "wrapped"] = flag(
+        "bfd", "bfd: whole examples that do not see each other, the best fit; wrapped: texts joined and cut"
+    )
     padding_free: bool = flag(False, "join a micro-batch into one row without padding")
     assistant_only_loss: bool = flag(False, "chats: learn only what the assistant says")
     completion_only_loss: bool | None = flag(None, "prompt/completion data: learn only the completion (the default)")

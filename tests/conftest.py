@@ -49,7 +49,7 @@ def tiny_model(tmp_path_factory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from launch.training.demo import demo_tokenizer
+    from launch.data.demo import demo_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny-model")
     tokenizer = demo_tokenizer()

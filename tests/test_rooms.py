@@ -19,7 +19,7 @@ from recipes.catalog import RECIPES
 from tests.support.running import ROOT
 
 LAYERS = (
-    "recipes.errors recipes.quiet recipes.flags recipes.catalog",
+    "recipes.errors recipes.quiet recipes.flags recipes.catalog recipes.mixture",
     "recipes.legal",
     "recipes.run",
     "recipes.scaling",
@@ -28,7 +28,7 @@ LAYERS = (
     "recipes.factories",
     "recipes",  # its __init__, which hands names on to users
     "launch.host launch.terminal launch.plots launch.flags",
-    "launch.output launch.doctor",
+    "launch.output launch.doctor launch.data",
     "launch.training launch.explain",
     "launch.fit launch.jobs",
     "launch.commands launch.scaling launch.train",

@@ -88,4 +88,6 @@ def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:
         return
     world = plural(run.world_size, "process")
     fitted = f": {run.batch.reason}" if run.batch_source == FIT else ""
-    print(f"legal: {run.recipe.name} on {run.engine_title}, {world}, batch {run.batch}{fitted}")
+    stray = run.engine.kind == "single" and run.world_size > 1  # the advice says so
+    engine = "DDP if torchrun or another YAML starts it" if stray else run.engine_title
+    print(f"legal: {run.recipe.name} on {engine}, {world}, batch {run.batch}{fitted}")

@@ -18,20 +18,21 @@ from launch.output.surroundings import PACKAGES
 from launch.terminal import memory_size, plural, print_table, value_text
 from recipes.errors import mistake
 from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
+from recipes.run.metrics import smaller_is_better
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (
-    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "default", "recipe", "demonstration", BEST_MODEL,
-    LIBRARY,
+    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "data", "default", "recipe", "demonstration",
+    BEST_MODEL, LIBRARY,
 )  # fmt: skip
 
 # Runs that differ in one of these did not train the same: their results are not comparable.
 _TRAINING = {
-    "task": ("task",),
-    "model": ("model_name_or_path", "model_revision"),
+    "task": ("task", "problem_type"),
+    "model": ("model_name_or_path", "model_revision", "from_scratch"),
     "data": (
         "dataset_name dataset_config dataset_train_split dataset_test_split dataset_text_field dataset_label_field "
-        "max_length packing"
+        "dataset_streaming max_length packing packing_strategy"
     ).split(),
     "loss": ("assistant_only_loss", "completion_only_loss", "label_smoothing_factor"),
     "global batch": ("global_batch_size",),
@@ -76,7 +77,8 @@ class Target:
 
     @property
     def less_is_better(self) -> bool:
-        return any(word in self.metric for word in ("loss", "time", "memory", "perplexity"))
+        costs = any(word in self.metric for word in ("loss", "time", "memory", "perplexity"))
+        return costs or smaller_is_better(self.metric) is True
 
     def margin(self, run: Run) -> float | None:
         """How much better a run is than asked, negative if worse; None if it has no such number."""

@@ -64,10 +64,20 @@ ENGINES = {
     "zero3": _case("accelerate", "memory_zero3", bf16="false"),
     "sharded": _case("accelerate", "sharded", lifted=True),
 }
+_STREAM = {"dataset_streaming": "true", "dataset_train_split": "train", "eval_strategy": "no"}
+_STREAM |= {"dataloader_num_workers": "2"}
+ENGINES |= {f"{name}-stream": with_flags(ENGINES[name], **_STREAM) for name in ("single", "ddp")}
+# Parts of other formats, of which the smaller ones end in the first window.
+_PARTS = [{"name": f"data/{name}.jsonl", "weight": weight} for name, weight in (("texts", 3), ("chats", 2), ("few", 1))]
+_MIXTURE = Change("config", "dataset_name", _PARTS)
+ENGINES |= {
+    f"{name}-mixture": replace(ENGINES[name], changes=(*ENGINES[name].changes, _MIXTURE))
+    for name in ("single-stream", "ddp-stream")
+}
 BEST = "-best"
+PLAIN = list(ENGINES)
 # The same, but they end with the best model instead of the last.
-ENGINES |= {f"{name}{BEST}": with_flags(case, **_BEST) for name, case in ENGINES.items()}
-PLAIN = [name for name in ENGINES if not name.endswith(BEST)]
+ENGINES |= {f"{name}{BEST}": with_flags(ENGINES[name], **_BEST) for name in PLAIN if "stream" not in name}
 
 
 def bound_of(engine: str) -> float:

@@ -43,6 +43,14 @@ def test_a_file_that_another_run_has_too_is_not_damaged_by_it(tmp_path):
     assert not faults.do("replaced by another run's", tmp_path / "file", tmp_path / "others", Random(0))
 
 
+def test_a_whole_checkpoint_is_replaced(tmp_path):
+    for name in ("own", "others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"of-{name}").touch()
+    assert faults.do(faults.REPLACED, tmp_path / "own", tmp_path / "others", Random(0))
+    assert [file.name for file in (tmp_path / "own").iterdir()] == ["of-others"]
+
+
 @pytest.fixture
 def finished(tmp_path, monkeypatch):
     """A finished run in the current folder, and what it is when nothing was damaged."""

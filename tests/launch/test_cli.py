@@ -1,6 +1,8 @@
 """The `recipes` command itself: help, mistakes, and that each command imports only itself."""
 
 import errno
+import json
+import os
 import subprocess
 import sys
 
@@ -132,3 +134,24 @@ def test_what_the_machine_does_to_a_command_is_one_line(raised, code, words, mon
     monkeypatch.setattr("launch.commands.show.list_recipes", fail)
     assert main(["list"]) == code
     assert capsys.readouterr().err == f"{words}\n"
+
+
+def end_without_reader(*words: str) -> tuple[int, str]:
+    """The exit code and stderr of a command whose reader has closed the pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as pipe:  # noqa: PTH123 # a descriptor
+        done = subprocess.run([sys.executable, *words], stdout=pipe, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("words", ["list", "show fast", "--help", "check --help"])
+def test_a_command_whose_reader_has_gone_ends_quietly(words):
+    assert end_without_reader("-m", "launch", *words.split()) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_training_whose_reader_has_gone_goes_on(tmp_path):
+    words = "launch train --recipe standard --use_cpu --num_processes 1 --max_steps 2 --output_dir"
+    assert end_without_reader("-m", *words.split(), str(tmp_path))[0] == 0
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"

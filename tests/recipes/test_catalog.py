@@ -77,6 +77,11 @@ def test_liger_is_used_where_it_is_installed_and_runs():
     assert run_of("fast", H100)["use_liger_kernel"] is False
 
 
+def test_fast_leaves_liger_out_where_labels_are_smoothed():
+    """Its fused loss is not used with them, and an evaluation would fail."""
+    assert run_of("fast", EIGHT_H100, label_smoothing_factor=0.1)["use_liger_kernel"] is False
+
+
 def test_prefetch_is_set_only_with_workers():
     assert run_of("fast", CPU)["dataloader_prefetch_factor"] is None
     assert run_of("fast", H100)["dataloader_prefetch_factor"] == 4

@@ -10,7 +10,7 @@ import sys
 
 from launch.cli import main
 from launch.doctor import command
-from launch.doctor.machine import Check, Request
+from launch.doctor.check import Check, Request
 from recipes.run.hardware import Gpu, Hardware
 
 DOCTOR = [sys.executable, "-m", "launch", "doctor"]

@@ -121,7 +121,7 @@ def _enter(namespace: str) -> None:
 
 def _load_slowly(seconds: float) -> None:
     """Collating a micro-batch takes this much longer."""
-    from launch.training.batches import Pad
+    from launch.data.batches import Pad
 
     collate = Pad.__call__
 

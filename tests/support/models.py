@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.training.data import Data
-from launch.training.demo import demo_tokenizer
+from launch.data.demo import demo_tokenizer
+from launch.data.load import Data
 from launch.training.model import load_model, load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
@@ -15,7 +15,7 @@ from recipes.run.hardware import Hardware
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LANGUAGE = Data(None, None, None, "texts", None)
-CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"])
+CLASSES = Data(None, None, None, "labelled texts", ["bad", "fair", "good"], problem_type="single_label_classification")
 
 
 def save(model, folder) -> str:

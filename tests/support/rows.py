@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from launch.training.batches import IGNORED
-from launch.training.data import load_data
+from launch.data.batches import IGNORED
+from launch.data.load import load_data
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from recipes.run import RunSpec, resolve
@@ -30,7 +30,7 @@ def texts(*words):
 
 
 def decoded(tokenizer, dataset):
-    return [tokenizer.decode(row) for row in dataset["input_ids"]]
+    return [tokenizer.decode(row["input_ids"]) for row in dataset]
 
 
 def learned(tokenizer, row):

@@ -32,12 +32,12 @@ class Outcome:
     record: dict
 
 
-def model_flags(model: Path, data: Path) -> list[str]:
+def model_flags(model: Path, data: Path | None) -> list[str]:
     flags = {"model_name_or_path": model, "dataset_name": data, "max_length": 64}
-    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [word for name, value in flags.items() if value for word in (f"--{name}", str(value))]
 
 
-def train_here(model: Path, data: Path, output: Path | str, *flags: str) -> Outcome:
+def train_here(model: Path, data: Path | None, output: Path | str, *flags: str) -> Outcome:
     """One rank, in this process: everything is imported already."""
     from launch.train import main
 

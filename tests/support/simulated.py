@@ -212,9 +212,9 @@ def _step(training: Training, world: int) -> float:
     return train(training, world, training.global_batch, Random(0)).step
 
 
-def known_cause(training: Training, world: int) -> str | None:
-    """One of `IDEAL`, or "healthy"; None if it is not clear."""
-    found = gains(training, world)
+def known_cause(training: Training, world: int, found: dict[str, float] | None = None) -> str | None:
+    """One of `IDEAL`, or "healthy"; None if it is not clear. `found` are its gains, if known."""
+    found = found or gains(training, world)
     first, second = sorted(found, key=lambda cause: -found[cause])[:2]
     if found[first] <= HEALTHY:
         ideal = {name: value for change in IDEAL.values() for name, value in change.items()}
@@ -228,23 +228,27 @@ def known_cause(training: Training, world: int) -> str | None:
 # --- What is measured ----------------------------------------------------------------------------
 
 
-def measured(training: Training, largest: int, repeats: int, random: Random) -> list[Timing]:
-    """The rows from 1 to `largest` processes: the same global batch, and the same per process."""
+def measured(
+    training: Training, largest: int, repeats: int, random: Random, noise: float = 0.03, within: float = 0.01
+) -> list[Timing]:
+    """Strong and weak rows; runs differ by `noise`, stretches of one by `within` (deviations)."""
     worlds = [world for world in (1, 2, 4, 8) if world <= largest]
     share = training.global_batch // largest
     kinds = [("strong", world, training.global_batch) for world in worlds]
     kinds += [("weak", world, share * world) for world in worlds]
-    return [row for kind in kinds for row in _rows(training, *kind, repeats, random)]
+    return [row for kind in kinds for row in _rows(training, *kind, repeats, random, (noise, within))]
 
 
-def _rows(training: Training, scaling: str, world: int, batch: int, repeats: int, random: Random) -> Iterator[Timing]:
+def _rows(
+    training: Training, scaling: str, world: int, batch: int, repeats: int, random: Random, noise: tuple[float, float]
+) -> Iterator[Timing]:
     """Three stretches per run: the training, and a step from memory with and without exchange."""
     trained = train(training, world, batch, random)
     synced = train(training, world, batch, random, fed=True)
     alone = train(training, world, batch, random, exchange=False, fed=True)
     for _ in range(repeats):
-        slowed = random.lognormvariate(0, 0.03) * (random.uniform(1.3, 2) if random.random() < 0.03 else 1)
-        off = tuple(slowed * random.lognormvariate(0, 0.01) for _ in range(3))
+        slowed = random.lognormvariate(0, noise[0]) * (random.uniform(1.3, 2) if random.random() < 0.03 else 1)
+        off = tuple(slowed * random.lognormvariate(0, noise[1]) for _ in range(3))
         yield _row(training, scaling, world, batch, (trained, synced, alone), off)
 
 
@@ -330,10 +334,10 @@ def sets(of_each: int, first_seed: int = 0) -> Iterator[Set]:
             return
 
 
-def draw(random: Random) -> tuple[Training, int]:
-    """A random training and largest size: none to three effects are large, the others small."""
+def draw(random: Random, effects: int | None = None) -> tuple[Training, int]:
+    """A random training and largest size: `effects` are large (by default none to three)."""
     largest = random.choice([2, 4, 8])
-    large = random.sample(list(IDEAL), random.choice([0, 1, 1, 2, 2, 3]))
+    large = random.sample(list(IDEAL), random.choice([0, 1, 1, 2, 2, 3]) if effects is None else effects)
     each = random.choice([1, 2, 4, 8, 16, 32])  # samples of a process at the largest size
     sample = _between(random, 2e-4, 5e-2)
     work = each * sample

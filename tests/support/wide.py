@@ -14,7 +14,7 @@ def wide_model(folder: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from launch.training.demo import demo_tokenizer
+    from launch.data.demo import demo_tokenizer
 
     tokenizer = demo_tokenizer()
     torch.manual_seed(0)

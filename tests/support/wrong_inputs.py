@@ -126,7 +126,7 @@ _VALUES = [
     Wrong("hub_strategy", "every_save", "--hub_strategy never"),
     Wrong("log_level", "info", "--log_level loud"),
     Wrong("report_to", "tensorboard", "--report_to tensorbord"),
-    Wrong("dataset_streaming", "memory-mapped", "--dataset_streaming"),
+    Wrong("max_steps", "--max_steps 1000", "--dataset_name d --dataset_streaming"),
     Wrong(
         "metric_for_best_model",
         "loss",

@@ -1,6 +1,7 @@
 """Make valid input wrong at random, and look at the answers.
 
     python -m tests.campaigns.bad_input --seed S --count N [--only NUMBER]
+    python -m tests.campaigns.bad_input --sweep
 
 Prints each finding once with the case that shows it, and a line with the figures. The same seed
 draws the same cases. Returns 1 if there was a traceback, a crash, a hang, or a refusal that does
@@ -15,7 +16,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from random import Random
 
+from tests.campaigns.bad_input.case import Case
+from tests.campaigns.bad_input.draw import draw
+from tests.campaigns.bad_input.sweep import sweep
 from tests.campaigns.bad_input.workers import Totals, results
 from tests.campaigns.bad_input.world import write_world
 
@@ -34,6 +39,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", default="0", help="any word; the same word draws the same cases [0]")
     parser.add_argument("--count", type=int, default=500, help="how many cases to draw [500]")
     parser.add_argument("--kind", help="only cases of this kind: data, flags, config, record, ...")
+    parser.add_argument(
+        "--sweep", action="store_true", help="instead, every field of every JSON file with each of a few odd values"
+    )
     parser.add_argument("--only", type=int, metavar="NUMBER", help="only the case with this number; its whole output")
     return parser
 
@@ -48,11 +56,19 @@ def _prepare_environment(folder: Path) -> None:
 def campaign(options: argparse.Namespace, folder: Path) -> int:
     started, world = time.monotonic(), write_world(folder)
     totals = Totals()
-    numbers = [options.only] if options.only is not None else list(range(options.count))
-    for result in results(options.seed, numbers, options.kind, folder, world):
+    for result in results(_cases(options, world), folder, world):
         totals.add(result, whole=options.only is not None)
-    print(f"{totals} ({time.monotonic() - started:.0f} s, seed {options.seed})")
+    drawn = "sweep" if options.sweep else f"seed {options.seed}"
+    print(f"{totals} ({time.monotonic() - started:.0f} s, {drawn})")
     return int(bool(totals.findings))
+
+
+def _cases(options: argparse.Namespace, world: Path) -> list[tuple[int, Case]]:
+    cases = sweep(world, options.kind) if options.sweep else None
+    count = len(cases) if cases else options.count
+    numbers = [options.only] if options.only is not None else range(count)
+    numbered = [(n, cases[n] if cases else draw(Random(f"{options.seed}-{n}"), world)) for n in numbers]
+    return [(number, case) for number, case in numbered if options.kind in (None, case.kind)]
 
 
 if __name__ == "__main__":

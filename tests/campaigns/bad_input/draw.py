@@ -47,6 +47,13 @@ def _seeds() -> list[Seed]:
         ),
         *(Seed("data", f"{_TRAIN} --dataset_name data/{name} {_CLASSES}", (f"data/{name}",), 2) for name in labels),
         Seed("data", f"{_TRAIN} --dataset_name data/chats.jsonl --assistant_only_loss", ("data/chats.jsonl",), 2),
+        *(
+            Seed("data", f"{_TRAIN} --dataset_name data/{name}.jsonl", (f"data/{name}.jsonl",), 2)
+            for name in ("sharegpt", "alpaca", "tools", "mixed")
+        ),
+        Seed("data", f"{_TRAIN} --dataset_name data/texts.jsonl --dataset_streaming", ("data/texts.jsonl",)),
+        Seed("config", "check --config mixture.yaml", ("mixture.yaml",), 2),
+        Seed("config", f"{_TRAIN} --config mixture.yaml", ("mixture.yaml",), 2),
         Seed("data", f"{_TRAIN} --dataset_name data/texts.jsonl --packing", ("data/texts.jsonl",)),
         Seed("data", f"{_TRAIN} --dataset_name data/folder", ("data/folder/train.jsonl", "data/folder/test.jsonl"), 2),
         Seed(
@@ -56,6 +63,7 @@ def _seeds() -> list[Seed]:
             2,
         ),
         Seed("model", f"{_TRAIN} --dataset_name data/texts.jsonl", tuple(f"model/{name}" for name in _SMALL[1:]), 2),
+        Seed("model", f"{_TRAIN} --dataset_name data/labels.csv {_CLASSES}", ("model/config.json",)),
         Seed("config", "check --config config.yaml", ("config.yaml",), 5),
         Seed("config", "train --config config.yaml", ("config.yaml",), 2),
         Seed("config", "plan --gpu L4 --config config.yaml", ("config.yaml",)),
@@ -96,6 +104,8 @@ def _seeds() -> list[Seed]:
         Seed("note", "logs slurm", ("slurm/submission.json",)),
         Seed("note", "submit local -- --output_dir run", ("run/submission.json", "run/out_of_memory.json"), 2),
         Seed("fit", f"check {' '.join(RUN)} --max_steps 2", ("run/fit.json",), 2),
+        Seed("adapter", "merge adapter", ("adapter/adapter_config.json", "adapter/run.json", "model/config.json"), 2),
+        Seed("data", f"{_TRAIN.replace('train.py', 'prepare')} --dataset_name data/chats.jsonl", ("data/chats.jsonl",)),
         Seed("timings", "scale report timings.jsonl --output report", ("timings.jsonl",), 2),
         Seed("timings", "scale report timings.csv --output report --json", ("timings.csv",), 2),
         Seed("timings", "check --measure timings.csv", ("timings.csv",)),

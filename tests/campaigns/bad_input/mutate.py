@@ -149,9 +149,9 @@ def _in_all(random: Random, rows: list[dict]) -> list[Any]:
         if way == "set":
             row[name] = new
         elif way == "inside":
-            row[name] = content(Random(0), row[name])
+            row[name] = content(Random(0), row.get(name))
         else:
-            moved = row.pop(name)
+            moved = row.pop(name, None)
             if way == "rename":
                 row["other"] = moved
     return changed

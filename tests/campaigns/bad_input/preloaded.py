@@ -3,7 +3,7 @@
 import gc
 from importlib import import_module
 
-_HEAVY = "launch.train launch.training.build launch.training.model launch.training.data launch.output.resume peft "
+_HEAVY = "launch.train launch.training.build launch.training.model launch.data.load launch.output.resume peft "
 _HEAVY += "scipy.io sklearn.metrics launch.commands.plan launch.scaling.report"
 _LIGHT = "check show submit rerun status compare diff fit train where"
 

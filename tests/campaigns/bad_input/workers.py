@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 
 from tests.campaigns.bad_input.attempt import BUSY, SECONDS, Answer, attempt
 from tests.campaigns.bad_input.case import Case, write
-from tests.campaigns.bad_input.draw import draw
 from tests.campaigns.bad_input.judge import finding
 
-_WITH_TORCH = ("train.py", "plan", "fit", "scale", "explain", "doctor")
+_WITH_TORCH = ("train.py", "plan", "fit", "scale", "explain", "doctor", "merge", "prepare")
 
 
 @dataclass(frozen=True)
@@ -25,14 +23,11 @@ class Result:
     finding: str | None
 
 
-def results(seed: str, numbers: list[int], kind: str | None, folder: Path, world: Path) -> Iterator[Result]:
-    """The results of the cases with these numbers, as they come; if given, of one kind only."""
+def results(cases: list[tuple[int, Case]], folder: Path, world: Path) -> Iterator[Result]:
+    """The results of numbered cases, as they come."""
     context = multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    working = [
-        context.Process(target=_work, args=(seed, numbers, kind, folder, world, heavy, queue))
-        for heavy in (True, False)
-    ]
+    working = [context.Process(target=_work, args=(cases, folder, world, heavy, queue)) for heavy in (True, False)]
     for process in working:
         process.start()
     left = len(working)
@@ -48,14 +43,13 @@ def results(seed: str, numbers: list[int], kind: str | None, folder: Path, world
         process.join()
 
 
-def _work(seed: str, numbers: list[int], kind: str | None, folder: Path, world: Path, heavy: bool, queue) -> None:
+def _work(cases: list[tuple[int, Case]], folder: Path, world: Path, heavy: bool, queue) -> None:
     try:
         from tests.campaigns.bad_input import preloaded
 
         preloaded.preload(heavy)
-        for number in numbers:
-            case = draw(Random(f"{seed}-{number}"), world)
-            if (case.argv[0] in _WITH_TORCH) == heavy and kind in (None, case.kind):
+        for number, case in cases:
+            if (case.argv[0] in _WITH_TORCH) == heavy:
                 queue.put(_once(number, case, world, folder / ("heavy" if heavy else "light")))
         queue.put(None)
     except Exception as error:

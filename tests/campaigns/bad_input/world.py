@@ -25,6 +25,11 @@ lr_scheduler_kwargs: {}
 use_cpu: true
 output_dir: out
 """
+_MIXTURE = """\
+dataset_name:
+- {name: data/texts.jsonl, weight: 3, split: 'train[:10]'}
+- {name: data/pairs.jsonl, weight: 1, columns: {prompt: prompt}}
+"""
 _OWN = """\
 base: standard
 purpose: Fine-tuning on our tickets.
@@ -91,7 +96,12 @@ def _write_data(data: Path, texts: Path) -> None:
     chats = [json.loads(line)["messages"] for line in (texts / "chats.jsonl").read_text().splitlines()][:20]
     ids = [list(row["text"].encode()) for row in rows]
     tokens = [{"input_ids": row, "labels": row, "attention_mask": [1] * len(row)} for row in ids]
+    says = [{"from": ("human", "gpt")[number % 2], "value": row["text"]} for number, row in enumerate(rows)]
     kinds = {
+        "sharegpt": [{"conversations": says[:4], "system": "Be short."} for _ in rows],
+        "alpaca": [{"instruction": row["text"], "output": "yes", "history": [["a", "b"]]} for row in rows],
+        "mixed": [*rows[:5], *({"messages": [*chat, {**chat[-1], "weight": 0}]} for chat in chats[:5])],
+        "tools": [{"messages": chat, "tools": json.dumps([{"name": "add", "parameters": {}}])} for chat in chats],
         "chat_pairs": [{"prompt": chat[:1], "completion": chat[1:]} for chat in chats],
         "tokens": tokens,
         "numbers": [{**row, "label": number % 3} for number, row in enumerate(rows)],
@@ -126,7 +136,13 @@ def _write_settings(world: Path) -> None:
         "deepspeed_config:\n  deepspeed_config_file: deepspeed.json\n  zero3_init_flag: false\n",
         encoding="utf-8",
     )
-    texts = {"config.yaml": _CONFIG, "mine.yaml": _OWN, "on_top.yaml": _ON_TOP, "mine.py": _PYTHON}
+    texts = {
+        "config.yaml": _CONFIG,
+        "mixture.yaml": _MIXTURE,
+        "mine.yaml": _OWN,
+        "on_top.yaml": _ON_TOP,
+        "mine.py": _PYTHON,
+    }
     texts["deepspeed.json"] = json.dumps(_DEEPSPEED)
     texts["accelerator.json"] = json.dumps({"split_batches": False})
     texts["site/accelerate-recipes/site.yaml"] = _SITE
@@ -148,7 +164,7 @@ def _write_timings(world: Path) -> None:
 
 
 def _train(world: Path) -> None:
-    """Two runs: one that is finished, and one that has to go on from its second step."""
+    """A run that is finished, one that has to go on from its second step, and an adapter."""
     from launch.output.submission import Submission, note
     from launch.train import main
     from recipes.run import fitted, resolve
@@ -156,10 +172,13 @@ def _train(world: Path) -> None:
 
     if main([*RUN, "--max_steps", "2"]) != 0:
         raise RuntimeError("the run that is to be damaged did not train")
+    if main([*("adapter" if word == "run" else word for word in RUN), "--max_steps", "1", "--use_peft"]) != 0:
+        raise RuntimeError("the adapter did not train")
     shutil.copytree("run", "unfinished")
     record = json.loads(Path("run/run.json").read_text())
     unfinished = {name: entry for name, entry in record.items() if name != "global_step"}
     unfinished["settings"]["output_dir"]["value"] = "unfinished"
+    del unfinished["checksum"]  # that of the settings
     Path("unfinished/run.json").write_text(json.dumps({**unfinished, "status": "preempted"}))
     submitted = "2026-01-01T00:00:00+0000"
     for folder in ("run", "unfinished"):

@@ -25,7 +25,7 @@ def _write_models(folder: Path) -> None:
     from transformers import AutoConfig
     from transformers.utils import logging
 
-    from launch.training.demo import demo_tokenizer
+    from launch.data.demo import demo_tokenizer
 
     logging.disable_progress_bar()
     tokenizer = demo_tokenizer()

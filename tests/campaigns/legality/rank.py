@@ -121,7 +121,7 @@ def _facts(trainer) -> dict[str, Any]:
         "schedule": type(trainer.lr_scheduler).__name__,
         "model": type(trainer.model_wrapped).__name__,
         "zero": plugin.deepspeed_config.get("zero_optimization") if plugin else None,
-        "examples": len(trainer.train_dataset),
+        "examples": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else sys.maxsize,
         "steps": trainer.state.global_step,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "evaluations": sum("eval_loss" in entry for entry in trainer.state.log_history),

@@ -193,7 +193,9 @@ def test_a_value_of_the_user_that_is_not_legal_is_an_error_of_the_record(words, 
 
 
 def test_a_token_is_advised_only_where_the_run_is_pushed(place, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "of a login")
     folder = recorded(place / "out", "--hub_token", "mine")
     assert "hub_token" not in dry(capsys, str(folder), "--exact")[2]
     folder = recorded(place / "out", "--hub_token", "mine", "--push_to_hub")

@@ -118,6 +118,9 @@ class Estimator:
             return ()
         case = self._case(run, micro)
         try:
+            if case.liger:
+                lengths = (max(1, round(case.length * share)) for share in _SHORTER)
+                return tuple(self._trace(run, replace(case, length=length)) for length in lengths)
             two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
             return tuple(at_batch(two, three, case.batch * share) for share in _SHORTER)
         except Exception:  # as in `_found`
@@ -127,12 +130,9 @@ class Estimator:
         if self._untraceable:
             return self._closed_form(run, case), False
         try:
-            # A mask of joined rows grows with the square of the micro-batch, and of one row
-            # LabelSmoother does not copy the logits.
-            if run["padding_free"] or (case.label_smoothing and case.batch == 1):
-                return self._trace(run, case), True
-            alone = case.batch == 1 and replace(case, batch=2) not in self._traced
-            if alone or case.batch == 2:
+            # One sequence runs slightly different operations. A mask of joined rows grows with the
+            # square of the micro-batch, and Liger's chunks of tokens are powers of 2.
+            if case.batch <= 2 or run["padding_free"] or case.liger:
                 return self._trace(run, case), True
             two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
         except Exception:  # a model's own code may fail in any way on fake tensors

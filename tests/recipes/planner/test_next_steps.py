@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import GPTNeoXConfig, LlamaConfig
 
@@ -136,6 +136,7 @@ def test_the_next_card_is_one_of_the_same_kind_with_more_memory(gpu, better):
     recipe=st.sampled_from([None, "standard", "fast"]),
     micro=st.sampled_from([None, 1, 8]),
 )
+@example(memory=0.65, world=8, yaml=None, recipe=None, micro=1)
 def test_every_step_is_legal_and_needs_what_it_says(memory, world, yaml, recipe, micro):
     batch = [] if micro is None else ["--per_device_train_batch_size", str(micro), "--global_batch_size", "64"]
     plan = planned(

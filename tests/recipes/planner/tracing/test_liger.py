@@ -4,13 +4,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
+from recipes.planner.estimate import Estimator
 from recipes.planner.shapes import Adapters, Case
 from recipes.planner.tracing.trace import trace
+from recipes.run import resolve
+from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import planned
 
 _SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 WORDS = LlamaConfig(**_SHAPE, vocab_size=32_000)
 FEW_WORDS = LlamaConfig(**_SHAPE, vocab_size=100)
+WITH_LIGER = Hardware((Gpu("A100", (8, 0), 80 << 30),), cores=8, liger=True)
 
 
 def peak(traced):
@@ -32,6 +36,18 @@ def test_the_loss_has_the_logits_of_some_rows_at_a_time(autocast):
     gradient = 32_000 * 64 * 4
     assert peak(fused) < 0.6 * peak(plain)
     assert max(made for *_, made in fused.moments) >= gradient
+
+
+@pytest.mark.parametrize("micro", [1, 5])
+def test_the_rows_at_a_time_are_those_of_this_micro_batch_whatever_was_planned_before(micro):
+    asked = "--recipe standard --max_length 80 --global_batch_size 40 --use_liger_kernel true".split()
+    run = resolve(asked, hardware=WITH_LIGER, environment={}, demonstrate=False, elsewhere=frozenset())
+    planner = Estimator(FEW_WORDS)
+    for before in (8, 4, 2):
+        planner.need(run, before)
+    assert planner.need(run, micro) == Estimator(FEW_WORDS).need(run, micro)
+    traced = trace(FEW_WORDS, Case(micro, 80, autocast="bfloat16", liger=True))
+    assert logits(planner.traced(run, micro)[0]) == logits(traced)
 
 
 def test_before_8_0_the_gradient_of_the_head_is_made_in_fp32_beside_itself():

@@ -150,10 +150,8 @@ def at_micro_batch(
 
 
 def if_it_fits(run: RunSpec, micro: int, estimator: Estimator, usable: Usable) -> Planned | None:
-    """As `at_micro_batch`, None if it does not fit. Often what takes no trace is too much."""
-    if not all(_fits(estimator.at_least(run, micro), True, usable)):
-        return None
-    if not _fits(*estimator.need(run, micro), usable)[0]:
+    """As `at_micro_batch`, None if it does not fit."""
+    if not _may_fit(run, micro, estimator, usable):
         return None
     entry = at_micro_batch(run, micro, estimator, usable)
     return entry if entry.fits else None
@@ -161,10 +159,16 @@ def if_it_fits(run: RunSpec, micro: int, estimator: Estimator, usable: Usable) -
 
 def any_if_it_fits(run: RunSpec, estimator: Estimator, usable: Usable) -> Planned | None:
     """As `at_any_micro_batch`, None if none fits."""
-    if not all(_fits(estimator.at_least(run, 1), True, usable)) or not _fits(*estimator.need(run, 1), usable)[0]:
+    if not _may_fit(run, 1, estimator, usable):
         return None
     entry = at_any_micro_batch(run, estimator, usable)
     return entry if entry.fits else None
+
+
+def _may_fit(run: RunSpec, micro: int, estimator: Estimator, usable: Usable) -> bool:
+    """Whether what is quickly known fits. Often what takes no trace is too much already."""
+    without_trace = _fits(estimator.at_least(run, micro), True, usable)
+    return all(without_trace) and _fits(*estimator.need(run, micro), usable)[0]
 
 
 def _fits(needed: Need, was_traced: bool, usable: Usable) -> tuple[bool, bool]:

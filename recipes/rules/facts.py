@@ -69,6 +69,12 @@ def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "er
     return Problem(subject, what, fix, run.engine.source, severity)
 
 
+def optimizer_arguments(run: RunSpec) -> dict[str, str]:
+    """The pairs of `--optim_args`, as Trainer reads them."""
+    words = (run["optim_args"] or "").replace(" ", "").split(",")
+    return dict(part.split("=") for part in words if part.count("=") == 1)
+
+
 def installed(package: str) -> bool:
     """Whether a top-level package is installed here. Looks for it without importing it."""
     return importlib.util.find_spec(package) is not None

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Iterator
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.rules.facts import advice, deepspeed_file, mapping, optimizer_is_offloaded, problem, rule, uses_deepspeed
+from recipes.rules.facts import (
+    advice,
+    deepspeed_file,
+    mapping,
+    optimizer_arguments,
+    optimizer_is_offloaded,
+    problem,
+    rule,
+    uses_deepspeed,
+)
 from recipes.run import RunSpec, nearest
 
 _WORKS_WITH_OFFLOAD = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
@@ -55,7 +64,7 @@ def optimizer_arguments_are_read(run):
         yield advice(run, "optim_args", f"are ignored by {run['optim']}", fix)
     elif "optimizer" not in (deepspeed_file(run) or {}):
         numbers = legal.optimizer_numbers().get(run["optim"], {})
-        given = dict(part.split("=") for part in run["optim_args"].replace(" ", "").split(","))
+        given = optimizer_arguments(run)
         for key in sorted(given.keys() & numbers):
             if not _is_number(given[key], numbers[key]):
                 kind = "whole number" if numbers[key] == "int" else "number"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from recipes.planner.shapes import TRAINED, Weights
+from recipes.rules.facts import optimizer_arguments
 from recipes.run import RunSpec
 
 FP32 = 4
@@ -37,7 +38,7 @@ def moments(run: RunSpec) -> float:
     kept = next((count for name, count in _MOMENTS.items() if optim.removeprefix("paged_").startswith(name)), 2)
     if optim not in ("sgd", "rmsprop"):
         return kept
-    given = dict(part.split("=") for part in (run["optim_args"] or "").replace(" ", "").split(",") if "=" in part)
+    given = optimizer_arguments(run)
     return kept + (float(given.get("momentum", 0)) > 0) + (given.get("centered", "").lower() in ("true", "1", "yes"))
 
 
@@ -77,7 +78,7 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
     width = FP32 if optim == "adafactor" else width
     sizes = [size for size, _ in matrices]
     if not copies:
-        return [[size * width * decays * more] for size in sizes]
+        return [[size * width] * (decays * more) for size in sizes]
     pairs = list(pairwise(sizes)) or [(sizes[0], 0)]
     return [[max(pair) * width] * (copies + decays * more) + [min(pair) * width] for pair in pairs]
 

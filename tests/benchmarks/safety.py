@@ -159,7 +159,8 @@ def _written(case: Case, folder: Path) -> list[str]:
     given = dict(zip(case.flags[::2], case.flags[1::2], strict=True))
     # A fifth is for evaluations: enough for a whole batch, though several texts may share a row.
     count = max(200, 15 * int(given.get("--per_device_eval_batch_size", 0)))
-    texts = [" ".join(str(draw.random()) for _ in range(draw.choice((3, 10, 30)))) for _ in range(count)]
+    # Most are longer than --max_length, so that in 3 steps a cut one meets accumulated gradients.
+    texts = [" ".join(str(draw.random()) for _ in range(draw.choice((3, 10, 30, 30, 30, 30)))) for _ in range(count)]
     labels = {"label": 0} if "--task" in case.flags else {}
     rows.write_text(
         "".join(

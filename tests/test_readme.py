@@ -10,6 +10,7 @@ from recipes.catalog import RECIPES
 from tests.support.running import ROOT
 
 README = (ROOT / "README.md").read_text()
+MEASURED = (ROOT / "tests" / "benchmarks" / "README.md").read_text()
 BLOCKS = re.findall(r"```\w*\n(.*?)```", README, flags=re.S)
 
 
@@ -18,13 +19,13 @@ def test_the_first_block_has_exactly_two_commands():
 
 
 @pytest.mark.parametrize(
-    "file", sorted(set(re.findall(r"\b(?:accelerate_configs|launch|recipes|tests)/[\w/.]+\.\w+", README)))
+    "file", sorted(set(re.findall(r"\b(?:accelerate_configs|launch|recipes|tests)/[\w/.]+\.\w+", README + MEASURED)))
 )
 def test_every_file_it_names_exists(file):
     assert (ROOT / file).exists()
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", README))))
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", README + MEASURED))))
 def test_every_module_it_starts_can_be_started(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None and (not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"))

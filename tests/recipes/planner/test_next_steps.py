@@ -128,7 +128,7 @@ def test_the_next_card_is_one_of_the_same_kind_with_more_memory(gpu, better):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     memory=st.sampled_from([0.65, 0.95, 1.25, 1.55, 2, 3]),
     world=st.sampled_from([1, 2, 8]),

@@ -118,7 +118,8 @@ def test_where_only_ram_is_short_every_step_needs_less_of_it():
 
 @pytest.mark.parametrize(("gpu", "better"), [("L4", "A100 40GB"), ("RTX 4090", "RTX 5090"), ("B200", None)])
 def test_the_next_card_is_one_of_the_same_kind_with_more_memory(gpu, better):
-    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20 if better else 200}
+    width = 2048 if better else 8192
+    wide = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 20}
     plan = planned("--max_length", "64", config=type(LARGE)(**wide), gpu=gpu, gpu_memory=None, recipe="standard")
     found = [step for step in plan.next_steps if step.card]
     assert [step.card for step in found] == ([better] if better else [])

@@ -1,11 +1,14 @@
 """The compute and communication of a step, at every split of the global batch."""
 
+import functools
+
 import pytest
 
 from recipes.planner.tracing.trace import weigh
 from tests.recipes.planner.small import SMALL, planned
 
 
+@functools.cache  # several tests ask about the same plan
 def splits(recipe="standard", processes=2, flags=(), **named):
     flags = ["--global_batch_size", "96", "--max_length", "64", *flags]
     return planned(*flags, recipe=recipe, gpu="A100 80GB", gpu_memory=None, num_processes=processes, **named).choices
@@ -117,6 +120,6 @@ def test_fsdp2_gathers_twice_and_scatters_once_in_each_micro_batch_but_the_head_
     by_accumulation = {split.accumulation: split.time.sent_bytes for split in splits("sharded")}
     assert by_accumulation[1] == 2 * (3 * weights.total - head) / 2
     assert by_accumulation[12] == 12 * by_accumulation[1]
-    flags = ["--accelerator_config", '{"split_batches": false}']
+    flags = ("--accelerator_config", '{"split_batches": false}')
     once = {split.accumulation: split.time.sent_bytes for split in splits("sharded", flags=flags)}
     assert once[12] == 2 * (12 * (2 * weights.total - head) + weights.total) / 2

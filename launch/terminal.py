@@ -103,9 +103,10 @@ def print_table(headings: list[str], rows: list[list[str]], whole: bool = False)
     for row in rows:
         table.add_row(*row)
     out = console()
-    unlimited = out.options.update(max_width=10_000)
-    width = max(out.width, out.measure(table, options=unlimited).maximum) if whole else None
-    out.print(table, highlight=False, markup=False, width=width, crop=not whole)
+    if whole:
+        unlimited = out.options.update(max_width=10_000)
+        out.width = max(out.width, out.measure(table, options=unlimited).maximum)
+    out.print(table, highlight=False, markup=False)
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:

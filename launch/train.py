@@ -165,7 +165,7 @@ def train_in_group(
         if data.eval is not None:
             trained.metrics.update(trainer.final_metrics())
         record.results = {**results(run, trainer, trained.metrics), "model_files": model_files}
-    banner.show_results(record.results, run, world, trainer, progress.argv)
+    banner.show_results(record.results, run, world, trainer)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from launch.output.surroundings import PACKAGES
 from launch.terminal import memory_size, plural, print_table, value_text
 from recipes.errors import mistake
 from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
-from recipes.run.metrics import smaller_is_better
+from recipes.run.metrics import noise_can_make, smaller_is_better
 
 # Where a setting can come from, the most deliberate first.
 _SOURCES = (
@@ -44,8 +45,14 @@ _RESULTS = ("global_step", "final_loss", "train_loss")
 _COSTS = (
     "step_time", "samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "train_runtime",
 )  # fmt: skip
+_BY_NOISE = " ~"
 _ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-_NO_RESULT = ("world_size", "data_parallel_size", "num_parameters")  # numbers in a record that are not results
+_NO_RESULT = (
+    "world_size",
+    "data_parallel_size",
+    "num_parameters",
+    "step_time_off",
+)  # numbers in a record that are not results
 
 
 @dataclass(frozen=True)
@@ -240,9 +247,14 @@ def results(runs: list[Run]) -> dict[str, list[float | None]]:
     speed_of_evaluation = ("_runtime", "_per_second")
     evaluated = {name for run in runs for name in run.numbers if name.startswith("eval_")}
     metrics = sorted(name for name in evaluated if not name.endswith(speed_of_evaluation))
-    names = [*_RESULTS, *metrics, *_COSTS]
+    names = [*_RESULTS, *metrics, "exchanges_per_step", *_COSTS]
     found = {name: [run.numbers.get(name) for run in runs] for name in names}
     return {name: values for name, values in found.items() if any(value is not None for value in values)}
+
+
+def by_noise(name: str, runs: list[Run]) -> list[bool]:
+    """Of each run, whether noise can make its difference from the first."""
+    return [noise_can_make(name, runs[0].record, run.record) for run in runs]
 
 
 def _differs(values: list) -> bool:
@@ -276,6 +288,7 @@ def as_json(runs: list[Run], targets: list[Target]) -> Json:
         "settings": differing_settings(runs),
         "surroundings": surroundings(runs),
         "results": results(runs),
+        "noise_can_make": {name: marks for name in results(runs) if any(marks := by_noise(name, runs))},
         "targets": [
             {
                 "metric": target.metric,
@@ -306,8 +319,10 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
     settings = _setting_rows(runs)
     _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
     _table(["ran with", *names], [[name, *map(value_text, values)] for name, values in surroundings(runs).items()])
-    rows = [[name, *_cells(name, values)] for name, values in results(runs).items()]
+    rows = result_rows(runs)
     _table(["result", *names], [["status", *(run.record["status"] for run in runs)], *rows])
+    if any(cell.endswith(_BY_NOISE) for row in rows for cell in row):
+        print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
     for run in runs:
         if "error" in run.record:
             print(f"{run.name}: {run.record['error']}")
@@ -318,10 +333,9 @@ def _print(runs: list[Run], targets: list[Target]) -> None:
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> None:
-    if not rows:
-        return
-    print_table(headings, rows)
-    print()
+    if rows:
+        print_table(headings, rows, whole=not sys.stdout.isatty())
+        print()
 
 
 def _setting_rows(runs: list[Run]) -> list[list[str]]:
@@ -334,26 +348,25 @@ def _setting_rows(runs: list[Run]) -> list[list[str]]:
     return rows
 
 
-def _cells(name: str, values: list[float | None]) -> list[str]:
+def result_rows(runs: list[Run]) -> list[list[str]]:
     """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
-    shown, first = _format(name), values[0]
-    cells = []
-    for index, value in enumerate(values):
-        if value is None:
-            cells.append("-")
-        elif not index or first is None or not math.isfinite(first - value):
-            cells.append(shown(value))
-        elif name in _COSTS:
-            cells.append(f"{shown(value)} (x {value / first:.2f})" if first else shown(value))
-        else:
-            cells.append(f"{shown(value)} ({value - first:+.4g})")
-    return cells
+    return [
+        [
+            name,
+            *(_cell(name, value, values[0], noise) for value, noise in zip(values, by_noise(name, runs), strict=True)),
+        ]
+        for name, values in results(runs).items()
+    ]
 
 
-def result_rows(content: Json) -> list[list[str]]:
-    """The results of one run for a table."""
-    run = Run("", Path(), content)
-    return [[name, *_cells(name, values)] for name, values in results([run]).items()]
+def _cell(name: str, value: float | None, first: float | None, noise: bool) -> str:
+    if value is None:
+        return "-"
+    shown = _format(name)(value)
+    if first is None or first == value or not math.isfinite(first - value):
+        return shown
+    beside = f"x {value / first:.2f}" if name in _COSTS and first else f"{value - first:+.4g}"
+    return f"{shown} ({beside}){_BY_NOISE if noise else ''}"
 
 
 def hardware(content: Json) -> str:

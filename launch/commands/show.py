@@ -93,7 +93,7 @@ def _show_run(options: argparse.Namespace) -> int:
     error = f": {record['error']}" if "error" in record else ""
     print(f"{record.get('recipe')}, {record['status']}{error}")
     print(f"on {hardware}, {world}, {record.get('engine')}, started {record.get('started')}\n")
-    if results := compare.result_rows(record):
+    if results := compare.result_rows([compare.Run("", Path(), record)]):
         print_table(["result", "value"], results)
         print()
     chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}

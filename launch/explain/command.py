@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from launch.explain.goals import goals
 from launch.explain.reasons import notes_on, reason_for, size_of
-from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Topic, Variant
+from launch.explain.topics import BOTH, MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Topic, Variant
 from launch.flags import Commands
 from launch.host import processes
 from launch.host.parent import THREADS, threads_per_process
@@ -137,6 +138,9 @@ def _print(topic: Topic, measured: Measured, reasons: list[str]) -> None:
     for variant, reason in zip(topic.variants, reasons, strict=True):
         print(f"{variant.name}: {reason}")
     print()
+    if topic is BOTH:
+        print_table(*goals(measured), whole=True)
+        print()
     for note in notes_on(topic, measured):
         print(note)
     print("the loop that ran: gradient() and update() in launch/explain/experiments.py")

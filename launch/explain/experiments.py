@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
 from launch.output import record
 from recipes.planner.tracing.live_bytes import LiveBytes
+from recipes.scaling.noise import of_median
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_NORM = 1.0
@@ -178,6 +179,7 @@ def measure(topic: str, setup: Setup, rank: int) -> Measured:
             sent_bytes=trainee.sent.bytes / STEPS,
             loss=_loss(trainee, batches[0]),
             skipped_steps=skipped[index],
+            off=of_median(seconds[index][1:]) / statistics.median(seconds[index][1:]),
             **_against(gradients[index], gradients[0]),
         )
         for index, trainee in enumerate(trainees)

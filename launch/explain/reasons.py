@@ -7,6 +7,8 @@ from pathlib import Path
 
 from launch.explain.topics import SEQUENCES, STEPS, Measured, Row, Topic, Variant
 
+ALIKE = 1.05  # times as fast: the medians of a few steps are not more precise
+
 
 def _accumulation(variant: Variant, row: Row, measured: Measured) -> str:
     first, at_each = measured.rows[:2]
@@ -21,11 +23,12 @@ def _accumulation(variant: Variant, row: Row, measured: Measured) -> str:
     if not variant.no_sync:
         return (
             f"DDP averages after every backward, {row.synchronisations:g} times where once is enough, and sends "
-            f"{row.sent_bytes / first.sent_bytes:g} times the bytes; {_gradient(row)}"
+            f"{row.sent_bytes / first.sent_bytes:g} times the bytes; {gradient_words(row)}"
         )
     return (
-        f"gradients stay on their rank until the last backward; {_gradient(row)}; against all 8 at once "
-        f"{_memory(row, first)}, {_speed(row, first)}; against synchronising each time {_speed(row, at_each)}"
+        f"gradients stay on their rank until the last backward; {gradient_words(row)}; against all 8 at once "
+        f"{memory_words(row, first)}, {speed_words(row, first)}; against synchronising each time "
+        f"{speed_words(row, at_each)}"
     )
 
 
@@ -34,18 +37,17 @@ def _amp(variant: Variant, row: Row, measured: Measured) -> str:
     if row is first:
         return "the reference: 24 significant bits, down to 1e-38"
     if variant.dtype == "bf16":
-        return (
-            f"8 significant bits with fp32's range: nothing to scale; {_gradient(row)}; {_cost(variant, row, measured)}"
-        )
+        effect = f"{gradient_words(row)}; {_cost(variant, row, measured)}"
+        return f"8 significant bits with fp32's range: nothing to scale; {effect}"
     if not variant.scale:
         return (
             f"11 significant bits, but nothing below 6e-8: {row.lost:.0%} of the gradient's values became zero; "
-            f"{_gradient(row)}; {_instead(row, first)}"
+            f"{gradient_words(row)}; {_instead(row, first)}"
         )
     skipped = f", {row.skipped_steps} steps skipped to find the scale" if row.skipped_steps else ""
     return (
         f"the loss is multiplied before backward and the gradient divided after, {row.lost:.1%} became zero{skipped}; "
-        f"{_gradient(row)}; {_cost(variant, row, measured)}"
+        f"{gradient_words(row)}; {_cost(variant, row, measured)}"
     )
 
 
@@ -58,11 +60,12 @@ def _both(variant: Variant, row: Row, measured: Measured) -> str:
             f"the scaled gradient was cut to a norm of 1, and unscale_ then left {size_of(row.gradient)} of it; "
             f"{_instead(row, first)}"
         )
-    effect = f"{_gradient(row)}; {_cost(variant, row, measured)}"
+    effect = f"{gradient_words(row)}; {_cost(variant, row, measured)}"
     if variant.scale:
         return f"scale each loss, then once an optimizer step unscale_, clip, step, update; {effect}"
     if variant.dtype == "bf16":
-        return f"autocast inside no_sync, nothing to scale; {effect}"
+        inside = " inside no_sync" if variant.micro_batches > 1 else " alone"
+        return f"autocast{inside}, nothing to scale; {effect}"
     return f"each loss divided by {variant.micro_batches}, one synchronisation; {effect}"
 
 
@@ -92,6 +95,7 @@ def notes_on(topic: Topic, measured: Measured) -> list[str]:
             f"{topic.gradients_of:,} tokens instead of {SEQUENCES * measured.tokens:,}",
             "autocast keeps weights and gradients in fp32, so DDP sends fp32; --ddp_comm_hook sends 16 bits",
         ]
+    notes += _reversed_here(topic, measured)
     if any(not variant.divide for variant in topic.variants):
         quicker, slower = sorted(row.seconds for row in measured.rows[-2:])
         notes.append(
@@ -105,10 +109,27 @@ def notes_on(topic: Topic, measured: Measured) -> list[str]:
     return notes
 
 
+def _reversed_here(topic: Topic, measured: Measured) -> list[str]:
+    """That a CPU shows the reverse of tensor cores, where it does."""
+    pairs = list(zip(topic.variants, measured.rows, strict=True))
+    in_fp32 = {variant.micro_batches: row for variant, row in reversed(pairs) if variant.dtype == "fp32"}
+    slower = [
+        f"{variant.name} {speed_words(row, in_fp32[variant.micro_batches])} as in fp32"
+        for variant, row in pairs
+        if variant.dtype == "bf16" and _slower(row, in_fp32[variant.micro_batches])
+    ]
+    if measured.backend != "gloo" or not slower:
+        return []
+    return [
+        f"this CPU shows the reverse of tensor cores: {'; '.join(slower)}. They compute 16 bits faster than fp32 "
+        "(NVIDIA's data sheet of the A100: 312 TFLOPS in bf16 and fp16, 156 in TF32, 19.5 in fp32)"
+    ]
+
+
 # --- Parts of a reason ----------------------------------------------------------------------------
 
 
-def _gradient(row: Row) -> str:
+def gradient_words(row: Row) -> str:
     if row.difference < 1e-5:  # what fp32 rounds off
         return f"the same gradient (to {size_of(row.difference)})"
     return f"the gradient is off by {row.difference:.1%}"
@@ -123,24 +144,36 @@ def _instead(row: Row, other: Row) -> str:
 def _cost(variant: Variant, row: Row, measured: Measured) -> str:
     """Memory and time compared with the first row."""
     first = measured.rows[0]
-    return f"{_memory(row, first)}, {_speed(row, first)}{_no_units(variant, row, measured)}"
+    return f"{memory_words(row, first)}, {speed_words(row, first)}{_no_units(variant, row, measured)}"
 
 
-def _memory(row: Row, other: Row) -> str:
+def memory_words(row: Row, other: Row) -> str:
     share = row.peak_bytes / other.peak_bytes
     return "as much memory" if 0.98 < share < 1.02 else f"{abs(1 - share):.0%} {'less' if share < 1 else 'more'} memory"
 
 
-def _speed(row: Row, other: Row) -> str:
+def speed_words(row: Row, other: Row) -> str:
     ratio = other.seconds / row.seconds
-    if 0.95 < ratio < 1.05:  # the median of a few steps is not more precise
+    if 1 / ALIKE < ratio < ALIKE:
         return "as fast here"
+    if not clearly_differs(row, other):
+        return f"x {ratio:.2f} here, which noise can make"
     return f"{ratio:.1f} times as fast here" if ratio > 1 else f"takes {1 / ratio:.1f} times as long here"
+
+
+def _slower(row: Row, other: Row) -> bool:
+    return row.seconds > other.seconds and clearly_differs(row, other)
+
+
+def clearly_differs(row: Row, other: Row) -> bool:
+    """Whether one takes longer than the other by more than so few steps leave open."""
+    leave_open = row.off * row.seconds + other.off * other.seconds
+    return abs(row.seconds - other.seconds) > max((ALIKE - 1) * other.seconds, leave_open)
 
 
 def _no_units(variant: Variant, row: Row, measured: Measured) -> str:
     """Why 16 bits were slower, if that is known, else ""."""
-    slower = row.seconds > 1.05 * measured.rows[0].seconds
+    slower = _slower(row, measured.rows[0])
     if variant.dtype == "fp32" or not slower or measured.backend != "gloo":
         return ""
     return (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 RANKS = 2
 SEQUENCES = 8  # of each rank, in each optimizer step
-STEPS = 5
+STEPS = 11
 MEASURED = "measured.json"
 
 
@@ -15,6 +15,7 @@ class Variant:
     """One way to take the same optimizer step.
 
     `clip`: the gradient's norm is limited when it is "unscaled" (right) or still "scaled" (wrong).
+    `goal`: its heading in the table of goals, empty if it is not in it.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Variant:
     divide: bool = True
     scale: bool = False
     clip: str = ""
+    goal: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,17 @@ class Topic:
     gradients_of: int = 0
 
 
+BOTH = Topic(
+    "accumulation beside 16 bits: what each is for, and together: where to scale, unscale, clip and step",
+    (
+        Variant("fp32, 1 micro-batch of 8", clip="unscaled"),
+        Variant("fp32, 4 of 2, no_sync", 4, clip="unscaled", goal="accumulation"),
+        Variant("bf16, 1 micro-batch of 8", dtype="bf16", clip="unscaled", goal="mixed precision (bf16)"),
+        Variant("bf16, 4 of 2, no_sync", 4, "bf16", clip="unscaled", goal="both"),
+        Variant("fp16, scaler, 4 of 2, no_sync", 4, "fp16", scale=True, clip="unscaled"),
+        Variant("the same, clipped while scaled", 4, "fp16", scale=True, clip="scaled"),
+    ),
+)
 TOPICS = {
     "accumulation": Topic(
         "the same batch at once or in parts, with and without no_sync",
@@ -58,16 +71,7 @@ TOPICS = {
         ),
         gradients_of=2**20,  # a large batch: with the few tokens of this one almost nothing underflows
     ),
-    "both": Topic(
-        "accumulation and 16 bits together: where to scale, unscale, clip and step",
-        (
-            Variant("fp32, 1 micro-batch of 8", clip="unscaled"),
-            Variant("fp32, 4 of 2, no_sync", 4, clip="unscaled"),
-            Variant("bf16, 4 of 2, no_sync", 4, "bf16", clip="unscaled"),
-            Variant("fp16, scaler, 4 of 2, no_sync", 4, "fp16", scale=True, clip="unscaled"),
-            Variant("the same, clipped while scaled", 4, "fp16", scale=True, clip="scaled"),
-        ),
-    ),
+    "both": BOTH,
 }
 
 
@@ -75,10 +79,11 @@ TOPICS = {
 class Row:
     """What rank 0 measured of a variant.
 
-    `seconds`: of an optimizer step, the median. `synchronisations` and `sent_bytes` (which each
-    rank gives to the all-reduce): in one step. `gradient`: the norm in the first step, as the
-    optimizer gets it; `difference`: of that gradient from the first row's, relative; `lost`: the
-    share of its values that are zero here and not there. `loss`: None if it is not finite.
+    `seconds`: of an optimizer step, the median; `off`: the share of it that noise may make.
+    `synchronisations` and `sent_bytes` (which each rank gives to the all-reduce): in one step.
+    `gradient`: the norm in the first step, as the optimizer gets it; `difference`: of that gradient
+    from the first row's, relative; `lost`: the share of its values that are zero here and not
+    there. `loss`: None if it is not finite.
     """
 
     seconds: float
@@ -90,6 +95,7 @@ class Row:
     difference: float
     lost: float
     skipped_steps: int
+    off: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ FIELDS = {
     "final_loss": "the last logged loss",
     "per_class": "of a classifier, class -> precision, recall, F1 and examples in the evaluation of its saved model",
     "step_time": "seconds of a steady step",
+    "step_time_off": "seconds by which that may be off, as far as stretches of the run differ",
+    "exchanges_per_step": "how often processes exchange gradients in an optimizer step",
     "samples_per_second": "examples, in steady steps",
     "tokens_per_second": "tokens, in steady steps",
     "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",

@@ -12,6 +12,7 @@ from launch.terminal import plural
 from recipes.scaling.advice import Advice, Applied, advise, applied
 from recipes.scaling.causes import CAUSES
 from recipes.scaling.laws import Law
+from recipes.scaling.pairing import paired
 from recipes.scaling.row import PARTS, Timing
 from recipes.scaling.sizes import Size, Spread, Verdict
 from recipes.scaling.verdicts import Series, analyse
@@ -50,7 +51,9 @@ class Findings:
 def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
     """The analysis of `rows`, which were read from `files`."""
     folders = [Path(file).parent for file in files if Path(file).name == TIMINGS]
-    measured_in = folders[0] if len(files) == len(folders) == 1 else None
+    by_jobs = any(not row.scaling for row in rows)
+    measured_in = folders[0] if len(files) == len(folders) == 1 and not by_jobs else None
+    rows = paired(rows)
     return Findings(rows, analyse(rows), applied(rows), command, measured_in)
 
 

@@ -147,7 +147,7 @@ def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
     out.print(_table({"timings": f"{run['measure']}: {result}"}))
 
 
-def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer, argv: list[str]) -> None:
+def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
     """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
@@ -159,7 +159,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
         from launch.training.timings_row import add_timings_row
 
         with only_noted(f"adding a row to {run['measure']}", world):
-            _timing(add_timings_row(run, world, trainer, results, argv), run, out)
+            _timing(add_timings_row(run, world, trainer, results), run, out)
     if run.hardware.cuda and world.is_local_main:
         with only_noted("keeping what CUDA takes, for the next plan,", world):
             keep_own_context(run.hardware.gpus[0].name, world.size > 1)

@@ -18,7 +18,10 @@ from launch.training.failure import NotANumber
 from recipes.rules.optimizer import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
+from recipes.scaling.noise import of_median
 from recipes.scaling.timings import WARM_UP_STEPS
+
+_STRETCHES = 8  # of a run, whose step times are compared
 
 if TYPE_CHECKING:
     from rich import progress
@@ -157,6 +160,14 @@ class Meter(TrainerCallback):
         Single steps mean little: a GPU works behind the host. None if there were too few.
         """
         return sum(self.durations) / len(self.durations) if self.durations else None
+
+    @property
+    def step_time_off(self) -> float | None:
+        """Seconds by which that mean may be off: stretches of the run differ by as much."""
+        size = max(1, len(self.durations) // _STRETCHES)
+        starts = range(0, len(self.durations) - size + 1, size)
+        means = [sum(self.durations[start : start + size]) / size for start in starts]
+        return of_median(means) if len(means) > 1 else None
 
 
 class Progress(TrainerCallback):

@@ -9,7 +9,7 @@ import torch
 from launch.host import memory
 from launch.training.trainer import RecipeTrainer
 from recipes.planner.footprint import optimizer_bytes_per_parameter
-from recipes.planner.speed import flops_are_known, model_flops
+from recipes.planner.speed import exchanges, flops_are_known, model_flops
 from recipes.run import Json, RunSpec
 
 
@@ -34,6 +34,8 @@ def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> 
         "first_loss": losses[0] if losses else None,
         "final_loss": losses[-1] if losses else None,
         "step_time": meter.step_time,
+        "step_time_off": meter.step_time_off,
+        "exchanges_per_step": exchanges(run, run.batch.accumulation),
         **peak_memory(),
         "log_history": state.log_history,
     }

@@ -8,6 +8,7 @@ longer beside other processes than alone is contention.
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import shlex
@@ -22,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from launch.host.world import World
+from launch.output import record
 from launch.training.step_timing import TimedTrainer, busy_cores
-from recipes.run import Json, RunSpec
+from recipes.run import Json, RunSpec, with_flags
+from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
 from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Slowest, Timing
 from recipes.scaling.timings import append, name_of
@@ -35,6 +38,8 @@ _FEWEST_PAIRS, _MOST_PAIRS = 3, 6
 _PAIRS_OF_SHORT_STEPS, _SECONDS_OF_PAIRS = 40, 1.0
 _LINK_TRIES = 5
 _FEW_BYTES = 8
+# Jobs of one training may differ in these: where they write, how long they train and the batch.
+_OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
 
 
 @dataclass(frozen=True)
@@ -45,19 +50,19 @@ class Repeated:
     exchange: float
 
 
-def add_timings_row(run: RunSpec, world: World, trainer: TimedTrainer, results: Json, argv: list[str]) -> Timing | None:
+def add_timings_row(run: RunSpec, world: World, trainer: TimedTrainer, results: Json) -> Timing | None:
     """The row that was added to the file of `--measure`. All ranks call it.
 
     None if no step came after the warm-up. Raises `UserError` if the row cannot be added.
     """
     if not trainer.timed_steps:
         return None
-    row = _row(run, trainer, results, argv)
+    row = _row(run, trainer, results)
     world.decide(lambda: append(run["measure"], [row]))
     return row
 
 
-def _row(run: RunSpec, trainer: TimedTrainer, results: Json, argv: list[str]) -> Timing:
+def _row(run: RunSpec, trainer: TimedTrainer, results: Json) -> Timing:
     steps = trainer.timed_steps
     everyones = _gathered({part: trainer.timer.seconds[part] / steps for part in PARTS})
     parts = _means(everyones)
@@ -94,7 +99,7 @@ def _row(run: RunSpec, trainer: TimedTrainer, results: Json, argv: list[str]) ->
         exchange=_exchange(run, trainer, parts.get("communication"), link),
         link=link,
         peak_memory=max(_gathered(results["peak_memory_bytes"])),
-        setup=_setup(run, trainer, argv),
+        setup=_setup(run, trainer),
         timed=f"{steps} steps",
         step_p50=max(_gathered(_percentile(trainer.timer.steps, 50))),
         step_p99=max(_gathered(_percentile(trainer.timer.steps, 99))),
@@ -145,7 +150,7 @@ def _count_writing_once(parts: dict[str, float], everyones: list[dict[str, float
         parts[part] = longest
 
 
-def _setup(run: RunSpec, trainer: TimedTrainer, argv: list[str]) -> Setup:
+def _setup(run: RunSpec, trainer: TimedTrainer) -> Setup:
     return Setup(
         hardware=str(run.hardware),
         engine=run.engine.kind,
@@ -154,8 +159,15 @@ def _setup(run: RunSpec, trainer: TimedTrainer, argv: list[str]) -> Setup:
         logging_steps=trainer.state.logging_steps,
         save_steps=trainer.state.save_steps if run["save_strategy"] == "steps" else None,
         eval_steps=trainer.state.eval_steps if run["eval_strategy"] == "steps" else None,
-        command=shlex.join(argv),
+        command=_training_flags(run),
     )
+
+
+def _training_flags(run: RunSpec) -> str:
+    """The flags that make this training what it is at any size: rows with the same are paired."""
+    given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
+    flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
+    return shlex.join(with_flags([], flags))
 
 
 def _exchange(run: RunSpec, trainer: TimedTrainer, communication: float | None, link: Link | None) -> Exchange | None:

@@ -113,7 +113,7 @@ def _moments_of_fsdp(
         gathered, unscattered, sent = fsdp.held(unit, done, place < traced.forward, has_logits=logits > 0)
         scattered = shard * done
         if accumulation > 1:  # of the micro-batches before
-            scattered = shard if scatters_each_micro_batch(run) else scattered + whole * (1 - done)
+            scattered = shard if syncs_each_micro_batch(run) else scattered + whole * (1 - done)
         moments.append((alive, logits, scattered + unscattered, gathered, sent))
     alive, logits, gradients, gathered, sent = max(moments, key=sum)
     found = {
@@ -155,8 +155,8 @@ def recomputes(run: RunSpec) -> bool:
     )
 
 
-def scatters_each_micro_batch(run: RunSpec) -> bool:
-    """Whether FSDP scatters the gradients of every micro-batch, and not only those of the last."""
+def syncs_each_micro_batch(run: RunSpec) -> bool:
+    """Whether DDP and FSDP exchange gradients in every micro-batch, and not once a step."""
     return is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from recipes.planner import measured
 from recipes.planner.context import catalogue_name
-from recipes.planner.footprint import FP32, HALF, recomputes, scatters_each_micro_batch, shards
+from recipes.planner.footprint import FP32, HALF, recomputes, shards, syncs_each_micro_batch
 from recipes.planner.libraries.fsdp import IN_4_BITS
 from recipes.planner.measured import Host
 from recipes.planner.shapes import Weights
@@ -180,23 +180,32 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
     return 6 * config.num_hidden_layers * config.num_attention_heads * width * length
 
 
+def exchanges(run: RunSpec, accumulation: int) -> int:
+    """How often processes exchange gradients in an optimizer step.
+
+    DDP and FSDP2 once at any accumulation: Trainer skips it for the other micro-batches, unless
+    `sync_each_batch` is set. ZeRO-2 and ZeRO-3 scatter the gradients of every micro-batch.
+    """
+    if run.world_size == 1:
+        return 0
+    each = run.engine.zero_stage >= 2 if run.engine.kind == "deepspeed" else syncs_each_micro_batch(run)
+    return accumulation if each else 1
+
+
 def sent_bytes(run: RunSpec, weights: Weights, accumulation: int) -> int:
     """Bytes that each GPU sends in an optimizer step, with ring algorithms over p GPUs.
 
-    An all-reduce sends 2(p-1)/p of its tensor, a reduce-scatter or an all-gather (p-1)/p. DDP
-    reduces gradients once per step at any accumulation: Trainer skips it for the other
-    micro-batches, under FSDP2 too, unless `sync_each_batch` is set. ZeRO-2 and ZeRO-3 scatter the
-    gradients of every micro-batch. ZeRO-3 and FSDP2 gather the parameters twice for each, FSDP2
-    those of the head once. Source: ZeRO (Rajbhandari et al. 2020), section 7, and fsdp.py.
+    An all-reduce sends 2(p-1)/p of its tensor, a reduce-scatter or an all-gather (p-1)/p. ZeRO-3
+    and FSDP2 gather the parameters twice for each micro-batch, FSDP2 those of the head once.
+    Source: ZeRO (Rajbhandari et al. 2020), section 7, and fsdp.py.
     """
-    share = (run.world_size - 1) / run.world_size
+    share, times = (run.world_size - 1) / run.world_size, exchanges(run, accumulation)
     if run.engine.kind not in ("deepspeed", "fsdp"):
         width = FP32 if run["ddp_comm_hook"] == "no" else HALF
-        return round(2 * share * weights.trained * width)
+        return round(2 * share * times * weights.trained * width)
     width = HALF if run["bf16"] or run["fp16"] else FP32
     if run.engine.kind == "fsdp":
         return _sent_by_fsdp(run, weights, accumulation, width)
-    times = accumulation if run.engine.zero_stage != 1 else 1
     gradients, parameters = times * weights.trained, weights.trained
     if run.engine.zero_stage == 3:
         parameters = 2 * accumulation * weights.total
@@ -207,7 +216,7 @@ def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int)
     """Bytes: gathered and scattered among the shards, and reduced among their replicas (HSDP)."""
     copies = run.engine.parallelism.replicate
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
-    times = accumulation if scatters_each_micro_batch(run) else 1
+    times = exchanges(run, accumulation)
     whole = weights.total - weights.in_4_bits * (1 - IN_4_BITS / width)
     gathered = accumulation * (2 * whole - (weights.outside_layers - weights.looked_up))
     return round(((gathered + times * weights.trained) * among_shards + times * weights.trained * among_copies) * width)

@@ -130,7 +130,7 @@ class Timing:
     samples: int | None = None  # examples of all processes in epoch_time
     accuracy: float | None = None
     recipe: str = ""
-    scaling: str = "strong"  # the same global batch at every size, or "weak": the same batch per process
+    scaling: str = ""  # "strong": the same global batch at every size, "weak": the same batch per process
 
     batch: Batch = Batch()
     tokens: int | None = None  # in epoch_time

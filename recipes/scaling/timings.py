@@ -156,8 +156,9 @@ def without_warm_up(rows: Sequence[Timing], count: int) -> list[Timing]:
     """
     groups: dict[tuple, list[Timing]] = {}
     for row in rows:
-        groups.setdefault((row.name, row.recipe, row.scaling, row.num_processes, row.applied), []).append(row)
-    for (name, _, _, world, _), group in groups.items():
+        key = (row.name, row.num_processes, row.recipe, row.scaling, row.batch.total, row.applied)
+        groups.setdefault(key, []).append(row)
+    for (name, world, *_), group in groups.items():
         if len(group) <= count:
             what = f"{count} leaves nothing of {name} at {world} processes, which has {len(group)} rows"
             raise mistake("warmup", what, f"at most {len(group) - 1}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from recipes.scaling.causes import WORTH_NAMING, Cause, bound_of, causes_of, hides_communication
 from recipes.scaling.laws import Law, Point, law_of
 from recipes.scaling.noise import together
+from recipes.scaling.pairing import is_same_training, paired
 from recipes.scaling.row import Timing
 from recipes.scaling.sentences import words_of
 from recipes.scaling.sizes import (
@@ -57,7 +58,7 @@ def analyse(rows: Sequence[Timing]) -> list[Series]:
 
     Rows that try a recommendation are left out.
     """
-    rows = [row for row in rows if not row.applied]
+    rows = paired([row for row in rows if not row.applied])
     groups: dict[tuple[str, str, str], list[Timing]] = {}
     for row in rows:
         groups.setdefault((row.name, row.recipe, row.scaling), []).append(row)
@@ -70,15 +71,20 @@ def _series(key: tuple[str, str, str], own: list[Timing], rows: list[Timing]) ->
     worlds = sorted({row.num_processes for row in own})
     by_world = {world: [row for row in own if row.num_processes == world] for world in worlds}
     sizes = tuple(size_of(world, by_world[world], by_world[worlds[0]]) for world in worlds)
-    same = [row for row in rows if (row.name, row.recipe) == key[:2]]
+    same = [row for row in rows if is_same_training(row, own[0])]
     verdicts = tuple(
         verdict_of(size, sizes[:number], same, by_world[size.num_processes], only=len(sizes) == 1)
         for number, size in enumerate(sizes)
     )
-    samples = [size.typical.samples or 1 for size in sizes]
-    same_work = key[2] == "strong" and max(samples) <= _SAME_WORK * min(samples)  # Amdahl's law assumes it
+    same_work = key[2] == "strong" and _is_same_work([size.typical for size in sizes])
     points = [Point(size.num_processes, size.speedup.median, together(sizes[0].off, size.off)) for size in sizes]
     return Series(*key, sizes, verdicts, law_of(points) if same_work else None)
+
+
+def _is_same_work(rows: Sequence[Timing]) -> bool:
+    """Whether the sizes share the work of a step or of an epoch, as Amdahl's law assumes."""
+    batches, samples = {row.batch.total for row in rows}, [row.samples or 1 for row in rows]
+    return (len(batches) == 1 and None not in batches) or max(samples) <= _SAME_WORK * min(samples)
 
 
 # --- Verdicts ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.cli import main
-from launch.commands.compare import Run, Target, differing_settings, other_training, results
+from launch.commands.compare import Run, Target, by_noise, differing_settings, other_training, results
 from tests.support.running import train_here
 
 EVALUATED = ["--dataset_train_split", "train[:90%]", "--dataset_test_split", "train[90%:]", "--eval_strategy", "epoch"]
@@ -95,6 +95,46 @@ def test_tables_name_every_run(runs, capsys):
     assert main(["compare", str(runs / "plain"), str(runs / "changed" / "run.json"), str(runs / "diverged")]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("plain", "changed", "diverged", "NotANumber"))
+
+
+def test_the_exchanges_of_a_step_are_shown(compare):
+    _, found = compare("plain", "changed")
+    assert found["results"]["exchanges_per_step"] == [0, 0]  # one process each
+
+
+def test_no_name_is_cut_when_piped(runs, tmp_path, capsys):
+    names = [f"{number}-{'a-name-that-says-it-all-' * 4}" for number in range(3)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text((runs / "changed" / "run.json").read_text())
+    main(["compare", str(runs / "plain"), *(str(tmp_path / name) for name in names)])
+    headings = capsys.readouterr().out.splitlines()[-20:]
+    assert any(all(name in line for name in names) for line in headings)
+
+
+def timed(run: Run, step_time: float, off: float) -> Run:
+    return with_record(run, step_time=step_time, step_time_off=off)
+
+
+@pytest.mark.parametrize(("times", "marked"), [(1.05, True), (1.12, True), (1.3, False), (0.8, False), (1.0, False)])
+def test_a_step_time_that_noise_can_make_is_marked(runs, times, marked):
+    one, other = timed(of(runs, "plain"), 1.0, 0.1), timed(of(runs, "plain"), times, 0.1)
+    assert by_noise("step_time", [one, other]) == [False, marked]
+
+
+def logged(run: Run, *losses: float) -> Run:
+    history = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+    return with_record(run, final_loss=losses[-1], log_history=history)
+
+
+@pytest.mark.parametrize(
+    ("losses", "marked"),
+    [((3.0, 2.2, 2.1, 1.3), True), ((4.1, 3.0, 3.2, 2.1), False), ((3.1, 2.1, 2.1, 1.1), False)],
+    ids=["crossing", "apart", "apart by the same in each log"],
+)
+def test_a_loss_that_noise_can_make_is_marked(runs, losses, marked):
+    one = logged(of(runs, "plain"), 3.0, 2.0, 2.0, 1.0)
+    assert by_noise("final_loss", [one, logged(of(runs, "plain"), *losses)]) == [False, marked]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(runs, tmp_path, capsys):

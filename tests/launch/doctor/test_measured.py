@@ -154,7 +154,7 @@ def finished(tmp_path, capsys) -> str:
     run = run_of("standard", "--output_dir", str(tmp_path), hardware=card)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(free_memory=lambda: None))
     results = {"global_step": 2, "train_runtime": 1, "peak_memory_bytes": MIB, "peak_memory_of": "a GPU"}
-    show_results(results, run, World(), trainer, [])
+    show_results(results, run, World(), trainer)
     return capsys.readouterr().err
 
 

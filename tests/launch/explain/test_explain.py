@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.explain.reasons import cpu_computes_in, reason_for
-from launch.explain.topics import TOPICS, Measured, Row
+from launch.explain.goals import goals
+from launch.explain.reasons import cpu_computes_in, notes_on, reason_for
+from launch.explain.topics import BOTH, TOPICS, Measured, Row
 from tests.support.waiting import PATIENCE, wait_for
 
 COMMAND = [sys.executable, "-m", "launch", "explain", "both"]
@@ -93,9 +94,9 @@ def test_autocast_sends_as_much_as_fp32(amp):
 
 @pytest.mark.slow
 def test_accumulation_in_16_bits_has_the_gradient_of_the_whole_batch(both):
-    assert [row["difference"] < limit for row, limit in zip(both[:4], (1e-6, 1e-6, 0.02, 0.01), strict=True)] == [
+    assert [row["difference"] < limit for row, limit in zip(both[:5], (1e-6, 1e-6, 0.02, 0.02, 0.01), strict=True)] == [
         True
-    ] * 4
+    ] * 5
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_accumulation_in_16_bits_synchronises_once(both):
 
 @pytest.mark.slow
 def test_clipping_a_gradient_that_is_still_scaled_leaves_almost_nothing(both):
-    assert both[4]["gradient"] < 1e-4 * both[3]["gradient"] and both[4]["loss"] > both[3]["loss"]
+    assert both[5]["gradient"] < 1e-4 * both[4]["gradient"] and both[5]["loss"] > both[4]["loss"]
 
 
 # --- How it ends ----------------------------------------------------------------------------------
@@ -187,6 +188,31 @@ def test_memory_is_called_less_only_if_it_was(peak_bytes, words):
 )
 def test_the_reason_for_an_undivided_loss_quotes_what_was_measured(loss, words):
     assert words in reason_of("accumulation", 3, loss=loss)
+
+
+def goal_of(column: int, what: str, **changes) -> str:
+    """A cell of the table of goals, where each variant differs from the first in these numbers."""
+    rows = [replace(PLAIN, **changes) if variant.goal else PLAIN for variant in BOTH.variants]
+    _, cells = goals(Measured("nccl", 1, 1, 5.0, "", tuple(rows)))
+    return next(row[column] for row in cells if row[0] == what)
+
+
+@pytest.mark.parametrize("column", [1, 2, 3])
+def test_a_goal_is_called_reached_only_if_it_was(column):
+    assert goal_of(column, "saves memory", peak_bytes=60) == "yes: 40% less memory"
+    assert goal_of(column, "saves memory") == "no: as much memory"
+    assert goal_of(column, "saves time", seconds=0.5) == "yes: 2.0 times as fast here"
+    assert goal_of(column, "saves time", seconds=2.0) == "no: takes 2.0 times as long here"
+    assert goal_of(column, "saves time", seconds=0.5, off=1.5) == "unclear: x 2.00 here, which noise can make"
+
+
+@pytest.mark.parametrize(
+    ("backend", "seconds", "said"), [("gloo", 2.0, True), ("gloo", 0.5, False), ("nccl", 2.0, False)]
+)
+def test_a_cpu_that_is_slower_in_16_bits_is_called_the_reverse_of_tensor_cores(backend, seconds, said):
+    rows = [replace(PLAIN, seconds=seconds) if variant.dtype != "fp32" else PLAIN for variant in BOTH.variants]
+    notes = notes_on(BOTH, Measured(backend, 1, 1, 5.0, "", tuple(rows)))
+    assert any("reverse of tensor cores: bf16, 1 micro-batch of 8 takes" in note for note in notes) is said
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,12 @@ def test_a_row_says_what_it_timed_and_how_steps_differed(healthy):
 
 
 @pytest.mark.slow
+def test_rows_of_jobs_at_two_sizes_are_paired(alone, healthy):
+    (series,) = analyse([alone[0], dataclasses.replace(healthy, name="another job")])
+    assert [size.num_processes for size in series.sizes] == [1, 2]
+
+
+@pytest.mark.slow
 def test_parts_of_a_step_add_up_to_it(healthy):
     assert sum(healthy.parts.known().values()) == pytest.approx(healthy.step_time)
 

@@ -49,7 +49,7 @@ any_timing = any_columns.map(from_columns)
 def test_a_row_has_the_columns_that_were_filled_and_no_others(columns):
     row = from_columns(columns)
     filled = {name: value for name, value in to_columns(row).items() if value not in (None, "")}
-    assert filled == {"name": "training", "scaling": "strong", **columns}
+    assert filled == {"name": "training", **columns}
     assert from_columns(to_columns(row)) == row
 
 
@@ -59,7 +59,7 @@ def test_a_file_keeps_the_names_and_values_of_its_columns(tmp_path_factory, colu
     """Other tools read these files too."""
     file = tmp_path_factory.mktemp("rows") / "timings.jsonl"
     append(file, [parse_row(columns, "a file")])
-    assert json.loads(file.read_text()) == {"name": "training", "scaling": "strong", **columns}
+    assert json.loads(file.read_text()) == {"name": "training", **columns}
 
 
 def test_the_columns_of_a_new_csv_are_those_of_earlier_versions(tmp_path):

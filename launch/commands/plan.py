@@ -312,8 +312,8 @@ def _why(plan: Plan) -> str:
     if not plan.unknown_compute:
         return "the fastest that fits"
     if len({time.known for time in fitting}) > 1:
-        least = "sends and offloads" if plan.bandwidth else "offloads"
-        return f"which {least} least of those that fit"
+        parts = "sending and offload take" if plan.bandwidth else "offload takes"
+        return f"whose {parts} least time of those that fit"
     return "the first that fits"
 
 

@@ -21,6 +21,7 @@ from recipes.planner.fits import (
     BatchSplit,
     Planned,
     Usable,
+    asks_for_a_micro_batch,
     at_micro_batch,
     batch_splits,
     largest_that_fits,
@@ -51,7 +52,7 @@ class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
     `times` are those of a step of each recipe, by name. The fastest takes the least time in the
-    parts of a step that are known; of equal ones it is the first.
+    parts of a step that are known; of equal ones it is the first that computes nothing twice.
     `choices` are the ways to split the global batch of the recommended recipe, or of the first one
     if none fits; in that case `next_steps` are the changes to try, in order, only a smaller
     micro-batch if that is enough. If only offload fits, they are what fits without it: a smaller
@@ -165,8 +166,9 @@ def plan_memory(
     candidates = [_made_to_fit(run, request, estimator, usable) for run in legal]
     planned = [entry for _, entry in candidates]
     times = {entry.name: time_of(run, estimator, entry.micro_batch, mfu, bytes_per_second) for run, entry in candidates}
-    fitting = [entry.name for entry in planned if entry.fits]
-    recommended = min(fitting, key=lambda name: times[name].known, default=None)
+    fitting = [entry for entry in planned if entry.fits]
+    fastest = min(fitting, key=lambda entry: (times[entry.name].known, _is_checkpointed_to_fit(entry)), default=None)
+    recommended = fastest.name if fastest else None
     chosen, entry = next((pair for pair in candidates if pair[1].name == recommended), candidates[0])
     asked, row = next((pair for pair in candidates if pair[1].name == "standard"), candidates[0])
     return Plan(
@@ -248,7 +250,7 @@ def _steps(
         return tuple(smaller or next_steps(request, asked, row, estimator, usable))
     offloads = chosen.engine.offload_optimizer != "none"
     entry = next(entry for entry in planned if entry.name == recommended)
-    if not offloads and "gradient_checkpointing" not in entry.flags:
+    if not offloads and not (_is_checkpointed_to_fit(entry) and asks_for_a_micro_batch(chosen)):
         return ()
     on_gpus = [run for run in runs if run.engine.offload_optimizer == "none"]
     smaller = smaller_micro_batch(request, on_gpus, estimator, usable)
@@ -266,8 +268,7 @@ def _made_to_fit(run: RunSpec, request: Request, estimator: Estimator, usable: U
     other, entry = _checkpointed_to_fit(run, request, estimator, usable)
     if not entry.flags:
         return other, entry
-    asked = run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
-    without = f"micro-batch {entry.micro_batch} does not fit" if asked else "no micro-batch fits"
+    without = f"micro-batch {entry.micro_batch} does not fit" if asks_for_a_micro_batch(run) else "no micro-batch fits"
     note = f"with {shlex.join(with_flags([], entry.flags))}; without it, {without}"
     return other, replace(entry, notes=(note, *entry.notes))
 
@@ -286,6 +287,10 @@ def _checkpointed_to_fit(
         return run, entry
     other, checkpointed = _largest(other, estimator, usable)
     return (other, replace(checkpointed, flags={**flags, **checkpointed.flags})) if checkpointed.fits else (run, entry)
+
+
+def _is_checkpointed_to_fit(entry: Planned) -> bool:
+    return "gradient_checkpointing" in entry.flags
 
 
 def _largest(run: RunSpec, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:

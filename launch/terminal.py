@@ -104,8 +104,9 @@ def print_table(headings: list[str], rows: list[list[str]], whole: bool = False)
         table.add_row(*row)
     out = console()
     unlimited = out.options.update(max_width=10_000)
-    width = max(out.width, out.measure(table, options=unlimited).maximum) if whole else None
-    out.print(table, highlight=False, markup=False, width=width, crop=not whole)
+    if whole:  # print(width=...) would take the smaller of that and the console's own
+        out.width = max(out.width, out.measure(table, options=unlimited).maximum)
+    out.print(table, highlight=False, markup=False, crop=not whole)
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:

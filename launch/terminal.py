@@ -103,7 +103,7 @@ def print_table(headings: list[str], rows: list[list[str]], whole: bool = False)
     for row in rows:
         table.add_row(*row)
     out = console()
-    if whole:
+    if whole:  # print(width=...) would take the smaller of that and the console's own
         unlimited = out.options.update(max_width=10_000)
         out.width = max(out.width, out.measure(table, options=unlimited).maximum)
     out.print(table, highlight=False, markup=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shlex
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
 from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.shapes import EVALUATION, Components
 from recipes.planner.speed import StepTime
-from recipes.run import Json, with_flags
+from recipes.run import Json
 
 _GIB = 2**30
 _SILENT_SECONDS = 2
@@ -227,8 +226,6 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
         ignored = "; --mfu has no effect" if plan.mfu_source == "--mfu" else ""
         print(f"the time of a step is unknown: {plan.unknown_compute}{ignored}")
     for entry in plan.recipes:
-        if entry.flags:
-            print(f"{entry.name}: with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits")
         if entry.moment == EVALUATION:
             print(f"{entry.name}: {_evaluation(entry)}")
     if varied := [entry for entry in plan.recipes if entry.varied_bytes > entry.total_bytes * (1 + MARGIN)]:
@@ -258,8 +255,9 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
     for step in plan.next_steps:
         time = "" if step.seconds is None else f" and {_seconds(step.seconds)} a step"
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
+        how = "without offload" if plan.times[best.name].host else "with a smaller micro-batch, not checkpointed"
         install = f" after pip install {step.install}" if step.install else ""
-        print(f"or {adapters}without offload, in {_gib(step.total_bytes)} GiB{time}{install}: {step.words}")
+        print(f"or {adapters}{how}, in {_gib(step.total_bytes)} GiB{time}{install}: {step.words}")
 
 
 def _evaluation(entry: Planned) -> str:
@@ -314,8 +312,8 @@ def _why(plan: Plan) -> str:
     if not plan.unknown_compute:
         return "the fastest that fits"
     if len({time.known for time in fitting}) > 1:
-        least = "sends and offloads" if plan.bandwidth else "offloads"
-        return f"which {least} least of those that fit"
+        parts = "sending and offload take" if plan.bandwidth else "offload takes"
+        return f"whose {parts} least time of those that fit"
     return "the first that fits"
 
 

@@ -199,9 +199,12 @@ def time_of(run: RunSpec, estimator: Estimator, micro: int, mfu: float, bandwidt
 
 def _micro_batches(run: RunSpec) -> list[int]:
     """Micro-batches that keep the global batch, largest first; only the user's, if there is one."""
-    if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
-        return [run.batch.micro]
-    return divisors(_share(run))
+    return [run.batch.micro] if asks_for_a_micro_batch(run) else divisors(_share(run))
+
+
+def asks_for_a_micro_batch(run: RunSpec) -> bool:
+    """Whether the user has written one, or what it follows from."""
+    return run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
 
 
 def _share(run: RunSpec) -> int:

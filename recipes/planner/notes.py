@@ -21,7 +21,7 @@ def notes(run: RunSpec, traced: Traced, traceable: bool, has_liger: bool, moment
         found.append("loading needs most, not steps: each GPU has all weights in 4 bits until they are sharded")
     if LOOP in traced.kernels:
         found.append("planned as transformers' own loop over a sequence: with a package of kernels the peak is lower")
-        found.append("what torch caches is not counted")
+        found.append("what torch caches is not counted: nvidia-smi shows more")
     if run["use_liger_kernel"] and not (has_liger and traceable):
         found.append("planned without Liger's kernels, so the real peak is lower: they are not known for this model")
     if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from recipes.planner.fits import (
     BatchSplit,
     Planned,
     Usable,
+    asks_for_a_micro_batch,
     at_micro_batch,
     batch_splits,
     largest_that_fits,
@@ -36,7 +38,7 @@ from recipes.planner.next_steps import (
 )
 from recipes.planner.request import Request
 from recipes.planner.speed import StepTime, host_of, link_of, mfu_of, unknown_compute
-from recipes.run import RunSpec, gpus, resolve
+from recipes.run import RunSpec, gpus, resolve, with_flags
 from recipes.run.hardware import Gpu
 
 if TYPE_CHECKING:
@@ -50,15 +52,16 @@ class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
     `times` are those of a step of each recipe, by name. The fastest takes the least time in the
-    parts of a step that are known; of equal ones it is the first.
+    parts of a step that are known; of equal ones it is the first that computes nothing twice.
     `choices` are the ways to split the global batch of the recommended recipe, or of the first one
     if none fits; in that case `next_steps` are the changes to try, in order, only a smaller
     micro-batch if that is enough. If only offload fits, they are what fits without it: a smaller
-    micro-batch, or else other settings, and adapters. `short_of_ram`: nothing fits, and what was
-    asked for lacks only RAM of the nodes. `command` is the whole one for the recommended recipe,
-    empty if none fits, `advice` what `recipes check` says of it, or of what was asked for.
-    `refused` maps the name of each recipe that is not legal
-    with these flags to the reason. `length` is below `asked_length` if the model has fewer
+    micro-batch, or else other settings, and adapters. If the user's micro-batch fits with
+    checkpointing alone, they are a smaller one that is faster without. `short_of_ram`: nothing
+    fits, and what was asked for lacks only RAM of the nodes. `command` is the whole one for the
+    recommended recipe, empty if none fits, `advice` what `recipes check` says of it, or of what was
+    asked for. `refused` maps the name of each recipe that is not legal with these flags to the
+    reason. `length` is below `asked_length` if the model has fewer
     positions. `mfu` and `bandwidth` (bytes per second, None if unknown) are what the times assume,
     `mfu_source` and `link` where they come from. `shape` describes a model that was asked for by
     its size, empty for another. `context` is what CUDA takes on each GPU. `host_source` says where
@@ -163,8 +166,9 @@ def plan_memory(
     candidates = [_made_to_fit(run, request, estimator, usable) for run in legal]
     planned = [entry for _, entry in candidates]
     times = {entry.name: time_of(run, estimator, entry.micro_batch, mfu, bytes_per_second) for run, entry in candidates}
-    fitting = [entry.name for entry in planned if entry.fits]
-    recommended = min(fitting, key=lambda name: times[name].known, default=None)
+    fitting = [entry for entry in planned if entry.fits]
+    fastest = min(fitting, key=lambda entry: (times[entry.name].known, _is_checkpointed_to_fit(entry)), default=None)
+    recommended = fastest.name if fastest else None
     chosen, entry = next((pair for pair in candidates if pair[1].name == recommended), candidates[0])
     asked, row = next((pair for pair in candidates if pair[1].name == "standard"), candidates[0])
     return Plan(
@@ -236,25 +240,42 @@ def _steps(
 ) -> tuple[NextStep, ...]:
     """What to try if nothing fits: first of all a smaller batch than the one asked for.
 
-    If only offload fits: that without offload, or else other settings without it, if they fit.
+    If only offload fits: that without offload, or else other settings without it, if they fit. If
+    the user's micro-batch fits with checkpointing alone: a smaller one without, if that is faster.
     """
     runs, planned = [run for run, _ in candidates], [entry for _, entry in candidates]
     if recommended is None:
         smaller = smaller_evaluation(request, runs, planned, estimator, usable)
         smaller = smaller or smaller_micro_batch(request, runs, estimator, usable)
         return tuple(smaller or next_steps(request, asked, row, estimator, usable))
-    if chosen.engine.offload_optimizer == "none":
+    offloads = chosen.engine.offload_optimizer != "none"
+    entry = next(entry for entry in planned if entry.name == recommended)
+    if not offloads and not (_is_checkpointed_to_fit(entry) and asks_for_a_micro_batch(chosen)):
         return ()
     on_gpus = [run for run in runs if run.engine.offload_optimizer == "none"]
     smaller = smaller_micro_batch(request, on_gpus, estimator, usable)
-    return tuple(smaller or without_offload(request, asked, row, estimator, usable))
+    if offloads:
+        return tuple(smaller or without_offload(request, asked, row, estimator, usable))
+    time = time_of(chosen, estimator, entry.micro_batch, request.mfu, request.bandwidth).total
+    return tuple(step for step in smaller if time is None or step.seconds < time)
 
 
 def _made_to_fit(run: RunSpec, request: Request, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:
     """The run as it is, or with activation checkpointing if only that fits: faster than offload.
 
-    Either with smaller evaluations, if only they fit.
+    Either with smaller evaluations, if only they fit. A note says what was added.
     """
+    other, entry = _checkpointed_to_fit(run, request, estimator, usable)
+    if not entry.flags:
+        return other, entry
+    without = f"micro-batch {entry.micro_batch} does not fit" if asks_for_a_micro_batch(run) else "no micro-batch fits"
+    note = f"with {shlex.join(with_flags([], entry.flags))}; without it, {without}"
+    return other, replace(entry, notes=(note, *entry.notes))
+
+
+def _checkpointed_to_fit(
+    run: RunSpec, request: Request, estimator: Estimator, usable: Usable
+) -> tuple[RunSpec, Planned]:
     run, entry = _largest(run, estimator, usable)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
     if entry.fits or states > usable.gpu or run.explicit("gradient_checkpointing"):
@@ -266,6 +287,10 @@ def _made_to_fit(run: RunSpec, request: Request, estimator: Estimator, usable: U
         return run, entry
     other, checkpointed = _largest(other, estimator, usable)
     return (other, replace(checkpointed, flags={**flags, **checkpointed.flags})) if checkpointed.fits else (run, entry)
+
+
+def _is_checkpointed_to_fit(entry: Planned) -> bool:
+    return "gradient_checkpointing" in entry.flags
 
 
 def _largest(run: RunSpec, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:

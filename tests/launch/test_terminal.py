@@ -54,3 +54,9 @@ VERBATIM = "data:b:1.jsonl [red]:smile:[/red]"
 def test_what_a_person_wrote_is_printed_as_it_is(say, capsys):
     say()
     assert VERBATIM in capsys.readouterr().out
+
+
+def test_a_whole_table_wider_than_the_console_keeps_every_number(capsys):
+    print_table(["recipe", *"abcdefghijklm"], [["memory_zero3", *["19,998.4"] * 13]], whole=True)
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.split() == ["memory_zero3", *["19,998.4"] * 13]

@@ -11,7 +11,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from recipes.planner.estimate import Estimator
 from recipes.run import gpus
 from recipes.run.engine import shipped
-from tests.recipes.planner.small import LARGE, SMALL_CARD, as_printed, planned, run_of
+from tests.recipes.planner.small import LARGE, SHAPE, SMALL_CARD, as_printed, planned, run_of
 
 YAML = str(shipped("standard.yaml"))
 
@@ -39,6 +39,15 @@ def test_a_smaller_micro_batch_is_offered_where_only_offload_holds_the_one_asked
     assert plan.recommended.startswith("memory") and " --recipe fast " in step.words
     run, entry = as_printed(step.words, 20, config)
     assert entry.fits and entry.total_bytes == step.total_bytes and run.batch.total == 64
+
+
+def test_a_smaller_micro_batch_is_offered_where_the_one_asked_for_fits_only_with_checkpointing():
+    config = type(LARGE)(**SHAPE | {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8})
+    batch = ["--per_device_train_batch_size", "64", "--global_batch_size", "64", "--max_length", "1024"]
+    plan = planned(*batch, config=config, gpu="RTX 4090", gpu_memory=None, recipe="standard")
+    (entry,), (step,) = plan.recipes, plan.next_steps
+    assert "with --gradient_checkpointing true; without it, micro-batch 64 does not fit" in entry.notes
+    assert step.fits and "checkpointing" not in step.words and step.seconds < plan.times["standard"].total
 
 
 def test_several_gpus_share_before_anything_else_changes_at_the_largest_micro_batch_that_fits():

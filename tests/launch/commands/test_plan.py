@@ -239,15 +239,18 @@ def test_it_advises_what_check_advises(flags, said, folder, capsys):
     assert said in capsys.readouterr().out
 
 
+_LEAST = "least time of those that fit"
+
+
 @pytest.mark.parametrize(
     ("gpu", "why"),
     [
         ("--gpu L4", "the fastest that fits"),
         ("--gpu T4", "the fastest that fits"),
         ("--gpu L4 --recipe standard", "which fits"),
-        ("--gpu_memory 24", "whose offload takes least time of those that fit"),
-        ("--gpu_memory 24 --num_processes 2 --bandwidth 10", "whose sending and offload take least time of those that fit"),
-        ("--gpu_memory 2.3", "whose offload takes least time of those that fit"),
+        ("--gpu_memory 24", f"whose offload takes {_LEAST}"),
+        ("--gpu_memory 24 --num_processes 2 --bandwidth 10", f"whose sending and offload take {_LEAST}"),
+        ("--gpu_memory 2.3", f"whose offload takes {_LEAST}"),
     ],
 )
 def test_it_says_why_a_recipe_is_recommended(gpu, why, tmp_path, capsys):

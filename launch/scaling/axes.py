@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from launch.plots import GREY
 from recipes.scaling.row import Timing
-from recipes.scaling.sizes import Size, Spread
+from recipes.scaling.sizes import NEGATIVE, Size, Spread
 from recipes.scaling.verdicts import Series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+IDEAL = "ideal"
+_FEW_VALUES = 6  # that stand beside each other without touching
 _WIDE = 8  # from this ratio of world sizes on, powers of two do not fit on a linear axis
 
 
@@ -49,6 +51,8 @@ def dots(axes: Axes, lines: Sequence[Line], of_row: Callable[[Timing], Any], of_
     for line, offset in side_by_side(lines):
         sizes = [size for size in line.series.sizes if of_size(size) is not None]
         places = [worlds.index(size.num_processes) + offset for size in sizes]
+        values = [(place, of_size(size), f"{of_size(size):.3g}") for place, size in zip(places, sizes, strict=True)]
+        with_values(axes, lines, values, beside=True)
         look: dict = {"color": line.colour, "marker": line.marker, "linewidth": 1.2, "label": line.label}
         axes.plot(places, [of_size(size) for size in sizes], markerfacecolor="white", markersize=9, zorder=2, **look)
         rows = [row for row in line.rows if of_row(row) is not None]
@@ -73,6 +77,37 @@ def with_errors(axes: Axes, line: Line, of_size: Callable[[Size], Spread | None]
     errors = [below, above] if any(below + above) else None
     look: dict = {"color": line.colour, "marker": line.marker, "markersize": 5, "linewidth": 1.2, "capsize": 4}
     axes.errorbar(worlds, [spread.median for _, spread in found], yerr=errors, label=line.label, **look)
+
+
+def mark_negative(axes: Axes, line: Line, of_size: Callable[[Size], Spread | None]) -> None:
+    """A cross on each size that is slower than a smaller one, named once in the legend."""
+    series = line.series
+    slow = [size for size, verdict in zip(series.sizes, series.verdicts, strict=True) if verdict.band == NEGATIVE]
+    found = [(size.num_processes, spread.median) for size in slow if (spread := of_size(size))]
+    if not found:
+        return
+    named = NEGATIVE in axes.get_legend_handles_labels()[1]
+    look: dict = {"color": "black", "markersize": 11, "markeredgewidth": 1.5, "zorder": 4}
+    axes.plot(*zip(*found, strict=True), "x", label=None if named else NEGATIVE, **look)
+
+
+def with_values(
+    axes: Axes, lines: Sequence[Line], points: Sequence[tuple[float, float, str]], beside: bool = False
+) -> None:
+    """The numbers of one series above or `beside` its points, where few enough to be read."""
+    if len(lines) > 1 or len(points) > _FEW_VALUES:
+        return
+    for place, (across, up, words) in enumerate(points):
+        # Within the axes: the first and the last point lie on their edges.
+        side = "center" if len(points) == 1 else {0: "left", len(points) - 1: "right"}.get(place, "center")
+        look: dict = {"xytext": (9, -3), "ha": "left"} if beside else {"xytext": (0, 8), "ha": side}
+        axes.annotate(words, (across, up), textcoords="offset points", fontsize=8, **look)
+
+
+def of_sizes(line: Line, of_size: Callable[[Size], Spread | None], form: str) -> list[tuple[float, float, str]]:
+    """The points of a line over its world sizes, with their values in words."""
+    found = [(size.num_processes, spread.median) for size in line.series.sizes if (spread := of_size(size))]
+    return [(world, value, form.format(value)) for world, value in found]
 
 
 def in_words(lines: Sequence[Line], words: Callable[[Size], str]) -> str:
@@ -128,7 +163,7 @@ def value_axis(axes: Axes, worlds: Sequence[int]) -> None:
 def ideal_in_legend(axes: Axes, worlds: Sequence[int]) -> None:
     """One entry for all dashed lines, whatever their colours; a single size has none."""
     if len(worlds) > 1:
-        axes.plot([], [], "--", color=GREY, linewidth=1, label="ideal")
+        axes.plot([], [], "--", color=GREY, linewidth=1, label=IDEAL)
 
 
 def legend(figure: Figure, axes: Axes) -> None:
@@ -136,5 +171,7 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not labels:  # no value could be drawn
         return
+    last = (IDEAL, NEGATIVE)
+    handles, labels = zip(*sorted(zip(handles, labels, strict=True), key=lambda one: one[1] in last), strict=True)
     columns = 4 if max(map(len, labels)) < 20 else 2
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)

@@ -1,4 +1,4 @@
-"""The pictures of a scaling report, as PNG: measurements with their spread, beside the ideal."""
+"""The pictures of a scaling report: measurements with their spread, beside the ideal."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from math import ceil
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
 
-from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, new_figure
+from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, families, new_figure
 from launch.scaling.axes import (
     Line,
     dots,
     ideal_in_legend,
     in_words,
     legend,
+    mark_negative,
     name_worlds,
+    of_sizes,
     points_between,
     process_axis,
     side_by_side,
     value_axis,
     with_errors,
+    with_values,
     worlds_of,
 )
+from launch.scaling.quality import draw_quality, has_epochs
 from recipes.quiet import silence
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import PARTS, Timing
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 150  # inches, and dots in one
+_WIDTH, _HEIGHT, _DPI = 7.0, 4.5, 300  # inches, and dots in one
 _STYLE: Any = {
     "font.size": 10,
     "xtick.labelsize": 9,
@@ -59,15 +63,15 @@ _PART_COLOURS = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG and what is written beside it."""
+    """A picture in each format, and what is written beside it."""
 
     kind: str  # the end of its file's name
     caption: str  # how to read it
     alt: str  # its numbers in words
-    png: bytes
+    files: dict[str, bytes]  # by format; always with png, which the page shows
 
 
-def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> list[Picture]:
+def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing], formats: Sequence[str]) -> list[Picture]:
     """The pictures of the training `name` for which its series hold numbers.
 
     Raises `UserError` if matplotlib is not installed.
@@ -76,19 +80,24 @@ def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing]) -> lis
 
     lines = _lines(series, rows)
     drawn = []
-    with matplotlib.rc_context(_STYLE), silence():  # warnings about characters missing in the font
+    fonts, _ = families(f"{name} {' '.join(line.label for line in lines)}")
+    style = {**_STYLE, "font.family": fonts}
+    with matplotlib.rc_context(style), silence():  # warnings about characters missing in every font
         for kind, (title, caption, draw) in _KINDS.items():
-            if not has_numbers(kind, series):
+            if not has_numbers(kind, series, rows):
                 continue
             figure = new_figure(_WIDTH, _height(kind, series))
             alt = draw(figure, lines)
             figure.suptitle(fill(f"{shorten(name, 110, placeholder=' ...')}: {title}", 75), fontsize=11)
-            drawn.append(Picture(kind, f"{name}, {title}. {caption}", f"{name}, {title}. {alt}", _png(figure)))
+            files = {one: _saved(figure, one) for one in ("png", *formats)}
+            drawn.append(Picture(kind, f"{name}, {title}. {caption}", f"{name}, {title}. {alt}", files))
     return drawn
 
 
-def has_numbers(kind: str, series: Sequence[Series]) -> bool:
+def has_numbers(kind: str, series: Sequence[Series], rows: Sequence[Timing]) -> bool:
     """Whether the series hold what a picture of that kind needs; `NEEDS` says it in words."""
+    if kind == "quality":
+        return has_epochs([row for row in rows if row.name == series[0].name and not row.applied])
     sizes = [size for one in series for size in one.sizes]
     if kind == "speedup_efficiency":
         return any(len(one.sizes) > 1 for one in series)
@@ -105,6 +114,7 @@ NEEDS = {
     "speedup_efficiency": "two world sizes of one series",
     "throughput": "the column samples",
     "accuracy": "the column accuracy",
+    "quality": "the columns epoch and accuracy or loss, of two epochs",
     "step_time": "the parts of a step, from `recipes scale run`",
 }
 
@@ -130,9 +140,9 @@ def _lines(series: Sequence[Series], rows: Sequence[Timing]) -> list[Line]:
     return lines
 
 
-def _png(figure: Figure) -> bytes:
+def _saved(figure: Figure, kind: str) -> bytes:
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=_DPI)
+    figure.savefig(stream, format=kind, dpi=_DPI)
     return stream.getvalue()
 
 
@@ -147,7 +157,7 @@ def _draw_epoch_times(figure: Figure, lines: Sequence[Line]) -> str:
     worlds = worlds_of(lines)
     for line, offset in side_by_side(lines):
         places = [worlds.index(size.num_processes) + offset for size in line.series.sizes]
-        times.plot(places, _ideal_times(line.series), "--", color=line.colour, linewidth=1, zorder=1)
+        times.plot(places, _ideal_times(line.series), "--", color=GREY, linewidth=1, zorder=1)
     ideal_in_legend(times, worlds)
     times.set_ylabel("time (s): each row (dots) and the median")
     value_axis(times, worlds)
@@ -186,6 +196,10 @@ def _draw_speedup(figure: Figure, lines: Sequence[Line]) -> str:
     for line in lines:
         with_errors(speedups, line, lambda size: size.speedup)
         with_errors(efficiencies, line, lambda size: size.efficiency)
+        mark_negative(speedups, line, lambda size: size.speedup)
+        mark_negative(efficiencies, line, lambda size: size.efficiency)
+    with_values(speedups, lines, of_sizes(lines[0], lambda size: size.speedup, "{:.2f}"))
+    with_values(efficiencies, lines, of_sizes(lines[0], lambda size: size.efficiency, "{:.0%}"))
     smallest = {line.series.sizes[0].num_processes for line in lines}
     for first in sorted(smallest):
         largest = max(line.series.sizes[-1].num_processes for line in lines)
@@ -225,10 +239,12 @@ def _draw_throughput(figure: Figure, lines: Sequence[Line]) -> str:
     lines = [line for line in lines if any(size.samples_per_second for size in line.series.sizes)]
     for line in lines:
         with_errors(axes, line, lambda size: size.samples_per_second)
+        mark_negative(axes, line, lambda size: size.samples_per_second)
         known = [size for size in line.series.sizes if size.samples_per_second]
         first, ends = known[0], points_between(known[0].num_processes, known[-1].num_processes)
         rate = first.samples_per_second.median / first.num_processes  # type: ignore[union-attr]
-        axes.plot(ends, [rate * end for end in ends], "--", color=line.colour, linewidth=1, zorder=1)
+        axes.plot(ends, [rate * end for end in ends], "--", color=GREY, linewidth=1, zorder=1)
+    with_values(axes, lines, of_sizes(lines[0], lambda size: size.samples_per_second, "{:.4g}"))
     ideal_in_legend(axes, worlds_of(lines))
     axes.set_ylabel("samples/s of all processes")
     process_axis(axes, lines)
@@ -245,6 +261,7 @@ def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> str:
     axes = figure.subplots()
     lines = [line for line in lines if any(size.accuracy is not None for size in line.series.sizes)]
     dots(axes, lines, lambda row: row.accuracy, lambda size: size.accuracy)
+    axes.margins(y=0.12)
     axes.set_ylabel("accuracy: each row (dots) and the best")
     legend(figure, axes)
     return in_words(lines, lambda size: "" if size.accuracy is None else f"{size.accuracy:.4g}")
@@ -263,6 +280,9 @@ def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> str:
         label = part.replace("_", " ")
         axes.barh(places, widths, left=left, label=label, color=_PART_COLOURS[part])
         left = [start + width for start, width in zip(left, widths, strict=True)]
+    for place, end in zip(places, left, strict=True):
+        axes.text(end, place, f" {end:.3g}", va="center", fontsize=9)
+    axes.margins(x=0.08)
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_ylabel("series, processes")
@@ -290,18 +310,26 @@ _KINDS: dict[str, tuple[str, str, Callable[[Figure, Sequence[Line]], str]]] = {
     ),
     "speedup_efficiency": (
         "speedup and efficiency",
-        "Medians with quartiles, relative to the smallest world of each series. Dashed: ideal. Shades: bands.",
+        "Medians with quartiles, relative to the smallest world of each series. Dashed: ideal. Shades: bands. A cross "
+        "is slower than a smaller world.",
         _draw_speedup,
     ),
     "throughput": (
         "throughput",
-        "Medians with quartiles. Dashed: every process as fast as in the smallest world.",
+        "Medians with quartiles. Dashed: every process as fast as in the smallest world. A cross is slower than a "
+        "smaller world.",
         _draw_throughput,
     ),
     "accuracy": ("accuracy", "Dots: rows of timings; hollow markers: the best at each size.", _draw_accuracy),
+    "quality": (
+        "accuracy and loss by epoch",
+        "A line for each world size: where they lie on each other, quality is kept. Where an epoch was repeated, its "
+        "median.",
+        draw_quality,
+    ),
     "step_time": (
         "parts of a step",
-        "Medians of the parts of an optimizer step; communication is the part that the step waits for.",
+        "Medians of the parts of an optimizer step, and their sum; communication is the part that the step waits for.",
         _draw_step_times,
     ),
 }

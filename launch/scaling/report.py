@@ -52,7 +52,7 @@ def add_parser(commands: Commands) -> None:
         help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
         allow_abbrev=False,
-        usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--json]",
+        usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--format svg pdf] [--json]",
     )
     columns = "num_processes and epoch_time (s) or samples_per_second or tokens_per_second, "
     columns += "and if known name, recipe, scaling, epoch, samples, accuracy, ..."
@@ -61,18 +61,20 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
     warm_up = "leave out the first N epochs (rows) of each training and size [0]"
     parser.add_argument("--warmup", type=whole, default=0, metavar="N", help=warm_up)
+    formats = "also draw each picture in this format, beside the .png"
+    parser.add_argument("--format", nargs="+", choices=("svg", "pdf"), default=[], metavar="svg|pdf", help=formats)
     parser.add_argument("--json", action="store_true", help="print all numbers, instead of the verdicts")
     parser.set_defaults(run=show_report)
 
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER, --warmup N or --json")
+        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER, --warmup N, --format or --json")
     words = ["recipes", "scale", "report", *options.files, "--output", str(options.output)]
     command = shlex.join(words + ["--warmup", str(options.warmup)] * bool(options.warmup))
     rows = timings.without_warm_up(timings.read(options.files), options.warmup)
     found = find(rows, command, options.files)
-    written = report(found, options.output)
+    written = report(found, options.output, options.format)
     if not plots.installed():
         print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
     if options.json:
@@ -83,12 +85,14 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def report(found: Findings, folder: Path) -> list[Path]:
+def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[Path]:
     """Write the whole report and return its files; without matplotlib, all but the pictures.
+
+    Pictures are PNG, and in each of `formats` too.
 
     Raises `UserError` if the folder cannot be written.
     """
-    drawn = _pictures(found) if plots.installed() else {}
+    drawn = _pictures(found, formats) if plots.installed() else {}
     notes = _not_drawn(found)
     texts = {
         "comprehensive_summary.csv": summary_csv(found),
@@ -96,7 +100,7 @@ def report(found: Findings, folder: Path) -> list[Path]:
         "performance_report.txt": text(found, notes),
         "report.html": scale_page.page(found, list(drawn.values()), notes),
     }
-    content = {name: picture.png for name, picture in drawn.items()}
+    content = {f"{stem}.{one}": data for stem, picture in drawn.items() for one, data in picture.files.items()}
     # The name of a folder need not be UTF-8.
     content |= {name: written.encode(errors="backslashreplace") for name, written in texts.items()}
     try:
@@ -131,12 +135,12 @@ def _advice(found: Findings, series: Series) -> list[Json]:
 # --- Pictures ------------------------------------------------------------------------------------
 
 
-def _pictures(found: Findings) -> dict[str, Picture]:
+def _pictures(found: Findings, formats: Sequence[str]) -> dict[str, Picture]:
     drawn = {}
     for name, stem in file_stems(found.names).items():
         of_name = [series for series in found.series if series.name == name]
-        for picture in scale_plots.pictures(name, of_name, found.rows):
-            drawn[f"{stem}_{picture.kind}.png"] = picture
+        for picture in scale_plots.pictures(name, of_name, found.rows, formats):
+            drawn[f"{stem}_{picture.kind}"] = picture
     return drawn
 
 
@@ -146,7 +150,11 @@ def _not_drawn(found: Findings) -> list[str]:
     notes = []
     for name in found.names:
         of_name = [series for series in found.series if series.name == name]
-        lacking = {kind: needs for kind, needs in NEEDS.items() if not scale_plots.has_numbers(kind, of_name)}
+        lacking = {
+            kind: needs for kind, needs in NEEDS.items() if not scale_plots.has_numbers(kind, of_name, found.rows)
+        }
+        if absent := plots.families(name)[1]:
+            notes.append(f"{name}: no font here has {absent}, so pictures show boxes (apt install fonts-noto).")
         notes += [f"{name}: no picture of {kind.replace('_', ' ')}: needs {needs}." for kind, needs in lacking.items()]
     return notes
 

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.cli import main
+from launch.plots import families
 from launch.scaling import report as scale_report
 from launch.scaling.report import as_json, file_stems
 from launch.scaling.tables import summary_csv, tex_escaped
@@ -24,7 +25,7 @@ from recipes.scaling.row import Batch, NoSync, Parts, Setup, Timing
 from recipes.scaling.timings import parse_row
 from recipes.scaling.verdicts import analyse
 
-KINDS = ["epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy", "step_time"]
+KINDS = ["epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy", "quality", "step_time"]
 TABLES = ["comprehensive_summary.csv", "summary_table.tex", "performance_report.txt", "report.html"]
 ODD = "a/b_c% $x$ & \\{y} #1 ~^ <script>\"'| é \u6a21"
 # Seconds of a step's parts: data_wait, forward, backward, communication, optimizer.
@@ -85,6 +86,28 @@ def odd_folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("form", ["svg", "pdf"])
+def test_pictures_come_in_other_formats_beside_png(form, folder, tmp_path):
+    scale_report.report(find(ROWS), tmp_path, [form])
+    beside = {path.name for path in tmp_path.iterdir()} - {path.name for path in folder.iterdir()}
+    assert beside == {f"bert_{kind}.{form}" for kind in KINDS}
+    first = (tmp_path / f"bert_accuracy.{form}").read_bytes()
+    assert first.startswith(b"%PDF") if form == "pdf" else b"<svg" in first
+
+
+def test_without_epochs_there_is_no_picture_of_what_is_learned(tmp_path):
+    report([Timing(world, 10 / world, accuracy=0.9) for world in (1, 2) for _ in range(2)], tmp_path)
+    assert not list(tmp_path.glob("*_quality.png")) and list(tmp_path.glob("*_accuracy.png"))
+    assert "no picture of quality: needs the columns epoch and" in (tmp_path / "performance_report.txt").read_text()
+
+
+def test_a_name_that_no_font_here_can_show_is_said_and_not_warned_about(tmp_path, capfd):
+    lacking = next(chr(code) for code in range(0x12000, 0x1B000, 64) if families(chr(code))[1])
+    report([Timing(1, 10, name=f"a {lacking}")], tmp_path)
+    assert f"no font here has {lacking}" in (tmp_path / "performance_report.txt").read_text()
+    assert not capfd.readouterr().err
+
+
 def test_every_file_is_there(folder):
     assert {path.name for path in folder.iterdir()} == {f"bert_{kind}.png" for kind in KINDS} | set(TABLES)
 
@@ -94,7 +117,7 @@ def test_every_picture_shows_something(folder, kind):
     from PIL import Image
 
     with Image.open(folder / f"bert_{kind}.png") as picture:
-        assert picture.width == 1050 and picture.height >= 675
+        assert picture.width == 7 * 300 and picture.height >= 4.5 * 300
         assert len(picture.convert("RGB").getcolors(2**20)) > 50
 
 
@@ -226,14 +249,14 @@ def test_the_page_begins_with_the_verdicts(folder):
     assert page.index("negative scaling") < page.index("<img") < page.index("<caption>bert, fast")
 
 
-def opened(page, folder):
+def opened(page, folder, *more):
     """The page as headless Chromium renders it, and the URLs that the page requests."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("needs chromium")
     log = folder / "net.json"
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run --dump-dom"
-    words = [browser, *flags.split(), f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
+    words = [browser, *flags.split(), *more, f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}"]
     done = subprocess.run([*words, page.as_uri()], capture_output=True, text=True, timeout=120)
     events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
     # What the browser asks on its own account, for updates and the time, has no origin.
@@ -244,6 +267,17 @@ def opened(page, folder):
 def test_a_browser_opens_the_page_without_a_request(folder, tmp_path):
     shown, asked = opened(folder / "report.html", tmp_path)
     assert "negative scaling" in shown and not asked
+
+
+@pytest.mark.parametrize("width", [500, 1400])
+@pytest.mark.parametrize("name", ["folder", "odd_folder"])
+def test_the_page_is_no_wider_than_its_window(name, width, request, tmp_path):
+    page = (request.getfixturevalue(name) / "report.html").read_text()
+    measuring = "<script>document.title = document.documentElement.scrollWidth + ' in ' + innerWidth</script>"
+    (tmp_path / "page.html").write_text(re.sub("<meta http-equiv[^>]*>", "", page) + measuring)
+    shown, _ = opened(tmp_path / "page.html", tmp_path, f"--window-size={width},800")
+    wide, window = map(int, re.search(r"<title>(\d+) in (\d+)</title>", shown).groups())
+    assert abs(window - width) < 30 and wide <= window
 
 
 def test_a_page_with_a_request_would_be_detected(tmp_path):

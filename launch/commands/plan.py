@@ -368,7 +368,7 @@ def _print_next_steps(plan: Plan) -> None:
             str(number),
             _gib(step.host_bytes_per_node if host else step.total_bytes),
             "" if step.card else _gib(step.saves_host_bytes if host else step.saves_bytes),
-            "yes" if step.fits else "no",
+            "yes" if step.fits else "no (host)" if step.fits_gpu and not host else "no",
             step.slowdown,
         ]
         for number, step in enumerate(plan.next_steps, 1)

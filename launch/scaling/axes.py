@@ -172,6 +172,7 @@ def legend(figure: Figure, axes: Axes) -> None:
     if not labels:  # no value could be drawn
         return
     last = (IDEAL, NEGATIVE)
-    handles, labels = zip(*sorted(zip(handles, labels, strict=True), key=lambda one: one[1] in last), strict=True)
+    order = sorted(range(len(labels)), key=lambda place: labels[place] in last)
+    handles, labels = [handles[place] for place in order], [labels[place] for place in order]
     columns = 4 if max(map(len, labels)) < 20 else 2
     figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)

@@ -31,6 +31,7 @@ class NextStep:
     """One change to try.
 
     `words` is the whole command, for the shell. `seconds` is the time of a step, None if unknown.
+    `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too.
     `saves_bytes` counts on each GPU, `saves_host_bytes` in the RAM of each node, both compared to
     the plan's row of what was asked for; below 0 if the step needs more. `slowdown` says what the
     change costs in time. `adapters`: the step trains them and not all weights. `install` is a
@@ -42,6 +43,7 @@ class NextStep:
     total_bytes: int
     saves_bytes: int
     fits: bool
+    fits_gpu: bool
     host_bytes_per_node: int
     saves_host_bytes: int
     slowdown: str
@@ -226,6 +228,7 @@ def _step(
         total_bytes=entry.total_bytes,
         saves_bytes=before.total_bytes - entry.total_bytes,
         fits=entry.fits,
+        fits_gpu=entry.fits_gpu,
         host_bytes_per_node=entry.host_bytes_per_node,
         saves_host_bytes=before.host_bytes_per_node - entry.host_bytes_per_node,
         slowdown=slowdown.format(host=f"at least {_seconds(host)} per step"),

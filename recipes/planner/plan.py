@@ -257,7 +257,7 @@ def _steps(
     if offloads:
         return tuple(smaller or without_offload(request, asked, row, estimator, usable))
     time = time_of(chosen, estimator, entry.micro_batch, request.mfu, request.bandwidth).total
-    return tuple(step for step in smaller if time is None or (step.seconds or 0) < time)
+    return tuple(step for step in smaller if time is None or step.seconds is None or step.seconds < time)
 
 
 def _made_to_fit(run: RunSpec, request: Request, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -206,6 +207,16 @@ def test_if_only_ram_is_short_the_table_is_about_ram(tmp_path, capsys):
     start = next(number for number, line in enumerate(lines) if "GiB of RAM" in line)
     saved = [line.split()[2] for line in lines[start + 1 :] if line[:1].isdigit() and ":" not in line[:3]]
     assert saved and all(float(size) > 0 for size in saved)
+
+
+def test_a_step_that_lacks_only_ram_says_so_where_the_gpu_is_what_is_short(tmp_path, capsys):
+    LARGE.save_pretrained(tmp_path)
+    argv = ["plan", "--model", str(tmp_path), "--gpu_memory", "1.55", "--max_length", "128", "--host_memory", "0.3"]
+    assert main([*argv, "--recipe", "standard", "--num_processes", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sharded = next(line for line in lines if line.startswith("1: "))
+    assert " --recipe sharded " in sharded
+    assert re.search(r"^1 .* no \(host\) ", "\n".join(lines), re.MULTILINE)
 
 
 def test_no_table_is_printed_without_steps(tmp_path, capsys):

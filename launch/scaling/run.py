@@ -83,7 +83,9 @@ def add_parser(commands: Commands) -> None:
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.add_argument("--repeats", type=count, default=3, help="[3]")
-    parser.add_argument("--steps", type=count, default=20, help="measured steps per run, after a warm-up [20]")
+    parser.add_argument(
+        "--steps", type=count, default=20, help=f"measured steps per run, after {WARM_UP_STEPS} that are not [20]"
+    )
     parser.add_argument("--name", help="name of the training in the report [the model's]")
     parser.add_argument("--output", default="outputs/scale", help="folder of timings.jsonl, logs and records")
     applying = "try the first advice of the report, or the one with this KEY, beside the present settings"

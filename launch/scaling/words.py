@@ -196,7 +196,16 @@ def step_parts(series: Series) -> Table | None:
     columns["p99"] = [_milliseconds(size.typical.step_p99) for size in sizes]
     for part in PARTS:
         columns[part.replace("_", " ")] = [_milliseconds(size.typical.parts.known().get(part)) for size in sizes]
+    columns["longest data wait"] = [_longest_wait(size.typical) for size in sizes]
     return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
+
+
+def _longest_wait(row: Timing) -> str:
+    """Of the process that waits most for data, with its rank if it is the same in every repeat."""
+    if row.num_processes == 1 or not row.data_wait_max:
+        return ""
+    rank = row.slowest.data_rank if row.slowest else None
+    return _milliseconds(row.data_wait_max) + ("" if rank is None else f" (rank {rank})")
 
 
 def losses(series: Series) -> Table | None:

@@ -34,7 +34,7 @@ from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
 from recipes.run.cores import usable_cores
 from recipes.run.hardware import read as read_hardware
-from recipes.scaling.advice import BEFORE, Advice, advise
+from recipes.scaling.advice import BEFORE, Advice, advise, applied
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.sizes import Size
@@ -125,6 +125,10 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not file.stat().st_size:
         print("\nnothing was measured: every run failed", file=sys.stderr)
         return 1
+    title = found[-1].applied
+    for tried in applied(read([file])) if title else []:
+        if tried.title == title:
+            print(f"\n{title}: {tried.words}")
     print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
     return 1 if failed else 0
 

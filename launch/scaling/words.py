@@ -152,8 +152,7 @@ def summary(found: Findings) -> str:
             lines += [f"    {words}" for words in commands(found, series, size, advice)]
         lines.append("")
     for tried in found.applied:
-        lines.append(f"tried at {tried.num_processes}: {tried.title}: predicted {tried.predicted:.2f} times")
-        lines.append(f"  the throughput, measured {_with_quartiles(tried.measured, '.2f')}")
+        lines += [f"tried at {tried.num_processes}: {tried.title}:", f"  {tried.words}"]
     return "\n".join(lines).rstrip()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from recipes.run import Settings, with_flags
 from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, volume_bound
-from recipes.scaling.noise import together
+from recipes.scaling.noise import of_median, together
 from recipes.scaling.row import Timing
 from recipes.scaling.sizes import Size, Spread, spread
 from recipes.scaling.verdicts import Series
@@ -27,6 +27,7 @@ _AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
 _SYNC_EACH = '"sync_each_batch": true'
 _OF_DATA = ("workers", "preprocess")  # keys of what makes loading itself faster
 _HARDLY = 0.02  # share of a step: workers that let it wait longer hardly keep up
+CLOSE = 0.05  # a prediction is held to be right within this share
 BEFORE = "before"  # a run with the present settings, beside one that tries a change
 
 
@@ -56,13 +57,31 @@ class Advice:
 class Applied:
     """A change that was tried.
 
-    `measured` is the ratio of its throughput to that of the runs beside it.
+    `measured` is the ratio of its throughput to that of the runs beside it, `off` the share of it
+    that noise may make; None for a single pair.
     """
 
     title: str
     num_processes: int
     predicted: float
     measured: Spread
+    off: float | None
+
+    @property
+    def too_noisy(self) -> bool:
+        """Whether these runs cannot tell if the prediction was right."""
+        return self.off is not None and self.off > CLOSE
+
+    @property
+    def words(self) -> str:
+        measured = f"{self.measured.median:.2f}"
+        if self.off is None:
+            measured += " in a single pair: repeat it to know what noise makes of that"
+        else:
+            measured += f" ({self.measured.low:.2f} to {self.measured.high:.2f})"
+        if self.too_noisy:
+            measured += f", too noisy to judge: noise may make {self.off:.0%} of it. Repeat on a quiet machine, or more"
+        return f"predicted {self.predicted:.2f} times the throughput, measured {measured}"
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
@@ -331,4 +350,6 @@ def _applied(key: tuple[str, str, str], rows: Sequence[Timing]) -> Applied | Non
     ]
     if not ratios:
         return None
-    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios))
+    measured = spread(ratios)
+    off = of_median(ratios) / measured.median if len(ratios) > 1 else None
+    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, measured, off)

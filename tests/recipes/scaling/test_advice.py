@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from recipes.scaling.advice import BEFORE, Advice, advise, applied
+from recipes.scaling.advice import BEFORE, Advice, Applied, advise, applied
 from recipes.scaling.causes import wire_time
 from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.verdicts import analyse
@@ -165,3 +165,25 @@ def test_a_tried_change_is_compared_with_the_run_beside_it():
     rows += [Timing(2, time, samples=100, applied="less", predicted=1.9) for time in (5.0, 6.0)]
     found = applied(rows)
     assert [(one.title, one.predicted, one.measured.median) for one in found] == [("less", 1.9, 2.0)]
+
+
+# --- What was tried -------------------------------------------------------------------------------
+
+
+def tries(*ratios: float) -> Applied:
+    """Compression, predicted to gain a half, tried once for each ratio of throughputs."""
+    before = [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
+    after = [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]
+    return applied([*before, *after])[0]
+
+
+def test_tries_that_agree_are_compared_with_the_prediction():
+    assert tries(1.48, 1.5, 1.52).words == "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51)"
+
+
+def test_tries_that_differ_by_more_than_a_prediction_may_are_too_noisy():
+    assert tries(1.2, 1.5, 1.9).too_noisy and "too noisy to judge" in tries(1.2, 1.5, 1.9).words
+
+
+def test_a_single_try_says_that_it_is_one():
+    assert tries(1.5).words.endswith("in a single pair: repeat it to know what noise makes of that")

@@ -227,9 +227,9 @@ def tried(found: Findings) -> Table | None:
     """Predicted and measured throughput for advice that was tried; None if none was."""
     if not found.applied:
         return None
-    headings = ["change", "processes", "predicted throughput (times)", "measured (times, quartiles)"]
+    headings = ["change", "processes", "predicted throughput (times)", "measured (times, quartiles)", "prediction"]
     rows = [
-        [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f")]
+        [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f"), one.judged]
         for one in found.applied
     ]
     return Table("Advice that was tried: throughput after over throughput before", headings, rows)

@@ -170,20 +170,35 @@ def test_a_tried_change_is_compared_with_the_run_beside_it():
 # --- What was tried -------------------------------------------------------------------------------
 
 
-def tries(*ratios: float) -> Applied:
-    """Compression, predicted to gain a half, tried once for each ratio of throughputs."""
-    before = [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
-    after = [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]
-    return applied([*before, *after])[0]
+def tries(*ratios: float, earlier: float = 10.0) -> Applied:
+    """Compression, predicted to gain a half, tried once for each ratio of throughputs.
+
+    The present settings took `earlier` seconds when that was predicted, and take 10 beside it.
+    """
+    rows = [Timing(2, earlier, samples=100), Timing(2, earlier, samples=100)]
+    rows += [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
+    rows += [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]
+    return applied(rows)[0]
 
 
-def test_tries_that_agree_are_compared_with_the_prediction():
-    assert tries(1.48, 1.5, 1.52).words == "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51)"
+def test_a_prediction_stands_beside_what_was_measured():
+    words = "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within 5%"
+    assert tries(1.48, 1.5, 1.52).words == words
 
 
-def test_tries_that_differ_by_more_than_a_prediction_may_are_too_noisy():
-    assert tries(1.2, 1.5, 1.9).too_noisy and "too noisy to judge" in tries(1.2, 1.5, 1.9).words
+def test_a_prediction_that_is_wrong_is_not_excused():
+    assert tries(1.98, 2.0, 2.02).judged == "off by 33%"
 
 
-def test_a_single_try_says_that_it_is_one():
-    assert tries(1.5).words.endswith("in a single pair: repeat it to know what noise makes of that")
+def test_repeats_that_leave_the_difference_open_are_too_noisy_to_judge():
+    found = tries(1.2, 1.7, 2.2)
+    assert found.judged == "too noisy to judge" and "the repeats leave" in found.words
+
+
+def test_a_machine_that_changed_since_the_prediction_is_too_noisy_to_judge():
+    found = tries(1.98, 2.0, 2.02, earlier=8.0)
+    assert found.judged == "too noisy to judge" and "settings are 0.80 times as fast" in found.words
+
+
+def test_a_single_pair_says_that_it_is_one():
+    assert tries(2.0).judged == "a single pair"

@@ -115,7 +115,7 @@ def as_json(found: Findings) -> Json:
     """Every number of the report, in seconds, samples, bytes and ratios."""
     return {
         "series": [_series(found, series) for series in found.series],
-        "applied": [asdict(one) for one in found.applied],
+        "applied": [{**asdict(one), "judged": one.judged} for one in found.applied],
     }
 
 

@@ -34,7 +34,7 @@ from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
 from recipes.run.cores import usable_cores
 from recipes.run.hardware import read as read_hardware
-from recipes.scaling.advice import BEFORE, Advice, advise
+from recipes.scaling.advice import BEFORE, Advice, advise, applied
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.sizes import Size
@@ -83,7 +83,9 @@ def add_parser(commands: Commands) -> None:
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)
     parser.add_argument("--repeats", type=count, default=3, help="[3]")
-    parser.add_argument("--steps", type=count, default=20, help="measured steps per run, after a warm-up [20]")
+    parser.add_argument(
+        "--steps", type=count, default=20, help=f"measured steps per run, after {WARM_UP_STEPS} that are not [20]"
+    )
     parser.add_argument("--name", help="name of the training in the report [the model's]")
     parser.add_argument("--output", default="outputs/scale", help="folder of timings.jsonl, logs and records")
     applying = "try the first advice of the report, or the one with this KEY, beside the present settings"
@@ -123,6 +125,10 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     if not file.stat().st_size:
         print("\nnothing was measured: every run failed", file=sys.stderr)
         return 1
+    title = found[-1].applied
+    for tried in applied(read([file])) if title else []:
+        if tried.title == title:
+            print(f"\n{title}: {tried.words}")
     print(f"\nrecipes scale report {shlex.quote(str(file))} --output {shlex.quote(str(folder / 'report'))}")
     return 1 if failed else 0
 

@@ -152,8 +152,7 @@ def summary(found: Findings) -> str:
             lines += [f"    {words}" for words in commands(found, series, size, advice)]
         lines.append("")
     for tried in found.applied:
-        lines.append(f"tried at {tried.num_processes}: {tried.title}: predicted {tried.predicted:.2f} times")
-        lines.append(f"  the throughput, measured {_with_quartiles(tried.measured, '.2f')}")
+        lines += [f"tried at {tried.num_processes}: {tried.title}:", f"  {tried.words}"]
     return "\n".join(lines).rstrip()
 
 
@@ -196,7 +195,16 @@ def step_parts(series: Series) -> Table | None:
     columns["p99"] = [_milliseconds(size.typical.step_p99) for size in sizes]
     for part in PARTS:
         columns[part.replace("_", " ")] = [_milliseconds(size.typical.parts.known().get(part)) for size in sizes]
+    columns["longest data wait"] = [_longest_wait(size.typical) for size in sizes]
     return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
+
+
+def _longest_wait(row: Timing) -> str:
+    """Of the process that waits most for data, with its rank if it is the same in every repeat."""
+    if row.num_processes == 1 or not row.data_wait_max:
+        return ""
+    rank = row.slowest.data_rank if row.slowest else None
+    return _milliseconds(row.data_wait_max) + ("" if rank is None else f" (rank {rank})")
 
 
 def losses(series: Series) -> Table | None:
@@ -219,9 +227,9 @@ def tried(found: Findings) -> Table | None:
     """Predicted and measured throughput for advice that was tried; None if none was."""
     if not found.applied:
         return None
-    headings = ["change", "processes", "predicted throughput (times)", "measured (times, quartiles)"]
+    headings = ["change", "processes", "predicted throughput (times)", "measured (times, quartiles)", "prediction"]
     rows = [
-        [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f")]
+        [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f"), one.judged]
         for one in found.applied
     ]
     return Table("Advice that was tried: throughput after over throughput before", headings, rows)

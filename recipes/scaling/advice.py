@@ -9,10 +9,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from recipes.run import Settings, with_flags
 from recipes.scaling.causes import WORTH_NAMING, Cause, megabytes, milliseconds, volume_bound
-from recipes.scaling.noise import together
+from recipes.scaling.noise import of_median, together
 from recipes.scaling.row import Timing
 from recipes.scaling.sizes import Size, Spread, spread
 from recipes.scaling.verdicts import Series
@@ -27,6 +28,8 @@ _AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
 _SYNC_EACH = '"sync_each_batch": true'
 _OF_DATA = ("workers", "preprocess")  # keys of what makes loading itself faster
 _HARDLY = 0.02  # share of a step: workers that let it wait longer hardly keep up
+TOO_NOISY = "too noisy to judge"
+CLOSE = 0.05  # a prediction is held to be right within this share
 BEFORE = "before"  # a run with the present settings, beside one that tries a change
 
 
@@ -56,13 +59,41 @@ class Advice:
 class Applied:
     """A change that was tried.
 
-    `measured` is the ratio of its throughput to that of the runs beside it.
+    `measured` is the ratio of its throughput to that of the runs beside it, and `off` by which
+    share the repeats leave that and the prediction open; None for a single pair. `since`: the
+    throughput of the present settings, over what it was when the gain was predicted.
     """
 
     title: str
     num_processes: int
     predicted: float
     measured: Spread
+    off: float | None = None
+    since: float = 1.0
+
+    @property
+    def judged(self) -> str:
+        """The prediction in a word or two: what became of it, or why these runs cannot tell."""
+        differs = abs(self.measured.median / self.predicted - 1)
+        if differs <= CLOSE:
+            return f"within {CLOSE:.0%}"
+        if self.off is None:
+            return "a single pair"
+        if abs(self.since - 1) > CLOSE or differs <= self.off:
+            return TOO_NOISY
+        return f"off by {differs:.0%}"
+
+    @property
+    def words(self) -> str:
+        text = f"predicted {self.predicted:.2f} times the throughput, measured {self.measured.median:.2f}"
+        if self.measured.low != self.measured.high:
+            text += f" ({self.measured.low:.2f} to {self.measured.high:.2f})"
+        text += f": {self.judged}"
+        if self.judged != TOO_NOISY:
+            return text
+        if abs(self.since - 1) > CLOSE:
+            text += f", the present settings are {self.since:.2f} times as fast as when that was predicted"
+        return f"{text}; the repeats leave {self.off:.0%} open. Measure both on a quiet machine, or more often"
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
@@ -324,11 +355,21 @@ def _applied(key: tuple[str, str, str], rows: Sequence[Timing]) -> Applied | Non
     name, recipe, title = key
     after = [row for row in rows if (row.name, row.recipe, row.applied) == key]
     before = [row for row in rows if (row.name, row.recipe, row.applied) == (name, recipe, f"{BEFORE}: {title}")]
-    ratios = [
-        (new.samples / new.epoch_time) / (old.samples / old.epoch_time)
-        for old, new in zip(before, after, strict=False)
-        if old.samples and new.samples
-    ]
+    earlier = [row for row in rows if not row.applied and _setting(row) == _setting(before[0])] if before else []
+    rates = [_rates(some) for some in (earlier, before, after)]
+    ratios = [new / old for old, new in zip(rates[1], rates[2], strict=False)]
     if not ratios:
         return None
-    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios))
+    measured, off = spread(ratios), None
+    if len(ratios) > 1:
+        off = together(*(of_median(values) / median(values) for values in (ratios, rates[0]) if len(values) > 1))
+    since = median(rates[1]) / median(rates[0]) if rates[0] else 1.0
+    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, measured, off, since)
+
+
+def _setting(row: Timing) -> tuple:
+    return row.name, row.recipe, row.scaling, row.num_processes, row.batch.total
+
+
+def _rates(rows: Sequence[Timing]) -> list[float]:
+    return [row.samples / row.epoch_time for row in rows if row.samples]

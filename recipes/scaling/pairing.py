@@ -56,7 +56,17 @@ def _training(row: Timing) -> tuple[str, ...]:
 
 def _flags(command: str) -> list[str]:
     """Each flag with its values: "max_length 512"."""
-    return [" ".join(shlex.split(flag)) for flag in f" {command}".split(" --")[1:]]
+    try:
+        words = shlex.split(command)
+    except ValueError:  # not a command of ours: a quotation is not closed
+        words = command.split()
+    found: list[str] = []
+    for word in words:
+        if word.startswith("--") or not found:
+            found.append(word.removeprefix("--"))
+        else:
+            found[-1] += f" {word}"
+    return found
 
 
 def _key(row: Timing) -> tuple[str, str]:

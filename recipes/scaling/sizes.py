@@ -122,7 +122,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def typical(rows: Sequence[Timing]) -> Timing:
-    """The median of every numeric column, the lower one for counts; text as in the first row."""
+    """The median of every numeric column, the lower one for counts; text as in the first row.
+
+    The slowest process is unknown if it is not the same one in all rows.
+    """
     found: dict[str, object] = {}
     columns = [to_columns(row) for row in rows]
     for name, column in COLUMNS.items():
@@ -130,6 +133,8 @@ def typical(rows: Sequence[Timing]) -> Timing:
         numbers = [value for value in values if not isinstance(value, str)]
         middle = median_low if all(isinstance(value, int) for value in numbers) else median
         found[name] = middle(numbers) if numbers else (values[0] if values else column.default)
+        if column.group == "slowest" and len(set(values)) > 1:
+            found[name] = column.default
     return from_columns(found)
 
 

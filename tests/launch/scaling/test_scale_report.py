@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from launch.plots import families
 from launch.scaling import report as scale_report
 from launch.scaling.report import as_json, file_stems
 from launch.scaling.tables import summary_csv, tex_escaped
-from launch.scaling.words import commands, find, results, serial_words, suggestions
+from launch.scaling.words import commands, find, results, serial_words, step_parts, suggestions
 from recipes.errors import UserError
-from recipes.scaling.row import Batch, NoSync, Parts, Setup, Timing
+from recipes.scaling.row import Batch, NoSync, Parts, Setup, Slowest, Timing
 from recipes.scaling.timings import parse_row
 from recipes.scaling.verdicts import analyse
 
@@ -193,7 +194,7 @@ def test_predicted_stands_beside_measured(tmp_path, monkeypatch):
     runs = [("before: log less", 100.0, None), ("log less", 80.0, 1.3)] * 2
     rows = [Timing(2, time, samples=100, applied=applied, predicted=gain) for applied, time, gain in runs]
     report([*ROWS, *rows], tmp_path)
-    assert re.search(r"log less +2 +1\.30 +1\.25\n", (tmp_path / "performance_report.txt").read_text())
+    assert re.search(r"log less +2 +1\.30 +1\.25 +within 5%\n", (tmp_path / "performance_report.txt").read_text())
 
 
 # --- LaTeX ---------------------------------------------------------------------------------------
@@ -424,3 +425,10 @@ def test_every_file_says_the_same_of_a_size(tmp_path, monkeypatch):
 def test_a_table_of_runs_is_not_called_one_of_epochs():
     rows = [Timing(world, 10 / world, samples=100, timed="20 steps") for world in (1, 2)]
     assert "20 steps (s)" in results(find(rows).series[0]).headings
+
+
+@pytest.mark.parametrize(("ranks", "shown"), [((1, 1), "30 (rank 1)"), ((0, 1), "30")])
+def test_the_rank_that_waits_longest_for_data_is_shown_if_it_is_always_the_same(ranks, shown):
+    rows = [replace(ROWS[3], data_wait_max=0.03, slowest=Slowest(data_rank=rank)) for rank in ranks]
+    table = step_parts(analyse([ROWS[0], *rows])[0])
+    assert [row[table.headings.index("longest data wait")] for row in table.rows] == ["", shown]

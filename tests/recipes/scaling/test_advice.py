@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from recipes.scaling.advice import BEFORE, Advice, advise, applied
+from recipes.scaling.advice import BEFORE, Advice, Applied, advise, applied
 from recipes.scaling.causes import wire_time
 from recipes.scaling.row import Timing, with_columns
 from recipes.scaling.verdicts import analyse
@@ -165,3 +165,40 @@ def test_a_tried_change_is_compared_with_the_run_beside_it():
     rows += [Timing(2, time, samples=100, applied="less", predicted=1.9) for time in (5.0, 6.0)]
     found = applied(rows)
     assert [(one.title, one.predicted, one.measured.median) for one in found] == [("less", 1.9, 2.0)]
+
+
+# --- What was tried -------------------------------------------------------------------------------
+
+
+def tries(*ratios: float, earlier: float = 10.0) -> Applied:
+    """Compression, predicted to gain a half, tried once for each ratio of throughputs.
+
+    The present settings took `earlier` seconds when that was predicted, and take 10 beside it.
+    """
+    rows = [Timing(2, earlier, samples=100), Timing(2, earlier, samples=100)]
+    rows += [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
+    rows += [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]
+    return applied(rows)[0]
+
+
+def test_a_prediction_stands_beside_what_was_measured():
+    words = "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within 5%"
+    assert tries(1.48, 1.5, 1.52).words == words
+
+
+def test_a_prediction_that_is_wrong_is_not_excused():
+    assert tries(1.98, 2.0, 2.02).judged == "off by 33%"
+
+
+def test_repeats_that_leave_the_difference_open_are_too_noisy_to_judge():
+    found = tries(1.2, 1.7, 2.2)
+    assert found.judged == "too noisy to judge" and "the repeats leave" in found.words
+
+
+def test_a_machine_that_changed_since_the_prediction_is_too_noisy_to_judge():
+    found = tries(1.98, 2.0, 2.02, earlier=8.0)
+    assert found.judged == "too noisy to judge" and "settings are 0.80 times as fast" in found.words
+
+
+def test_a_single_pair_says_that_it_is_one():
+    assert tries(2.0).judged == "a single pair"

@@ -6,6 +6,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.scaling.pairing import paired
 from recipes.scaling.row import Batch, Setup, Timing
 from recipes.scaling.verdicts import Series, analyse
 from tests.support import simulated
@@ -71,6 +72,23 @@ def test_names_that_meet_at_one_size_are_trainings_of_their_own():
 def test_trainings_of_one_name_are_told_apart_by_their_flags():
     rows = [job(world, 16, flags=f"--seed 1 --max_length {length}") for world in (1, 2) for length in (64, 128)]
     assert titles(*rows) == ["gpt2 (max_length 64), strong scaling", "gpt2 (max_length 128), strong scaling"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from((8, 16)), st.text("-' \"a", max_size=9)), min_size=1))
+def test_no_job_is_lost_whatever_its_flags(jobs):
+    rows = [job(world, batch, flags=flags) for world, batch, flags in jobs]
+    found = paired(rows)
+    assert {(row.num_processes, row.batch.total, row.setup.command) for row in found} == set(jobs)
+    assert all(row.scaling for row in found) and len(rows) <= len(found) <= 2 * len(rows)
+
+
+def test_a_flag_with_another_inside_is_one_difference():
+    flags = ['--config_json \'{"a": " --b"}\'', ""]
+    assert titles(*(job(world, 16, flags=one) for world in (1, 2) for one in flags)) == [
+        'gpt2 (config_json {"a": " --b"}), strong scaling',
+        "gpt2, strong scaling",
+    ]
 
 
 def test_the_order_of_flags_is_no_difference():

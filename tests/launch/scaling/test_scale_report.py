@@ -200,6 +200,7 @@ def test_predicted_stands_beside_measured(tmp_path, monkeypatch):
 # --- LaTeX ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
 def test_the_table_compiles_in_a_plain_article(name, request, tmp_path):
     if not shutil.which("pdflatex"):
@@ -265,11 +266,13 @@ def opened(page, folder, *more):
     return done.stdout, asked
 
 
+@pytest.mark.slow
 def test_a_browser_opens_the_page_without_a_request(folder, tmp_path):
     shown, asked = opened(folder / "report.html", tmp_path)
     assert "negative scaling" in shown and not asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [500, 1400])
 @pytest.mark.parametrize("name", ["folder", "odd_folder"])
 def test_the_page_is_no_wider_than_its_window(name, width, request, tmp_path):
@@ -281,6 +284,7 @@ def test_the_page_is_no_wider_than_its_window(name, width, request, tmp_path):
     assert abs(window - width) < 30 and wide <= window
 
 
+@pytest.mark.slow
 def test_a_page_with_a_request_would_be_detected(tmp_path):
     (tmp_path / "page.html").write_text('<img src="http://localhost:9/picture.png">')
     _, asked = opened(tmp_path / "page.html", tmp_path)

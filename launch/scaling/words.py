@@ -260,4 +260,6 @@ def number(value: float | None) -> str:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+    if seconds is None:
+        return ""
+    return f"{round(1000 * seconds, 3):.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"

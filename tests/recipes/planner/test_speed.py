@@ -4,7 +4,10 @@ import functools
 
 import pytest
 
+from recipes.planner.speed import exchanges
 from recipes.planner.tracing.trace import weigh
+from recipes.run import resolve
+from recipes.run.hardware import Hardware
 from tests.recipes.planner.small import SMALL, planned
 
 
@@ -26,6 +29,21 @@ def test_accumulation_sends_nothing_more_with_ddp_and_once_per_micro_batch_with_
     assert by_accumulation[4] == by_accumulation[12]
     sharded = {split.accumulation: split.time.sent_bytes for split in splits("memory_zero3")}
     assert sharded[12] == 3 * sharded[4]
+
+
+EACH = ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}']
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "times"), [("standard", [], 1), ("standard", EACH, 4), ("memory", [], 4), ("memory", EACH, 4)]
+)
+def test_gradients_are_exchanged_once_a_step_or_in_each_micro_batch(recipe, flags, times):
+    run = resolve(flags, settings={"recipe": recipe}, world_size=2, hardware=Hardware(cores=2), environment={})
+    assert exchanges(run, 4) == times
+
+
+def test_one_process_exchanges_nothing():
+    assert exchanges(resolve([], hardware=Hardware(cores=2), environment={}), 4) == 0
 
 
 def test_an_all_reduce_sends_twice_the_share_of_the_other_gpus():

@@ -11,6 +11,7 @@ import errno
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
@@ -112,10 +113,11 @@ def _main(argv: list[str]) -> int:
     try:
         return options.run(options, [*rest, *passed_on])
     except UserError as error:
+        problems = [_of_this_command(problem, options) for problem in error.problems]
         if getattr(options, "json", False):
-            print(json.dumps({"legal": False, "problems": [vars(problem) for problem in error.problems]}, indent=2))
+            print(json.dumps({"legal": False, "problems": [vars(problem) for problem in problems]}, indent=2))
         else:
-            _print_problems(error.problems)
+            _print_problems(problems)
         return 2
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
@@ -125,6 +127,14 @@ def _main(argv: list[str]) -> int:
             raise
         print(f"the disk is full: {error.filename or 'make room'}", file=sys.stderr)
         return 1
+
+
+def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
+    """A misspelt flag may be one of the command's own, which train.py's settings do not hold."""
+    from recipes.run.command_line import NOTHING_SIMILAR
+
+    similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
+    return replace(problem, fix=f"--{similar[0]}") if similar and problem.fix == NOTHING_SIMILAR else problem
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

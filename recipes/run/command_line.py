@@ -120,6 +120,9 @@ def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> d
     return accepted
 
 
+NOTHING_SIMILAR = "`train.py --help` lists them"
+
+
 def unknown(name: str, source: str) -> Problem:
     """Why `name` is not a legal setting: renamed, removed, in the wrong place, or misspelt."""
     if name in moved.RENAMED:
@@ -129,9 +132,7 @@ def unknown(name: str, source: str) -> Problem:
         return Problem(name, "does not belong here", elsewhere, source)
     suggestion = nearest(name, legal.settings())
     fix = f"--{suggestion}" if suggestion and source == COMMAND_LINE else suggestion
-    return Problem(
-        name, "is not an argument of train.py or TrainingArguments", fix or "`train.py --help` lists them", source
-    )
+    return Problem(name, "is not an argument of train.py or TrainingArguments", fix or NOTHING_SIMILAR, source)
 
 
 def belongs(name: str) -> str:

@@ -51,6 +51,12 @@ def test_an_unknown_flag_is_refused(capsys):
     assert "unrecognized arguments: --learning_rate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["plan --model 8B --gpu H100 --num_procesess 2", "train --num_procesess 2"])
+def test_a_misspelt_flag_of_the_command_itself_gets_its_name(words, capsys):
+    assert main(words.split()) == 2
+    assert "Fix: --num_processes." in capsys.readouterr().err
+
+
 def test_an_interruption_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
     def interrupted(name):
         raise KeyboardInterrupt

@@ -2,7 +2,8 @@
 
 A caching allocator cuts new tensors from the pieces of old ones. If more of something makes them
 fit better, less is reserved. So the plan of a smaller run can lie above that of a greater one, by
-no more than it caches: in 120 pairs of runs it did in 11, by 2.6 % at most (the margin is 6 %).
+no more than it caches: in 120 pairs of runs it did in 11, by 2.6 % at most (the margin is 6 %), and
+for 200 and 256 tokens of a Gemma 3 by 5.4 %.
 """
 
 import math

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
+from launch.host.world import leave_group
 from launch.output import record
 from recipes.planner.tracing.live_bytes import LiveBytes
 from recipes.scaling.noise import of_median
@@ -250,4 +251,4 @@ def main(path: str, topic: str, device: str, number: str) -> None:
     measured = measure(topic, setup, rank)
     if rank == 0:
         record.write(folder, asdict(measured), MEASURED)
-    distributed.destroy_process_group()
+    leave_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 T = TypeVar("T")
+_DROPPED_SECONDS = 0.1  # far longer than a thread takes to drop a tensor
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,22 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
     finally:
         # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
         gc.collect()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_group()
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one, when gloo's threads have dropped their tensors.
+
+    Such a thread needs Python's lock, and the end of the group holds that while it waits for the
+    thread (`~ProcessGroupGloo` and `~AsyncAllgatherWork` of torch 2.13): once in thousands of
+    trainings, a rank whose last exchange was just before hung for ever.
+    """
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return
+    time.sleep(_DROPPED_SECONDS)
+    torch.distributed.destroy_process_group()
 
 
 def _require_same_micro_batch(run: RunSpec, world: World) -> None:

@@ -18,6 +18,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+from launch.host.world import leave_group
 from tests.benchmarks.resident import print_table
 
 WORLD = 2
@@ -90,7 +91,7 @@ def _measure(rank: int, folder: str, cases: list[str]) -> None:
         found = {case: _two_steps(case) for case in cases}
     if rank == 0:
         Path(folder, "live.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_group()
 
 
 def _two_steps(case: str) -> int:

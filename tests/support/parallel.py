@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from launch.host.world import leave_group
 from tests.support.running import fork_ranks
 
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
@@ -86,4 +87,4 @@ if __name__ == "__main__":
     sys.stdout.write(f"REPORT {json.dumps(report)}\n")  # in one piece: the other ranks write too
     sys.stdout.flush()
     trainer.accelerator.free_memory()
-    torch.distributed.destroy_process_group()
+    leave_group()

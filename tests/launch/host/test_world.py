@@ -109,7 +109,7 @@ def test_trainers_own_deepspeed_argument_is_the_engine():
 
 DECIDE = """
 import torch.distributed as dist
-from launch.host.world import launched
+from launch.host.world import launched, leave_group
 from recipes.errors import Failure, mistake
 
 def decision():
@@ -122,7 +122,7 @@ try:
 except Exception as error:
     result = type(error).__name__
 print(f"rank {{world.rank}}: {{result}}\\n", end="", flush=True)
-dist.destroy_process_group()
+leave_group()
 """
 
 

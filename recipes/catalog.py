@@ -1,4 +1,4 @@
-"""The recipes. `standard` states all that it changes; every other recipe is a base and a diff.
+"""The recipes. `standard` states all that it changes; those that follow are a base and a diff.
 
 A setting is a pair `(value, reason)`. If the value depends on the machine or on other settings, a
 small function takes the run and decides. `recipes show` prints every value with its reason.
@@ -8,7 +8,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 Decision = tuple[Any, str]  # a value and its reason
@@ -22,36 +22,54 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 
 @dataclass(frozen=True)
 class Recipe:
-    """`engine` is a file in accelerate_configs/; `micro_batch_cap` is in examples per process.
+    """A base and the changes to it. A change to None leaves the setting to the library.
 
-    `files` are those that a user's own recipe was read from, its own first; a shipped one has none.
-    `base` is the shipped recipe that it was made of.
+    Two values are no settings of train.py: `engine`, an Accelerate YAML (shipped ones by name), and
+    `micro_batch_cap`, the most examples per process in a micro-batch. `files` are those that a
+    user's own recipe was read from, its own file first; a shipped recipe has none.
     """
 
     name: str
     purpose: str
-    engine: str
-    micro_batch_cap: int
-    settings: Mapping[str, Value] = field(default_factory=dict)
+    changes: Mapping[str, Value | None]
+    base: Recipe | None = None
     files: tuple[str, ...] = ()
-    base: str = ""
+
+    def but(self, name: str, purpose: str, **changes: Value | None) -> Recipe:
+        """This recipe with a few named values changed."""
+        return Recipe(name, purpose, changes, base=self)
+
+    def stated(self, name: str) -> tuple[Recipe, Value] | None:
+        """A value, and the recipe that states it: this one, or the nearest of its bases."""
+        if name not in self.changes:
+            return self.base.stated(name) if self.base else None
+        value = self.changes[name]
+        return None if value is None else (self, value)
+
+    @property
+    def settings(self) -> dict[str, Value]:
+        """The values of this recipe and of its bases, by name."""
+        merged = {**(self.base.settings if self.base else {}), **self.changes}
+        return {name: value for name, value in merged.items() if value is not None}
 
     @property
     def source(self) -> str:
-        """Where a setting comes from that this recipe states."""
+        """The origin of the values that this recipe states, as it is printed beside them."""
         return f"recipe {self.files[0] if self.files else self.name}"
 
-    def origin(self, setting: str) -> str:
-        """Where a setting comes from: a user's own recipe inherits most from a shipped one."""
-        base = RECIPES[self.base]() if self.files and self.base in RECIPES else self
-        return (base if base.settings.get(setting) == self.settings.get(setting) else self).source
+    def fixed(self, name: str) -> Decision:
+        """A value that depends on no run, with its reason."""
+        value = self.settings[name]
+        assert not callable(value)
+        return value
 
-    def but(self, name: str, purpose: str, **changes: Any) -> Recipe:
-        """This recipe with a few named values changed. None leaves a setting to the library."""
-        own = {key: changes.pop(key) for key in ("engine", "micro_batch_cap") if key in changes}
-        settings = {key: value for key, value in {**self.settings, **changes}.items() if value is not None}
-        base = self.name if self.name in RECIPES else self.base
-        return replace(self, name=name, purpose=purpose, settings=settings, base=base, **own)
+    @property
+    def engine(self) -> str:
+        return self.fixed("engine")[0]
+
+    @property
+    def micro_batch_cap(self) -> int:
+        return self.fixed("micro_batch_cap")[0]
 
 
 # --- The recipes ----------------------------------------------------------------------------------
@@ -61,9 +79,9 @@ def baseline() -> Recipe:
     return Recipe(
         "baseline",
         "Trainer's defaults in fp32 on one process: the reference to compare with.",
-        engine="single.yaml",
-        micro_batch_cap=4,
-        settings=dict(
+        dict(
+            engine=("single.yaml", "nothing is exchanged, so nothing but the model takes time"),
+            micro_batch_cap=(4, "as in standard, so that both train in the same micro-batches"),
             logging_steps=(1, "every step is visible; costs a host sync each"),
             **_EVERYWHERE,
         ),
@@ -74,9 +92,9 @@ def standard() -> Recipe:
     return Recipe(
         "standard",
         "Plain DDP with the settings that are right for nearly everyone.",
-        engine="standard.yaml",
-        micro_batch_cap=4,
-        settings=dict(
+        dict(
+            engine=("standard.yaml", "DDP: every GPU holds the whole model, and gradients are averaged"),
+            micro_batch_cap=(4, "small enough for most models and GPUs; `recipes fit` finds a larger one"),
             bf16=bf16_where_native,
             fp16=fp16_before_sm80,
             logging_steps=(5, "each log is an all-gather and a host sync"),
@@ -90,7 +108,7 @@ def standard() -> Recipe:
                 "true searches the graph every step; only models that skip layers need it",
             ),
             ddp_bucket_cap_mb=(25, "torch's default: large enough for bandwidth, small enough to overlap with compute"),
-            dataloader_num_workers=workers_that_leave_cores,
+            dataloader_num_workers=workers_by_cores,
             dataloader_pin_memory=(True, "copies to the GPU overlap with compute"),
             **_EVERYWHERE,
         ),
@@ -101,8 +119,8 @@ def fast() -> Recipe:
     return standard().but(
         "fast",
         "Fewest synchronisations: the largest micro-batch, least accumulation, packed batches, quiet logs.",
-        engine="fast.yaml",
-        micro_batch_cap=8,
+        engine=("fast.yaml", "DDP: every GPU holds the whole model, and gradients are averaged"),
+        micro_batch_cap=(8, "fewer micro-batches per step; `recipes fit` finds the largest that fits"),
         logging_steps=(10, "half as many host syncs as standard"),
         gradient_as_bucket_view=(True, "gradients stay in DDP's buckets: saves a copy, in memory and in time"),
         ddp_static_graph=static_graph_without_accumulation,
@@ -120,7 +138,7 @@ def sharded() -> Recipe:
     return standard().but(
         "sharded",
         "FSDP2: parameters, gradients and optimizer state sharded over the GPUs, for models that DDP cannot hold.",
-        engine="sharded.yaml",
+        engine=("sharded.yaml", "FSDP2: each GPU holds a part of the model, and gathers a layer at a time"),
         accelerator_config=(
             {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
             "gradients are scattered after every micro-batch: otherwise each GPU accumulates all of them",
@@ -134,8 +152,8 @@ def memory() -> Recipe:
     return standard().but(
         "memory",
         "ZeRO-2: optimizer state in host RAM, activations recomputed; slower, and fits where DDP does not.",
-        engine="memory.yaml",
-        micro_batch_cap=1,
+        engine=("memory.yaml", "DeepSpeed ZeRO-2: gradients sharded, the optimizer's state in host RAM"),
+        micro_batch_cap=(1, "the least memory for activations"),
         bf16=bf16_unless_gpu_is_too_old,
         logging_steps=(10, "half as many host syncs as standard"),
         optim=("adamw_torch", "DeepSpeed runs it on the host as DeepSpeedCPUAdam, in AdamW mode"),
@@ -148,7 +166,7 @@ def memory_zero3() -> Recipe:
     return memory().but(
         "memory_zero3",
         "ZeRO-3: parameters in host RAM too, gathered layer by layer; the slowest, fits the most.",
-        engine="memory_zero3.yaml",
+        engine=("memory_zero3.yaml", "DeepSpeed ZeRO-3: parameters sharded too, and kept in host RAM"),
     )
 
 
@@ -158,7 +176,7 @@ RECIPES = {recipe.__name__: recipe for recipe in (baseline, standard, fast, shar
 DEMONSTRATION: Mapping[str, Decision] = dict(
     max_steps=(200, "about a minute on two CPU cores"),
     learning_rate=(3e-3, "a small model trained from scratch tolerates a high one"),
-    warmup_steps=(20, "a tenth of the steps"),
+    warmup_steps=(20, "a tenth of the demonstration's 200 steps"),
     lr_scheduler_type=("cosine", "ends near zero, so that the loss settles"),
     max_length=(256, "bytes of context"),
     packing=(True, "no compute is spent on padding"),
@@ -185,7 +203,7 @@ def bf16_where_native(run) -> Decision:
 def fp16_before_sm80(run) -> Decision:
     if run["bf16"] or not run.hardware.cuda or run.hardware.capability >= (8, 0):
         return False, "bf16 or fp32 is used instead"
-    return True, f"compute capability {_dotted(run.hardware.capability)} has fp16 tensor cores, but no bf16"
+    return True, f"compute capability {_dotted(run.hardware.capability)} computes in fp16, and only emulates bf16"
 
 
 def bf16_unless_gpu_is_too_old(run) -> Decision:
@@ -202,7 +220,7 @@ def tf32_from_sm80(run) -> Decision:
     return None, "needs a GPU of compute capability 8.0"
 
 
-def workers_that_leave_cores(run) -> Decision:
+def workers_by_cores(run) -> Decision:
     if not run.hardware.cuda:
         return 0, "training uses the CPU cores"
     share = run.hardware.cores // run.local_world_size

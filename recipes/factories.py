@@ -16,8 +16,10 @@ from recipes import legal
 from recipes.errors import UserError, mistake
 from recipes.quiet import silence
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, Settings, find_recipe, resolve
-from recipes.run.engine import from_environment, launch_with
+from recipes.rules.probe import refused_by_library
+from recipes.run import RunSpec, Settings, find_recipe, here, resolve
+from recipes.run.engine_sources import from_environment
+from recipes.run.files import launch_with
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -45,11 +47,12 @@ def recipe(name: str):
         _require_a_place(wanted, given)
         own = {name: value for name, value in given.items() if _is_its_own(wanted, name, value)}
         run = resolve(
+            place=here(
+                num_processes or int(os.environ.get("WORLD_SIZE", 1)),
+                local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None,
+                trained_by="script",
+            ),
             settings={"recipe": name, **{name: value for name, value in given.items() if name not in own}},
-            world_size=num_processes or int(os.environ.get("WORLD_SIZE", 1)),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None,
-            demonstrate=False,
-            own_script=True,
         )
         try:
             require_legal(run)
@@ -73,7 +76,7 @@ def recipe(name: str):
 
 
 def _is_its_own(args_class: type, name: str, value: object) -> bool:
-    """Whether only the subclass knows what a setting means: a field of its own, or a None of ours.
+    """True if only the subclass knows what a setting means: a field of its own, or a None of ours.
 
     TRL's `max_length=None`, for example, cuts nothing off.
     """
@@ -82,22 +85,20 @@ def _is_its_own(args_class: type, name: str, value: object) -> bool:
 
 def as_keywords(fix: str) -> str:
     """A fix that names flags of train.py, with the keywords of a factory instead."""
-    return re.sub(r"--(\w+)(?: (?!(?:with|and|or|in|out)\b)('[^']*'|[\w.+=,-]*\w))?", _keyword, fix)
+    return re.sub(r"--(\w+)(?: ([\w.+-]*\w))?", _keyword, fix)
 
 
 def _keyword(flag: re.Match[str]) -> str:
-    name, value = flag[1], flag[2]
+    """`--fp16 false` is fp16=False, `--eval_strategy steps` is eval_strategy='steps'."""
+    name, word = flag[1], flag[2] or ""
     field = legal.settings().get(name)
     if field is None:
         return flag[0]  # of a launcher
-    if "bool" in field.types and value not in ("true", "false"):
-        return f"{name}=True" + flag[0].removeprefix(f"--{name}")
-    if value is None:
-        return name
-    if "bool" in field.types:
-        return f"{name}={value.capitalize()}"
-    is_literal = value.startswith("'") or re.fullmatch(r"[-+]?\d+(\.\d+)?([eE][-+]?\d+)?", value)
-    return f"{name}={value if is_literal else repr(value)}"
+    if word in ("true", "false") or re.fullmatch(r"\d[\d.e-]*", word):
+        return f"{name}={word.capitalize()}"
+    if word in field.choices:
+        return f"{name}={word!r}"
+    return flag[0].removeprefix("--")
 
 
 def _warn_without_engine(run: RunSpec) -> None:
@@ -105,26 +106,19 @@ def _warn_without_engine(run: RunSpec) -> None:
 
     And `deepspeed` looks for MPI: `ModuleNotFoundError: No module named 'mpi4py'`.
     """
-    own, launched = run.engine, from_environment(run.environment)
-    own_json = bool(run["deepspeed"])
-    if own.kind in ("single", "ddp") or run["fsdp"] or run.environment.get("RANK", "0") != "0":
+    wanted, launched = run.engine, from_environment(run.place.environment)
+    if wanted.kind in ("single", "ddp") or run["fsdp"] or run.place.environment.get("RANK", "0") != "0":
         return
-    if own_json:
-        is_there = launched is not None and launched.kind != "single"
+    if run["deepspeed"]:  # Trainer sets it up under any launcher
+        file, is_there = "standard.yaml", launched is not None and launched.kind != "single"
     else:
-        is_there = launched is not None and (launched.kind, launched.zero_stage) == (own.kind, own.zero_stage)
-    shards_nothing = own.kind == "fsdp" and not run.hardware.shards
-    if is_there and not shards_nothing:
+        file = run.recipe.engine
+        is_there = launched is not None and (launched.kind, launched.zero_stage) == (wanted.kind, wanted.zero_stage)
+    if is_there:
         return
-    instead = "plain DDP" if is_there else launched.title if launched else "one process"
-    what = f"the recipe {run.recipe.name} is made for {own.title}, and this script trains on {instead} instead"
-    if own_json:
-        what = "deepspeed needs a launcher, and this script has none"
-    what += ": on a CPU it shards nothing" * shards_nothing
-    file = "standard.yaml" if own_json else run.recipe.engine
+    what = f"{wanted.title} needs its launcher: this script trains on {launched.title if launched else 'one process'}"
     script = shlex.join(sys.argv) if sys.argv[0].endswith(".py") else "SCRIPT.py"
-    command = f"{launch_with(file)} --num_processes {run.world_size} {script}"
-    warnings.warn(f"{what}. Fix: {command}{', with GPUs' * shards_nothing}", stacklevel=3)
+    warnings.warn(f"{what} instead. Fix: {launch_with(file)} --num_processes {run.world_size} {script}", stacklevel=3)
 
 
 def _require_a_place(args_class: type, given: Iterable[str]) -> None:
@@ -140,10 +134,16 @@ def _require_a_place(args_class: type, given: Iterable[str]) -> None:
 
 
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
-    """An `args_class` with the values of a run. `own` are fields that only the subclass has."""
+    """An `args_class` with the values of a run. `own` are fields that only the subclass has.
+
+    Raises `UserError` with the class's own message.
+    """
     extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
     shared = {name: value for name, value in extra.items() if _has(args_class, name)}  # SFTConfig has packing, ...
-    args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
+    try:
+        args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
+    except (TypeError, ValueError) as error:
+        raise UserError(refused_by_library(run, error)) from error  # which may be the subclass's own
     # One process drives one GPU. If one process sees several, Trainer would use DataParallel, and
     # multiply the global batch by their number.
     args._n_gpu = min(args.n_gpu, 1)

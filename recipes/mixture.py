@@ -50,7 +50,7 @@ def checked(entries: list[Any]) -> str | list[Any]:
 
     Raises `ValueError` for one that is not a list of parts.
     """
-    parts = [Part(**_part(entry)) for entry in entries]
+    parts = [_part({"name": entry} if isinstance(entry, str) else entry) for entry in entries]
     if not parts:
         raise ValueError("takes a name or a list of names, got an empty list")
     without = [part.name for part in parts if part.weight is None]
@@ -59,14 +59,9 @@ def checked(entries: list[Any]) -> str | list[Any]:
     return parts[0].name if parts == [Part(parts[0].name)] else entries
 
 
-def _part(entry: Any) -> dict[str, Any]:
-    if isinstance(entry, str):
-        entry = {"name": entry}
-    if not isinstance(entry, dict):
+def _part(entry: Any) -> Part:
+    if not isinstance(entry, dict) or not entry.keys() <= {*FIELDS}:
         raise ValueError(f"takes names, or entries with {', '.join(FIELDS)}, got {entry!r}")
-    unknown = [str(key) for key in entry if key not in FIELDS]
-    if unknown:
-        raise ValueError(f"has a part with {unknown[0]}; a part has {', '.join(FIELDS)}")
     texts = [entry.get("name"), *(entry[key] for key in ("split", "config") if entry.get(key) is not None)]
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"takes texts for a part's name, split and config, got {entry!r}")
@@ -76,7 +71,13 @@ def _part(entry: Any) -> dict[str, Any]:
     renames = isinstance(columns, dict) and all(isinstance(name, str) for pair in columns.items() for name in pair)
     if not renames or len({*columns.values()}) < len(columns):
         raise ValueError(f"takes columns as {{its name: new name}}, got {columns!r} for {entry['name']}")
-    return entry
+    return Part(**entry)
+
+
+def files_of(name: str | None) -> list[Path]:
+    """The files of this name or pattern; empty for a folder, and for data of the Hub."""
+    paths = paths_of(name)
+    return [] if paths and paths[0].is_dir() else paths
 
 
 def paths_of(name: str | None) -> list[Path]:

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import yaml
 
-from recipes.run.engine import shipped
+from recipes.run.files import shipped
 from tests.support.running import ROOT
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from launch.commands.show import as_json
 from launch.flags import Commands, count, spellings
 from launch.terminal import console, plural, print_problems
 from recipes.errors import Problem, mistake
-from recipes.rules.check import check, check_deep
-from recipes.run import FIT, RunSpec, resolve, with_fit
-from recipes.run.engine import find_yaml, from_yaml
-from recipes.run.gpus import find
+from recipes.rules.check import check
+from recipes.rules.probe import probe_in_child
+from recipes.run import FIT, RunSpec, here, resolve, with_fit
 from recipes.run.hardware import Gpu, Hardware
+from recipes.run.known_gpus import find
 
 
 def add_parser(commands: Commands) -> None:
@@ -32,7 +33,7 @@ def add_parser(commands: Commands) -> None:
     gpu = "judge for such cards, one per process, elsewhere: H100 80GB, L4, ... [this machine]"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.add_argument("--azureml", metavar="FILE", help="a job's YAML for Azure ML, and the training in it")
-    parser.add_argument("--deep", action="store_true", help="also build the real TrainingArguments (seconds)")
+    parser.add_argument("--deep", action="store_true", help="also ask the installed libraries themselves (seconds)")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=check_run)
 
@@ -42,7 +43,7 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
     run, problems = _inspect(options, rest)
     errors = [problem for problem in problems if problem.severity == "error"]
     if options.deep and not errors:
-        errors = check_deep(run)
+        errors = probe_in_child(run)
         problems += errors
     if options.json:
         described = as_json(run, run.chosen())
@@ -60,22 +61,16 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
         from launch.jobs import azure_read
 
         return azure_read.read(Path(options.azureml), rest)
-    run = resolve(
-        rest,
-        world_size=options.num_processes,
-        accelerate_config=options.accelerate_config,
-        hardware=None if options.gpu is None else _cards(options),
-        elsewhere=None if options.gpu is None else frozenset(),
-    )
-    run = with_fit(run)
+    place = here(options.num_processes, options.accelerate_config)
+    if options.gpu is not None:
+        place = replace(place, hardware=_cards(options.gpu, place.world_size), packages=frozenset())
+    run = with_fit(resolve(rest, place))
     return run, check(run, accelerate_config_given=options.accelerate_config is not None)
 
 
-def _cards(options: argparse.Namespace) -> Hardware:
-    """A node with the named card for each process, as --num_processes or the YAML counts them."""
-    yaml = from_yaml(find_yaml(options.accelerate_config)) if options.accelerate_config else None
-    processes = max(1, options.num_processes or (yaml and yaml.num_processes) or 1)
-    known = find(options.gpu, "name a card of its generation")
+def _cards(name: str, processes: int) -> Hardware:
+    """A node with the named card for each process."""
+    known = find(name)
     card = Gpu(known.name, known.capability, known.torch_bytes)
     return Hardware((card,) * processes, cores=8 * processes)
 
@@ -87,7 +82,7 @@ def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:
         print(f"{plural(errors, 'error')}: this run would not start.", file=sys.stderr)
         return
     world = plural(run.world_size, "process")
-    fitted = f": {run.batch.reason}" if run.batch_source == FIT else ""
+    fitted = f": {run.batch.reason}" if run.batch.source == FIT else ""
     stray = run.engine.kind == "single" and run.world_size > 1  # the advice says so
     engine = "DDP if torchrun or another YAML starts it" if stray else run.engine_title
     print(f"legal: {run.recipe.name} on {engine}, {world}, batch {run.batch}{fitted}")

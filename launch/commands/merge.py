@@ -16,12 +16,12 @@ from launch.host.files import make_folder, require_writable
 from launch.output import record
 from launch.output.checkpoints import inspect, numbered
 from launch.terminal import console, memory_size, plural, print_note
+from launch.training.unloadable import one_line, unloadable
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_imported, quiet_libraries, silence
 from recipes.run import Json, fingerprints
-from recipes.run.engine import expanded, read_json
+from recipes.run.files import expanded, read_json
 from recipes.run.local_model import existing_path, has_weights, model_folder
-from recipes.run.unloadable import one_line, unloadable
 
 if TYPE_CHECKING:
     import torch

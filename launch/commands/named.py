@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.terminal import plural
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec, here, resolve
 
 
 def is_run(name: str) -> bool:
@@ -21,7 +21,7 @@ def resolve_recipe(
 ) -> RunSpec:
     """A recipe's run here. Raises `UserError` with every problem."""
     settings = {"recipe": name} | ({"global_batch_size": global_batch_size} if global_batch_size else {})
-    run = resolve(settings=settings, world_size=processes, demonstrate=demonstrate)
+    run = resolve(place=here(processes, trained_by="train.py" if demonstrate else "nobody"), settings=settings)
     if run.problems:
         raise UserError(*run.problems)
     return run

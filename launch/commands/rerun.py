@@ -18,7 +18,7 @@ from launch.output.record import read
 from launch.output.restore import restore
 from launch.terminal import console, print_problems
 from recipes.errors import UserError, mistake
-from recipes.run import Json, Settings, recorded, resolve, with_flags
+from recipes.run import Json, Settings, here, recorded, resolve, with_flags
 from recipes.run.command_line import parse
 
 _DESCRIPTION = """\
@@ -58,7 +58,7 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     flags = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir, "recipe": None}
     words = with_flags(argv, flags)
     yaml = options.accelerate_config or restored.accelerate_config
-    run = resolve(["--recipe", recipe, *words] if recipe else words, world_size=processes, accelerate_config=yaml)
+    run = resolve(["--recipe", recipe, *words] if recipe else words, here(processes, accelerate_config=yaml))
 
     found = differences(record, run, files)
     matters = [problem for problem in found if problem.severity == "error"]

@@ -71,8 +71,19 @@ def show(options: argparse.Namespace, rest: list[str]) -> int:
         print(json.dumps(as_json(run, settings), indent=2, default=str))
         return 0
     named.print_heading(run)
-    _print_settings([[name, setting.value, setting.source, setting.reason] for name, setting in settings.items()])
+    rows = [[name, setting.value, setting.source, setting.reason] for name, setting in settings.items()]
+    _print_settings([*_of_the_recipe(run.recipe), *rows])
     return 0
+
+
+def _of_the_recipe(recipe: Recipe) -> list[list]:
+    """The rows of its two values that are no settings of train.py."""
+    rows = []
+    for name in ("engine", "micro_batch_cap"):
+        value, reason = recipe.fixed(name)
+        by, _ = recipe.stated(name) or (recipe, None)
+        rows.append([name, value, by.source, reason])
+    return rows
 
 
 def _show_run(options: argparse.Namespace) -> int:
@@ -149,6 +160,8 @@ def _as_yaml(recipe: Recipe, given: str) -> str:
     engine = Path("accelerate_configs", recipe.engine)  # a user's own YAML is an absolute path
     lines = [f"# {recipe.purpose}", f"# Engine: {engine}", f"recipe: {given}", ""]
     for name, setting in recipe.settings.items():
+        if name in ("engine", "micro_batch_cap"):
+            continue
         if callable(setting):
             decided_by = setting.__name__.replace("_", " ")
             lines += [f"# {name}: decided by the recipe for each machine and run ({decided_by})", ""]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from launch.flags import Commands, count, spellings
-from launch.host.signals import PASSED_ON
+from launch.host.signals import block_until_listening
 from launch.jobs.here import this_node
 from launch.jobs.job import job_of, launch_words, run_on
 from launch.jobs.submit import refuse_while_in_use
 from recipes.rules.check import require_legal
-from recipes.run.engine import find_yaml, from_yaml, shipped
+from recipes.run.engine_sources import from_yaml
+from recipes.run.files import find_yaml, shipped
 
 
 def add_parser(commands: Commands) -> None:
@@ -50,7 +50,7 @@ def train(
     require_legal(run)
     job = job_of(run, 1, node.processes, argv, accelerate_config=accelerate_config, is_stored=False)
     refuse_while_in_use(job.folder)
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the launcher has imported what handles them
+    block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 

@@ -10,7 +10,7 @@ from launch.flags import Commands
 from launch.jobs.job import SCRIPT
 from launch.terminal import print_table
 from recipes.errors import mistake
-from recipes.run.engine import shipped
+from recipes.run.files import shipped
 
 
 def add_parser(commands: Commands) -> None:

@@ -41,7 +41,7 @@ from launch.host.files import flush, write_whole
 from recipes import __version__
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.run import Json, RunSpec
-from recipes.run.engine import read_json
+from recipes.run.files import read_json
 
 UNIT_BYTES = 50_000_000
 ROWS_AT_ONCE = 256

@@ -66,6 +66,15 @@ class Data:
             return run["max_steps"]
         return max(1, int(self.examples // run.batch.total * run["num_train_epochs"]))
 
+    def require_same(self, world: World) -> None:
+        """Each process asks the Hub for itself. Raises `UserError` on one that got another commit
+        than rank 0.
+        """
+        commit = world.decide(lambda: self.commit)
+        if commit and self.commit and commit != self.commit:
+            what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this one {self.commit}"
+            raise mistake("dataset_name", what, "the same command again")
+
 
 def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     """The run's data, ready to train on. Raises `UserError` for anything the user can correct.
@@ -79,16 +88,6 @@ def load_data(run: RunSpec, tokenizer, classes: Sequence[str] = ()) -> Data:
     if run["task"] == "sequence_classification":
         return _classification(run, tokenizer, classes)
     return _causal_lm(run, tokenizer)
-
-
-def require_same_data(data: Data, world: World) -> None:
-    """Each process asks the Hub for itself. Raises `UserError` on one that got another commit than
-    rank 0.
-    """
-    commit = world.decide(lambda: data.commit)
-    if commit and data.commit and commit != data.commit:
-        what = f"has changed on the Hub while the processes started: rank 0 reads {commit}, this one {data.commit}"
-        raise mistake("dataset_name", what, "the same command again")
 
 
 def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Dataset:

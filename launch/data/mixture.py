@@ -22,7 +22,7 @@ from launch.data.cache import Tokenized, tokenized
 from launch.data.packing import lengths_of
 from recipes.errors import UserError, mistake
 from recipes.mixture import Part, parts_of
-from recipes.rules.data import nothing_to_evaluate_on
+from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec
 
 MOST_LINES = 10  # of parts, for a person

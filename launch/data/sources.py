@@ -26,9 +26,9 @@ from huggingface_hub import HfApi
 from launch.data.demo import demo_corpus, held_out
 from recipes.errors import StreamBroke, UserError, mistake
 from recipes.mixture import paths_of
-from recipes.rules.data import FILE_KINDS, file_kind, nothing_to_evaluate_on
+from recipes.rules.data_and_model import FILE_KINDS, file_kind, nothing_to_evaluate_on
 from recipes.run import Settings
-from recipes.run.engine import expanded
+from recipes.run.files import expanded
 
 # A reader takes some 10 MB at a time, and each time the columns and types that it finds there.
 _ALIKE = "the columns and types of the first rows in all others, or a file for each: --dataset_name FILE FILE"

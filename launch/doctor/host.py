@@ -15,8 +15,8 @@ from pathlib import Path
 from launch.doctor.check import Check, Request, numbers
 from launch.host import memory
 from launch.terminal import memory_size, plural
-from recipes.run import resolve
-from recipes.run.engine import hf_home
+from recipes.run import here, resolve
+from recipes.run.files import hf_home
 
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
@@ -177,7 +177,7 @@ ENLARGE = (
 def cores(request: Request) -> Check:
     """Enough CPU cores for the processes and the DataLoader workers that `standard` gives each."""
     count, has = request.processes_per_node, request.hardware.cores
-    run = resolve(world_size=request.processes, local_world_size=count, hardware=request.hardware, environment={})
+    run = resolve(place=here(request.processes, local_world_size=count, hardware=request.hardware, environment={}))
     workers = run["dataloader_num_workers"]
     words = f"{has} for {plural(count, 'process')} with {plural(workers, 'DataLoader worker')} each"
     if has < count:

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.doctor import gpus, host
 from launch.doctor.check import Check, Request
 from launch.host.own_packages import NAMES, other_owners
-from recipes.legal.source import version
+from recipes.legal.schema import version
 
 
 def examine(request: Request) -> Iterator[Check]:

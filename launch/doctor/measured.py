@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from launch.doctor.smi import nvidia_smi, smi_rows
 from launch.host.files import write_whole
 from recipes.errors import Failure
-from recipes.legal.source import version
+from recipes.legal.schema import version
 from recipes.planner.context import catalogue_name
 from recipes.planner.measured import CONTEXT, HOST, MOST_ROWS, file_in, is_context, rows
 from recipes.run import Json
-from recipes.run.engine import read_json
+from recipes.run.files import read_json
 
 _MIB = 1 << 20
 

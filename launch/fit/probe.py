@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.doctor.measured import keep_own_context
-from launch.host.caches import compile_safely
-from launch.host.world import World, launched, prepare_environment, process_group, resolve_launched
+from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
 from recipes.errors import Problem, UserError, mistake
-from recipes.quiet import quiet_imported, quiet_libraries
+from recipes.quiet import quiet_libraries
 from recipes.run import Json, RunSpec
 from recipes.run.batch import Batch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedTokenizerBase
 
     from launch.data.load import Data
 
@@ -48,7 +48,7 @@ def main(path: str) -> int:
     run = _requested(request, world, folder)
     try:
         quiet_libraries(run["verbose"])
-        prepare_environment(run)
+        prepare_process(run)
         verdict = probe(run, world, request["limit_bytes"], folder, request["evaluates"])
     except UserError as error:
         verdict = {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
@@ -59,8 +59,8 @@ def main(path: str) -> int:
 def _requested(request: Json, world: World, folder: Path) -> RunSpec:
     settings = {**_SETTINGS, "output_dir": str(folder)}
     run = resolve_launched(request["argv"], world, settings)
-    batch = Batch(request["micro_batch"], request["accumulation"], run.data_parallel_size, "a probe of --fit")
-    return run.at_batch(batch, "--fit")
+    batch = Batch(request["micro_batch"], request["accumulation"], run.data_parallel_size, "a probe of --fit", "--fit")
+    return replace(run, batch=batch)
 
 
 class _EvaluationTooLarge(Exception):
@@ -78,21 +78,16 @@ def probe(run: RunSpec, world: World, limit_bytes: int, folder: Path, evaluates:
     """
     from launch.data.load import load_data
     from launch.host import memory
-    from launch.training.build import build_arguments
     from launch.training.model import known_classes, load_tokenizer, with_model
     from launch.training.out_of_memory import shortage_in_words
 
     cuda = run.hardware.cuda
-    if run.engine.kind == "deepspeed":
-        compile_safely()
-    quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
     tokenizer = load_tokenizer(run)
     known, _ = with_model(run, tokenizer)
     data = load_data(known, tokenizer, known_classes(known, tokenizer))
-    args = build_arguments(run)
-    with process_group(run, world, args):
+    with process_group(run, world):
         try:
-            _train(known, args, tokenizer, data, limit_bytes, evaluates)
+            _train_on_longest(known, world, tokenizer, data, limit_bytes, evaluates)
         except _EvaluationTooLarge:
             record.write(folder, {"kind": "mistake", "problems": [vars(_too_large(run, limit_bytes))]}, VERDICT)
             os._exit(1)
@@ -115,25 +110,27 @@ def _too_large(run: RunSpec, limit_bytes: int) -> Problem:
     return run.with_source(mistake("per_device_eval_batch_size", what, fix).problems[0])
 
 
-def _train(
+def _train_on_longest(
     run: RunSpec,
-    args: TrainingArguments,
+    world: World,
     tokenizer: PreTrainedTokenizerBase,
     data: Data,
     limit_bytes: int,
     evaluates: bool,
 ) -> None:
+    """Two steps, and a batch of an evaluation, on the longest example alone."""
     from launch.data.load import repeated_longest
     from launch.host import memory
     from launch.terminal import console
-    from launch.training.build import build_trainer
+    from launch.training.build import build_arguments, build_trainer
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.model import load_model
 
+    args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
     rows, data.train = data.train, repeated_longest(data.train, STEPS * run.batch.total)
-    trainer = build_trainer(run, args, model, tokenizer, data, console(is_main=False))
+    trainer = build_trainer(run, world, args, model, tokenizer, data, console(is_main=False))
     trainer.remove_callback(StopOnNotANumber)  # the same example over and over: its loss means nothing
     trainer.train()
     if trainer.state.global_step != STEPS:

@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from launch import terminal
@@ -35,21 +36,22 @@ class ProbeFailed(Failure):
     """A probe failed for another reason than memory: its micro-batch may fit or not."""
 
 
-def fit(run: RunSpec, argv: list[str], world: World, again: bool = False) -> RunSpec:
-    """The run at the largest micro-batch that runs, from fit.json if that holds, unless `again`.
+def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
+    """The run at the largest micro-batch that runs, from fit.json if that holds. `--fit_only`
+    always searches.
 
     `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
     if a probe fails for another reason than memory.
     """
     board = open_board(world)
-    content = board.decide("kept", lambda: {} if again else _kept(run))
+    content = board.decide("kept", lambda: {} if run["fit_only"] else _kept(run))
     if not content:
         content = _search(run, argv, world, board)
         board.decide("written", lambda: record.write(run["output_dir"], content, FIT))
         content["file"] = str(Path(run["output_dir"]) / FIT)
     batch = fitted.as_batch(run, content)  # as rank 0 found it: another node may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
-    return run.at_batch(batch, FIT)
+    return replace(run, batch=batch)
 
 
 def _kept(run: RunSpec) -> Json:

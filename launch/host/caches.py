@@ -28,7 +28,7 @@ import psutil
 from launch.host.signals import StopRequest, ending_children
 from launch.host.storage import FULL, causes
 from recipes.errors import Problem
-from recipes.run.engine import hf_home
+from recipes.run.files import hf_home
 
 if TYPE_CHECKING:
     from torch.utils.file_baton import FileBaton

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return _exit_code(*_root_cause(error), signals)
     except subprocess.CalledProcessError as error:  # of a single process
         return _exit_code(0, error.returncode, signals)
-    except (ValueError, YAMLError, FileNotFoundError, ImportError) as error:
+    except (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError) as error:
         _refuse(str(error))
     except (DistError, RendezvousError, ConnectionError) as error:
         _print(f"the processes cannot be started together: {error}")

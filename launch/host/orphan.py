@@ -12,36 +12,22 @@ import signal
 import sys
 import threading
 import time
-from typing import Protocol
 
 from launch.host.heartbeat import place
 from launch.host.parent import launcher
 from launch.host.signals import StopRequest, end_with_parent
-from launch.host.world import World
-from recipes.run import RunSpec
 
 _LOOK_SECONDS = 1.0
-_PATIENCE_SECONDS = 1800  # ddp_timeout's default, before it is known
 
 _parent = os.getpid(), os.getppid()  # this process, and what started it
 
 
-class Progress(Protocol):
-    """How far the training is."""
-
-    run: RunSpec | None
-    world: World
-
-    @property
-    def step(self) -> int: ...
-
-
-def end_with_launcher(stop: StopRequest, progress: Progress) -> None:
+def end_with_launcher(stop: StopRequest, rank: int) -> None:
     """From now on: stop when the launcher ends. Nothing happens in a run that none has started."""
     if not _is_launched():  # a shell may exit and leave the run in the background
         return
     end_with_parent(signal.SIGCONT)  # a rank that is stopped would never see it
-    threading.Thread(target=_watch, args=(stop, progress), daemon=True).start()
+    threading.Thread(target=_watch, args=(stop, rank), daemon=True).start()
 
 
 def _is_launched() -> bool:
@@ -57,24 +43,20 @@ def _has_parent() -> bool:
     return os.getppid() == _parent[1]
 
 
-def _watch(stop: StopRequest, progress: Progress) -> None:
+def _watch(stop: StopRequest, rank: int) -> None:
     while _has_parent():
         time.sleep(_LOOK_SECONDS)
     stop.request("the end of its launcher")
-    _end_if_stuck(progress)
+    _end_if_stuck(stop, rank)
 
 
-def _end_if_stuck(progress: Progress) -> None:
-    """End this process once no step has ended for `ddp_timeout` seconds."""
-    step, since = progress.step, time.monotonic()
-    while True:
+def _end_if_stuck(stop: StopRequest, rank: int) -> None:
+    """End this process once no step has ended for `stop.patience` seconds."""
+    step, since = stop.step, time.monotonic()
+    while time.monotonic() - since <= stop.patience:
         time.sleep(_LOOK_SECONDS)
-        patience = (progress.run and progress.run["ddp_timeout"]) or _PATIENCE_SECONDS
-        if progress.step != step:
-            step, since = progress.step, time.monotonic()
-        if time.monotonic() - since > patience:
-            break
-    rank = progress.world.rank
-    what = f"rank {rank}: the launcher has ended, and nothing after step {step} within {patience} s (ddp_timeout)"
+        if stop.step != step:
+            step, since = stop.step, time.monotonic()
+    what = f"rank {rank}: the launcher has ended, and nothing after step {step} within {stop.patience} s (ddp_timeout)"
     print(f"{what}. It was in {place()}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -19,8 +19,14 @@ EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
 
+_PATIENCE_SECONDS = 1800.0  # ddp_timeout's default
 _received: set[int] = set()  # by this process, since it handles them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def block_until_listening() -> None:
+    """Keep the signals waiting until `StopRequest.listen` handles them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
 
 class Preempted(BaseException):
@@ -31,9 +37,15 @@ class Preempted(BaseException):
 
 
 class StopRequest:
-    """Whether this process was told to stop, and by which signal. `signal` is None until then."""
+    """A request to stop this process. `signal` is the one that came, or None until then.
+
+    `step` is the last optimizer step that has ended, of this run or of the one that it resumed.
+    Once the launcher has ended, the next step has `patience` seconds.
+    """
 
     signal: str | None = None
+    step: int = 0
+    patience: float = _PATIENCE_SECONDS
     _deferred = False
 
     @property
@@ -46,11 +58,17 @@ class StopRequest:
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                     signal.signal(number, self._request_stop)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # train.py blocks them while it imports
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
-    def defer(self) -> None:
-        """From now on only remember a signal: the current step or save is completed first."""
-        self._deferred = True
+    def defer(self, patience: float = _PATIENCE_SECONDS) -> None:
+        """From now on only remember a signal: the current step or save is completed first.
+
+        Raises `Preempted` for an earlier signal: a C extension that was being imported may have
+        dropped the exception of its handler.
+        """
+        if self.signal:
+            raise Preempted(f"told to stop by {self.signal}")
+        self._deferred, self.patience = True, patience
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
@@ -73,7 +91,7 @@ class StopRequest:
         _received.add(number)
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
-            self.defer()  # a second signal must not interrupt the cleanup
+            self._deferred = True  # a second signal must not interrupt the cleanup
             raise Preempted(f"told to stop by {self.signal}")
 
 

@@ -9,17 +9,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from launch.host.heartbeat import heartbeat, meeting
+from launch.host.caches import compile_safely
+from launch.host.heartbeat import heartbeat, limit_waits, meeting
 from launch.host.parent import Parent, parent, threads_per_process
 from launch.host.processes import free_port
+from launch.host.signals import StopRequest
 from recipes.errors import Failure, Problem, UserError, mistake
-from recipes.run import RunSpec, Settings, resolve, with_fit
-from recipes.run.engine import launch_environment
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
+from recipes.quiet import quiet_imported
+from recipes.run import RunSpec, Settings, here, resolve, with_fit
+from recipes.run.engine_sources import launch_environment
 
 T = TypeVar("T")
 _DROPPED_SECONDS = 0.1  # far longer than a thread takes to drop a tensor
@@ -82,29 +83,30 @@ class World:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
-    """The world that a launcher announced.
+    """The world that a launcher announced, or else of this process alone."""
+    if not {"RANK", "WORLD_SIZE"} <= set(environment):
+        return World()
+    size = int(environment["WORLD_SIZE"])
+    return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
 
-    Raises `UserError` if several processes cannot find each other.
+
+def require_launcher(world: World, environment: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Raises `UserError` if several processes were started that cannot find each other. Returns the
+    advice of `alone_by_mistake`.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        size = int(environment["WORLD_SIZE"])
-        if size > 1 and "MASTER_ADDR" not in environment:
-            what = f"is not set, and {size} processes (WORLD_SIZE) have to find each other"
-            raise mistake("MASTER_ADDR", what, "accelerate launch sets it; for one process unset RANK and WORLD_SIZE")
-        return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
-    for variable, starter in (
-        ("SLURM_STEP_NUM_TASKS", "srun"),
-        ("OMPI_COMM_WORLD_SIZE", "mpirun"),
-        ("PMI_SIZE", "mpirun"),
-    ):
+    if world.size > 1 and "MASTER_ADDR" not in environment:
+        what = f"is not set, and {world.size} processes (WORLD_SIZE) have to find each other"
+        raise mistake("MASTER_ADDR", what, "accelerate launch sets it; for one process unset RANK and WORLD_SIZE")
+    starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+    for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)
-        if count > 1:
+        if count > 1 and not {"RANK", "WORLD_SIZE"} <= set(environment):
             raise mistake(
                 variable,
                 f"{starter} started {count} processes that would each train a model of their own",
                 f"start one process per node with {starter}, and `accelerate launch` in it",
             )
-    return World()
+    return alone_by_mistake(world, environment)
 
 
 def alone_by_mistake(
@@ -128,8 +130,18 @@ def alone_by_mistake(
 def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
     """The run of a launched process, on the engine that will execute it, and with its fit.json."""
     return with_fit(
-        resolve(argv, settings=settings, world_size=world.size, local_world_size=world.local_size, launched=True)
+        resolve(argv, here(world.size, local_world_size=world.local_size, launched=True), settings=settings)
     )
+
+
+def prepare_process(run: RunSpec, stop: StopRequest | None = None) -> None:
+    """Import the libraries, in the environment that they need. DeepSpeed may compile in a training,
+    which `stop` interrupts.
+    """
+    prepare_environment(run)
+    quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
+    if run.engine.kind == "deepspeed":
+        compile_safely(stop)
 
 
 def prepare_environment(run: RunSpec) -> None:
@@ -161,15 +173,15 @@ def use_threads(run: RunSpec, world: World) -> None:
 
 
 @contextlib.contextmanager
-def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterator[None]:
-    """Check the process group that TrainingArguments joined, and leave it at the end.
+def process_group(run: RunSpec, world: World) -> Iterator[None]:
+    """Join the process group, and leave it at the end.
 
-    Raises `UserError` if several processes were launched and each is alone, or if their
-    micro-batches differ.
+    Raises `Failure` if a rank does not join within `ddp_timeout` seconds, `UserError` if several
+    processes were launched and each is alone, or if their micro-batches differ.
     """
     import torch
 
-    if args.world_size != world.size:
+    if _joined(run) != world.size:
         raise mistake(
             "use_cpu",
             f"{world.size} processes were launched, and each would train a model of its own",
@@ -183,7 +195,7 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
         gc.freeze()
     try:
         _require_same_micro_batch(run, world)
-        with heartbeat(world.rank, world.size, args.ddp_timeout):
+        with heartbeat(world.rank, world.size, run["ddp_timeout"]):
             yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
@@ -192,6 +204,42 @@ def process_group(run: RunSpec, world: World, args: TrainingArguments) -> Iterat
         # DDP and DeepSpeed objects must be gone before the process group, or gloo aborts at exit.
         gc.collect()
         leave_group()
+
+
+def _joined(run: RunSpec) -> int:
+    """Join as TrainingArguments would, which then find the group. The number of its processes."""
+    import torch
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import parse_flag_from_env, patch_environment
+
+    limit_waits(run["ddp_timeout"])
+    cpu = run["use_cpu"] or parse_flag_from_env("ACCELERATE_USE_CPU")
+    by_deepspeed = bool(run["deepspeed"]) and not cpu
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training in this process
+    try:
+        with patch_environment(**{"accelerate_use_deepspeed": True} if by_deepspeed else {}):
+            backend = None if by_deepspeed else run["ddp_backend"]
+            state = PartialState(cpu, backend=backend, timeout=timedelta(seconds=run["ddp_timeout"]))
+    except ValueError as error:  # it is not in this build of torch
+        source = run.setting("ddp_backend").source
+        raise mistake("ddp_backend", str(error), "leave it out: gloo on a CPU, nccl on GPUs", source) from None
+    except torch.distributed.DistError as error:
+        what = f"the ranks of the run were not all there within {run['ddp_timeout']} s (ddp_timeout)"
+        raise Failure(f"{what}: {' '.join(str(error).split())[:200]}") from None
+    if run.engine.kind == "deepspeed" and run.world_size > 1:
+        _tell_deepspeed()
+    return state.num_processes
+
+
+def _tell_deepspeed() -> None:
+    """Hand the process group to DeepSpeed. On a CPU accelerate does not, if --deepspeed is beside a
+    launch of plain DDP, and ZeRO-3 would divide the weights of the model among one process.
+    """
+    import torch
+    from deepspeed import comm
+
+    if not comm.is_initialized():
+        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def leave_group() -> None:

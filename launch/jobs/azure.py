@@ -22,12 +22,13 @@ import yaml
 from launch.jobs import azure_read, azure_stage, azure_workspace
 from launch.jobs.azure_stage import CODE, ENVIRONMENT
 from launch.jobs.azure_workspace import Workspace
-from launch.jobs.job import Job, Node, flag_lines, launch_yaml, refuse_fresh
+from launch.jobs.job import Job, Node, flag_lines, refuse_fresh
 from launch.output.submission import NAME, Submission, announce
 from recipes.errors import UserError, mistake
 from recipes.flags import flag
-from recipes.rules.data import file_kind
+from recipes.rules.data_and_model import file_kind
 from recipes.run import Json, with_flags
+from recipes.run.engine import launch_yaml
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -210,7 +211,9 @@ def output_of(job: Job, azure: Azure) -> str:
         return _remote("output_uri", azure.output_uri)
     name = azure.job_name or job.run.recipe.name
     words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *azure.data]
-    words += [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run)) else []
+    words += (
+        [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run.recipe, job.run["deepspeed"])) else []
+    )
     if words and not azure.job_name:
         name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
     return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{_login()}/{name}"

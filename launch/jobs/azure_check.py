@@ -14,7 +14,7 @@ from launch.host.secrets import SECRET
 from recipes.errors import Problem
 from recipes.flags import MOST_PROCESSES
 from recipes.run import Json
-from recipes.run.command_line import nearest
+from recipes.run.files import nearest
 
 _SIZE = re.compile(r"\d+[bkmg]")
 _COMPUTE = re.compile(r"(azureml:)?[A-Za-z][\w-]*|azureml:/subscriptions/\S+")  # a cluster's name, or its ARM id

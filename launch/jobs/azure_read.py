@@ -13,7 +13,7 @@ from launch.jobs.azure_check import training_in
 from launch.jobs.job import ASSUMED_GPU, SCRIPT, Node
 from recipes.errors import Problem, UserError, mistake
 from recipes.rules.check import check
-from recipes.run import Json, RunSpec, resolve
+from recipes.run import Json, RunSpec, here, resolve
 from recipes.run.hardware import Hardware
 
 _PACKAGES = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
@@ -52,11 +52,13 @@ def read_text(text: str, folder: Path) -> tuple[RunSpec, list[Problem]]:
     with contextlib.chdir(_code(content, folder)):  # where the job's command runs
         run = resolve(
             training.flags,
-            world_size=training.nodes * training.processes_per_node,
-            local_world_size=training.processes_per_node,
-            hardware=assumed.hardware,
-            accelerate_config=training.config,
-            elsewhere=assumed.packages,
+            here(
+                training.nodes * training.processes_per_node,
+                local_world_size=training.processes_per_node,
+                hardware=assumed.hardware,
+                accelerate_config=training.config,
+                packages=assumed.packages,
+            ),
         )
         return run, check(run)
 

@@ -16,7 +16,7 @@ import recipes
 from launch.jobs.job import SCRIPT, Job
 from recipes.errors import Problem, UserError, mistake
 from recipes.mixture import parts_of, paths_of
-from recipes.run.engine import shipped
+from recipes.run.files import shipped
 
 CODE = "recipes-code"  # the folder beside the job's YAML, which names it
 ENVIRONMENT = "azureml/environment"

@@ -15,7 +15,7 @@ from launch.jobs.azure_check import BUILD, as_problems, missed_by_azure, misshap
 from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
 from recipes.run import Json
-from recipes.run.engine import yaml_content
+from recipes.run.files import yaml_content
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

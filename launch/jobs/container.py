@@ -21,7 +21,7 @@ from typing import Any
 from launch.jobs.job import SCRIPT, Job, quoted
 from launch.jobs.slurm_flags import Slurm
 from recipes.errors import mistake
-from recipes.run.engine import expanded
+from recipes.run.files import expanded
 
 _FOLDERS = """\
 export HF_HOME=${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}

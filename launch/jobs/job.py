@@ -16,8 +16,10 @@ from launch.host.secrets import refuse_secrets
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, resolve, with_fit
-from recipes.run.engine import find_yaml, from_yaml, shipped
+from recipes.run import RunSpec, here, resolve, with_fit
+from recipes.run.engine import launch_yaml
+from recipes.run.engine_sources import from_yaml
+from recipes.run.files import find_yaml
 from recipes.run.hardware import Gpu, Hardware
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
@@ -115,25 +117,10 @@ def run_on(
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     data = {"dataset_name": list(node.data)} if node.data else {}
-    chosen = resolve(words, hardware=node.hardware)  # with --recipe's recipe, or that of --config's file
-    run = resolve(
-        words,
-        settings=data,
-        settings_source="--data",
-        world_size=nodes * node.processes,
-        local_world_size=node.processes,
-        hardware=node.hardware,
-        accelerate_config=accelerate_config or str(launch_yaml(chosen)),
-        elsewhere=node.packages,
+    place = here(
+        nodes * node.processes, accelerate_config, node.processes, hardware=node.hardware, packages=node.packages
     )
-    return with_fit(run)
-
-
-def launch_yaml(run: RunSpec) -> Path:
-    """The Accelerate YAML that a job launches with: the recipe's. Beside `--deepspeed` plain DDP's,
-    as accelerate refuses a YAML with DeepSpeed settings there.
-    """
-    return shipped("standard.yaml" if run["deepspeed"] else run.recipe.engine)
+    return with_fit(resolve(words, place, data, "--data"))
 
 
 def job_of(
@@ -159,7 +146,8 @@ def job_of(
     argv = ("--recipe", run["recipe"], *argv)
     if is_stored:
         refuse_secrets(run, argv)
-    config = find_yaml(accelerate_config).resolve() if accelerate_config else launch_yaml(run)
+    own = launch_yaml(run.recipe, run["deepspeed"])
+    config = find_yaml(accelerate_config).resolve() if accelerate_config else own
     return Job(run, nodes, processes_per_node, argv, str(config), preflight=preflight)
 
 

@@ -22,8 +22,7 @@ from typing import Any
 from launch.flags import value_type
 from launch.jobs.targets import TARGETS
 from recipes.errors import Problem, UserError
-from recipes.run.engine import read_yaml
-from recipes.run.local_model import existing_path
+from recipes.run.files import existing_path, read_yaml
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NOTHING = ("", "null", "~")  # as YAML writes a value that is not there

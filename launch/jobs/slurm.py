@@ -27,7 +27,7 @@ from launch.jobs.slurm_flags import Slurm, ignored, require_valid
 from launch.output.submission import Submission, announce
 from launch.terminal import console, print_problems
 from recipes.errors import UserError, mistake
-from recipes.run.engine import expanded
+from recipes.run.files import expanded
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 

@@ -14,7 +14,8 @@ from launch.jobs.here import refuse_while_written
 from launch.jobs.job import Job, checked_job
 from launch.jobs.site import commented
 from launch.jobs.targets import TARGETS, Target, submitted
-from recipes.errors import mistake
+from recipes.errors import UserError, mistake
+from recipes.rules.probe import probe_in_child
 
 
 def submit(
@@ -34,8 +35,9 @@ def submit(
     """Submit train.py with the command line `argv`, or show what would be sent.
 
     `flags` are the target's own. `accelerate_config` is an Accelerate YAML that replaces the
-    recipe's own, `comment` lines for the top of the job's text. Returns the exit code.
-    Raises `UserError` with everything that is wrong with the run or the job.
+    recipe's own, `comment` lines for the top of the job's text. Returns the exit code. Raises
+    `UserError` with everything that is wrong with the run or the job. What would go to another
+    machine is also constructed here first; a dry run is not, which takes no seconds.
     """
     if output and not dry_run:
         raise mistake("output", "is for a dry run; this would be submitted, not written", "--dry_run, or no --output")
@@ -46,6 +48,8 @@ def submit(
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
+    if target is not TARGETS["local"] and (problems := probe_in_child(job.run)):  # here train.py says it at once
+        raise UserError(*problems)
     return target.submit(text, job, flags)
 
 

@@ -30,7 +30,7 @@ FIELDS = {
     "versions": "of Python and the libraries; null if not installed",
     "code": "our version, a hash of our source, and a checkout's commit and whether it was changed",
     "hardware": "GPUs, CPU and cores of the first process, and what follows from them",
-    "model_files": "size and checksum of each file of the saved model's weights",
+    "model_files": "size and checksum of each file of the saved model, its configuration and tokenizer",
     "log_history": "what Trainer logged, losses among it",
     "global_step": "optimizer steps, those of an earlier run that it resumed among them",
     "model_step": "the step of the saved model",

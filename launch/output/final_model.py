@@ -1,4 +1,4 @@
-"""Whether the model of a finished run is still as it was written: run.json has its checksums."""
+"""The saved model of a finished run, compared with the checksums in run.json."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from pathlib import Path
 from launch.output import manifest
 from launch.output.checkpoints import numbered
 from recipes.run import Json
+from recipes.run.fingerprints import MODEL_FILES
+
+
+def files(folder: Path) -> list[str]:
+    """The files of a model in an output folder: weights, configuration, tokenizer."""
+    found = (file for pattern in MODEL_FILES for file in folder.glob(pattern))
+    return sorted({file.name for file in found if file.is_file()})
 
 
 def weights(folder: Path) -> list[str]:
@@ -16,29 +23,18 @@ def weights(folder: Path) -> list[str]:
 
 
 def notes(folder: Path, record: Json) -> list[str]:
-    """What became of the model of a finished run, and where else it is. Empty if it is whole.
-
-    An older record lacks its checksums: then it is only seen whether it is there.
-    """
-    then, left = _checksums(record), [path.name for path in numbered(folder)]
+    """What became of the model of a finished run, and where else it is. Empty if it is whole."""
+    then, left = record.get("model_files") or {}, [path.name for path in numbered(folder)]
     changed = manifest.changes(folder, then)
+    needed = {name: of_file for name, of_file in then.items() if any(line.startswith(f"{name} ") for line in changed)}
     if not weights(folder):
         changed = ["the model of the run is gone" + (f"; left are {', '.join(left)}" if left else "")]
     if not changed:
         return []
-    same = next((path.name for path in numbered(folder) if then and _holds(path, then)), None)
-    remedy = f"copy {', '.join(then)} from {same}, which holds the same" if same else "--fresh trains it again"
+    same = next((path.name for path in numbered(folder) if needed and _holds(path, needed)), None)
+    remedy = f"copy {', '.join(needed)} from {same}, which holds the same" if same else "--fresh trains it again"
     return [f"{'; '.join(changed)}: {remedy}"]
 
 
 def _holds(checkpoint: Path, files: Json) -> bool:
     return manifest.is_committed(checkpoint) and not manifest.changes(checkpoint, files)
-
-
-def _checksums(record: Json) -> Json:
-    """The files of the model, as `manifest.described`; none if the record is older, or damaged."""
-    files = record.get("model_files")
-    if not isinstance(files, dict):
-        return {}
-    whole = all(isinstance(then, dict) and then.keys() >= {"bytes", "xxh3_128"} for then in files.values())
-    return files if whole else {}

@@ -20,7 +20,7 @@ from launch.host.world import World
 from launch.output.manifest import checksum_of
 from launch.output.surroundings import surroundings
 from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
-from recipes.run.engine import read_json
+from recipes.run.files import read_json
 
 NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
@@ -96,12 +96,26 @@ def _write_end(folder: str | Path, record: Json) -> None:
 
 
 def _change_status(file: Path, status: str) -> None:
-    """Overwrite the status where it stands, which takes no room on a disk, and none of a quota."""
+    """Overwrite the status `running` where it stands, which takes no room on a disk, and none of a
+    quota.
+    """
     with file.open("r+b") as stream:
         place = stream.read(100).find(_RUNNING.encode())
         if place >= 0:
             stream.seek(place)
             stream.write(_RUNNING.replace("running", status).ljust(len(_RUNNING)).encode())
+
+
+def note_out_of_memory(folder: Path, facts: Json) -> None:
+    """Leave out_of_memory.json with `facts`, and the status: rank 0 may hang until it is killed."""
+    with contextlib.suppress(OSError):
+        write(folder, facts, OUT_OF_MEMORY)
+        _change_status(folder / NAME, "out_of_memory")
+
+
+def is_out_of_memory(folder: Path) -> bool:
+    """Whether a rank of the run that writes there has run out of memory."""
+    return (folder / OUT_OF_MEMORY).exists()
 
 
 def forget_out_of_memory(folder: Path) -> None:
@@ -150,7 +164,7 @@ def kept_record(
         raise
     except BaseException as error:
         error_text = f"{type(error).__name__}: {error}"
-        if ran_out(error) or (Path(run["output_dir"]) / OUT_OF_MEMORY).exists():
+        if ran_out(error) or is_out_of_memory(Path(run["output_dir"])):
             status = "out_of_memory"
         raise
     finally:
@@ -194,9 +208,7 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
     settings = old.get("settings")
     recorded = settings.items() if isinstance(settings, dict) else ()
     then = {name: entry["value"] for name, entry in recorded if isinstance(entry, dict) and "value" in entry}
-    if then.get("packing") and run["packing"]:
-        then.setdefault("packing_strategy", "wrapped")  # before there was a choice
-    else:
+    if not (then.get("packing") and run["packing"]):
         then.pop("packing_strategy", None)
     return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
 

@@ -18,7 +18,7 @@ from launch.output.surroundings import by_accelerate
 from recipes import legal
 from recipes.errors import Problem, UserError, mistake
 from recipes.run import HIDDEN, Json
-from recipes.run.engine import expanded, read_yaml, shipped, yaml_content
+from recipes.run.files import expanded, read_yaml, shipped, yaml_content
 from recipes.run.recorded import NAME
 
 FOLDER = "again"
@@ -156,7 +156,7 @@ def _with_flags(recorded: Json, launcher: list[str], notes: list[Problem]) -> Js
             raw["use_cpu"] = True
         elif section:
             raw[section] = {**(raw.get(section) or {}), name: value}
-        elif name in legal.accelerate_keys():
+        elif name in legal.names("accelerate_yaml"):
             raw[name] = value
         else:
             fix = f"export OMP_NUM_THREADS={value}" if name == "num_cpu_threads_per_process" else ""

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from launch.output.checkpoints import (
     remove,
     require_disk_space,
 )
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import UserError, mistake
 from recipes.mixture import title
 from recipes.run import Json, RunSpec, fingerprints
 from recipes.scaling.timings import require_room
@@ -36,23 +37,16 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `refusal` says why the folder is not for this run. `kept` are the recorded
-    settings that the checkpoint brings, whatever this run says. `identity` is that of the run that
-    goes on, or begins.
+    are for a person. `kept` are the recorded settings that the checkpoint brings, whatever this run
+    says. `identity` is that of the run that goes on, or begins.
     """
 
     checkpoint: Path | None = None
     step: int = 0
     finished: bool = False
-    refusal: tuple[Problem, ...] = ()
     notes: list[str] = field(default_factory=list)
     kept: Json = field(default_factory=dict)
     identity: Json = field(default_factory=identity.new)
-
-    def require_same_training(self) -> None:
-        """Raises `UserError` with the refusal, if there is one."""
-        if self.refusal:
-            raise UserError(*self.refusal)
 
 
 @contextlib.contextmanager
@@ -170,16 +164,8 @@ def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int)
         _archive_older_run(run)
 
 
-def find_earlier_run(run: RunSpec, world: World) -> Earlier:
-    """Where to resume. Refused if that would not be the same training, or overwrite a model."""
-    try:
-        return _earlier_run(run, world)
-    except UserError as error:
-        return Earlier(refusal=error.problems)
-
-
 def _by_records(run: RunSpec) -> Earlier:
-    """What the folder holds, as far as run.json tells. Raises as `_earlier_run` does."""
+    """What the folder holds, as far as run.json tells. Raises as `find_earlier_run` does."""
     _require_no_foreign_model(run)
     folder, named = Path(run["output_dir"]), _named(run)
     old = record.read_intact(folder)
@@ -195,7 +181,10 @@ def _by_records(run: RunSpec) -> Earlier:
     return Earlier()
 
 
-def _earlier_run(run: RunSpec, world: World) -> Earlier:
+def find_earlier_run(run: RunSpec, world: World) -> Earlier:
+    """Where to resume. Raises `UserError` if that would not be the same training, or overwrite a
+    model.
+    """
     earlier, folder = _by_records(run), Path(run["output_dir"])
     if run["fresh"] or earlier.finished:
         return earlier
@@ -306,28 +295,32 @@ def _skip(checkpoint: Checkpoint) -> str:
 def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     data = fingerprints.of_data(run["dataset_name"])
-    if data and old.get("data") == data:  # Azure ML mounts the same data at another path at every start
+    model = fingerprints.of_model(run["model_name_or_path"], run["model_revision"])
+    # The same contents count under any name: Azure ML mounts them elsewhere at every start.
+    if data and old.get("data") == data:
         changed.pop("dataset_name", None)
+    if model and old.get("model") == model:
+        changed.pop("model_name_or_path", None)
+        changed.pop("model_revision", None)
     if run["problem_type"] is None:  # the data will tell, and it is the same
         changed.pop("problem_type", None)
+    fix = "another --output_dir, or --fresh to move that run aside"
     streams = run["dataset_streaming"]  # whose broken row may have been mended: the others are as they were
     if not changed and not streams and fingerprints.differ(old.get("data"), data):
         name = title(run["dataset_name"]) or "Python's standard library"
         changed = {"dataset_name": (f"{name} as it was", "what it holds now")}
+    if not changed and fingerprints.differ(old.get("model"), model):
+        changed = {"model_name_or_path": (f"{run['model_name_or_path']} as it was", "what it holds now")}
+        revision = old["model"].removeprefix("commit ")
+        fix = f"--model_revision {revision}, {fix}" if revision != old["model"] else f"the model as it was, {fix}"
     if changed:
         name, (then, now) = next(iter(changed.items()))
-        raise mistake(
-            "output_dir",
-            f"{run['output_dir']} holds a run with {name} {then}, not {now}",
-            "another --output_dir, or --fresh to move that run aside",
-            run.setting("output_dir").source,
-        )
+        what = f"{run['output_dir']} holds a run with {name} {then}, not {now}"
+        raise mistake("output_dir", what, fix, run.setting("output_dir").source)
     before, now = str(old.get("engine")), run.engine.title
-    if "DeepSpeed" not in before + now:  # FSDP's settings do not matter, and older records lack its version
+    if "DeepSpeed" not in before + now:  # of FSDP only the version matters
         before, now = before.partition(",")[0], now.partition(",")[0]
-    same = before == now or (before == "FSDP" and now.startswith("FSDP"))
-    sharded = "DeepSpeed" in before + now or "FSDP" in before + now
-    if old and sharded and not same:
+    if old and before != now and re.search("DeepSpeed|FSDP", before + now):
         raise mistake(
             "accelerate_config",
             f"the checkpoints were written with {before}, and {now} cannot read them",

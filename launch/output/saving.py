@@ -21,9 +21,12 @@ class CommittingTrainer(Trainer):
     run, for the manifest.
     """
 
-    engine: str = ""
-    identity: Json | None = None
     _saving: Future | None = None  # the thread's work on the last checkpoint
+
+    def __init__(self, *args, engine: str = "", identity: Json | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.engine = engine
+        self.identity = identity
 
     def train(self, *args, **kwargs):
         try:
@@ -47,13 +50,13 @@ class CommittingTrainer(Trainer):
     def flush_model(self) -> Json:
         """Have the model at the end on the disk, before the run counts as finished.
 
-        Returns its weights, for the record, as `manifest.described`: of rank 0 alone.
+        Returns its files, for the record, as `manifest.described`: of rank 0 alone.
         """
         folder = Path(self.args.output_dir)
         if not self.args.should_save:
             return {}
         manifest.flush_files([file for file in folder.iterdir() if file.is_file()])
-        return manifest.described(folder, final_model.weights(folder))
+        return manifest.described(folder, final_model.files(folder))
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()

@@ -10,7 +10,7 @@ from shlex import quote
 
 from launch.output import record
 from recipes.run import FIT
-from recipes.run.engine import is_argument, read_json
+from recipes.run.files import read_json
 
 NAME = "submission.json"
 LOCAL_LOG = "train.log"
@@ -51,7 +51,7 @@ def noted(folder: Path) -> Submission | None:
         return None
     texts = [submission.target, submission.title, submission.log, submission.job, submission.submitted]
     texts += submission.workspace.values() if isinstance(submission.workspace, dict) else [None]
-    whole = all(isinstance(text, str) and is_argument(text) for text in texts)
+    whole = all(isinstance(text, str) for text in texts)
     return submission if whole and not submission.job.startswith("-") else None
 
 

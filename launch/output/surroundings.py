@@ -16,7 +16,8 @@ from launch.host.secrets import SECRET_NAME, hide_assigned
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded
-from recipes.run.engine import deepspeed_json, default_accelerate_config, expanded, read_yaml
+from recipes.run.engine_sources import deepspeed_json
+from recipes.run.files import default_accelerate_config, expanded, read_yaml
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed", "tokenizers", "safetensors",
@@ -56,7 +57,7 @@ def surroundings(run: RunSpec) -> Json:
         "launcher": launcher,
         "accelerate_config": yaml,
         "files": _files(run, yaml),
-        "paths": {key: path for name in recorded.INPUTS for key, path in recorded.places_of(name, run[name]).items()},
+        "paths": recorded.places_of(run),
         "environment": environment(),
         "code": code(),
         "versions": versions(),

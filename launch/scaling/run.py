@@ -32,8 +32,8 @@ from launch.terminal import plural
 from recipes import legal
 from recipes.errors import mistake
 from recipes.run import Settings, nearest, with_flags
-from recipes.run.cores import usable_cores
 from recipes.run.hardware import read as read_hardware
+from recipes.run.hardware import usable_cores
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
 from recipes.scaling.causes import milliseconds
 from recipes.scaling.row import Timing, with_columns

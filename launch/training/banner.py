@@ -77,7 +77,7 @@ def batch(run: RunSpec) -> str:
     words += f" = global {split.total}"
     if sharing > 1:
         words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
-    return words + (f", {split.reason}" if run.batch_source == FIT else "")
+    return words + (f", {split.reason}" if run.batch.source == FIT else "")
 
 
 def _model_name(run: RunSpec) -> str:

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
-from transformers.trainer_callback import PrinterCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
 from launch.terminal import print_problems
 from launch.training.failure import NotANumber
-from recipes.rules.optimizer import warmup_within
+from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
 from recipes.scaling.noise import of_median
@@ -87,10 +86,12 @@ class StopWhenRequested(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.group = torch.distributed.new_group(backend="gloo") if self.world.size > 1 else None
+        self.request.step = state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):
         self.agreed = self._any_rank_was_asked()
         control.should_save |= self.agreed
+        self.request.step = state.global_step
 
     on_evaluate = on_step_end  # a signal at the end of the evaluation does not wait for another step
 
@@ -218,8 +219,3 @@ class Progress(TrainerCallback):
 
 def _short(value: float) -> str:
     return f"{float(value):.4g}"
-
-
-def only_our_progress(trainer: Trainer) -> None:
-    """Remove the printing callback that Trainer adds when its own progress bar is off."""
-    trainer.remove_callback(PrinterCallback)

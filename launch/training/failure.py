@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 from rich.markup import escape
 
@@ -20,10 +18,9 @@ from launch.host.heartbeat import RankHangs
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
 from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
-from launch.output import record
 from launch.output.checkpoints import newest_complete
-from launch.terminal import console, name_too_long, print_note, print_problems
-from launch.training.out_of_memory import OutOfMemory, TrainingProgress
+from launch.terminal import console, print_note, print_problems
+from launch.training.out_of_memory import OutOfMemory
 from recipes.errors import Failure, Problem, StreamBroke, UserError
 from recipes.run import RunSpec
 
@@ -32,9 +29,21 @@ class NotANumber(Failure):
     """The loss or a weight is NaN or infinite."""
 
 
-def report(error: BaseException, progress: TrainingProgress) -> int:
+@contextlib.contextmanager
+def explained_by(run: RunSpec) -> Iterator[None]:
+    """An error that leaves this block is reported as one of this run: with the sources of its
+    values, and what its folder holds. Of blocks in each other the innermost counts.
+    """
+    try:
+        yield
+    except BaseException as error:
+        vars(error).setdefault("run", run)
+        raise
+
+
+def report(error: BaseException, world: World) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
-    run, world, since = progress.run, progress.world, time.time()
+    run, since = vars(error).get("run"), time.time()  # None if it was not resolved
     ignore_stop_requests()
     unwritable = _unwritable_cache(error, run)
     problems = [unwritable] if unwritable else _problems(error, run)
@@ -44,7 +53,7 @@ def report(error: BaseException, progress: TrainingProgress) -> int:
             print_problems(problems, console(stderr=True))
             write_error_file(text)
         return 1 if unwritable and not is_chosen(unwritable) else 2
-    message = _explained(error, run, world)
+    message = _explained(error, run)
     if message is None:
         is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
         write_error_file(f"{type(error).__name__}: {error}")
@@ -61,21 +70,13 @@ def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | No
     It comes before a mistake, which may be what a reader makes of its cache: its own message, that
     the file cannot be read, would be wrong.
     """
-    if _is_too_long(error):
-        return None
     folder = (run["output_dir"] or "") if run else ""
     is_full = os.path.exists(folder) and refusal(Path(folder)) in FULL  # noqa: PTH110, Path.exists raises for a long name
     return None if is_full else cache_problem(error)
 
 
-def _is_too_long(error: BaseException) -> TypeGuard[OSError]:
-    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
-
-
 def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
     """What the user can correct; empty if that is not why it failed."""
-    if _is_too_long(error):
-        return [name_too_long(error)]
     problems = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
     return [run.with_source(problem) if run else problem for problem in problems]
 
@@ -104,7 +105,7 @@ def only_noted(doing: str, world: World) -> Iterator[None]:
         print_note(text, console(world.is_main or not same_everywhere, stderr=True))
 
 
-def _explained(error: BaseException, run: RunSpec | None, world: World) -> str | None:
+def _explained(error: BaseException, run: RunSpec | None) -> str | None:
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
@@ -113,7 +114,7 @@ def _explained(error: BaseException, run: RunSpec | None, world: World) -> str |
     if run is None:  # nothing was resolved yet
         return _stopped(error)
     if failed := _storage_failure(error, run):
-        return " ".join([f"{failed.what}.", *_saved(run, failed.remedy), *_untrue_record(run, world)])
+        return " ".join([f"{failed.what}.", *_saved(run, failed.remedy)])
     message = _stopped(error) or _failed(error, run)
     return message and " ".join([f"{message}.", *_saved(run)])
 
@@ -126,12 +127,6 @@ def _saved(run: RunSpec, remedy: str = "") -> list[str]:
     if newest is None:
         return [saved, f"{again}."] if remedy else [saved]
     return [saved, f"{again}: it takes the newest valid checkpoint."]
-
-
-def _untrue_record(run: RunSpec, world: World) -> list[str]:
-    """Rank 0 changes run.json before this. A disk that takes nothing leaves it as it was."""
-    untrue = world.is_main and record.read(run["output_dir"]).get("status") == "running"
-    return ["run.json could not be changed: it says that the run is running."] if untrue else []
 
 
 def _stopped(error: BaseException) -> str | None:

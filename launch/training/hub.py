@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recipes.errors import mistake
-from recipes.rules.checkpoints import pushed_to
+from recipes.rules.training import pushed_to
 from recipes.run import Settings
 
 _INSTEAD = "leave push_to_hub out, and `hf upload` the folder afterwards"

@@ -30,13 +30,7 @@ from launch.data.load import Data
 from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
-from recipes.errors import Problem, UserError, mistake
-from recipes.rules.adapters import what_peft_accepts
-from recipes.rules.check import new_problems
-from recipes.run import Json, RunSpec, Settings
-from recipes.run.engine import expanded
-from recipes.run.local_model import is_classifier, max_positions
-from recipes.run.unloadable import (
+from launch.training.unloadable import (
     missing_weights,
     one_line,
     other_sizes,
@@ -44,6 +38,12 @@ from recipes.run.unloadable import (
     without_attention,
     wrong_config,
 )
+from recipes.errors import Problem, UserError, mistake
+from recipes.rules.check import new_problems
+from recipes.rules.data_and_model import what_peft_accepts
+from recipes.run import Json, RunSpec, Settings
+from recipes.run.files import expanded
+from recipes.run.local_model import is_classifier, max_positions
 
 # What transformers raises for a model it cannot load.
 UNLOADABLE = (OSError, ValueError, ImportError, KeyError, StrictDataclassError)

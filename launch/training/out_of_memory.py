@@ -12,15 +12,14 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from launch.host import memory
 from launch.host.memory import Shortage
 from launch.host.parent import launcher
 from launch.host.secrets import hide
-from launch.host.signals import ignore_stop_requests
+from launch.host.signals import StopRequest, ignore_stop_requests
 from launch.host.world import World
 from launch.output import record
 from launch.output.record import OUT_OF_MEMORY
@@ -28,29 +27,7 @@ from launch.terminal import memory_size
 from recipes.errors import Failure, UserError
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
-from recipes.run.engine import read_json
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-
-@dataclass
-class TrainingProgress:
-    """How far a training has come, so that a failure can be explained with what is known by then.
-
-    `argv` are train.py's arguments. `run` is None until they are resolved, and then the run as it
-    trains, with its limits. `trainer` is None before it is built and once the training is over.
-    """
-
-    argv: list[str]
-    world: World = World()
-    run: RunSpec | None = None
-    trainer: Trainer | None = None
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done, also those of an earlier run that this one resumed."""
-        return self.trainer.state.global_step if self.trainer is not None else 0
+from recipes.run.files import read_json
 
 
 class OutOfMemory(Failure):
@@ -73,22 +50,21 @@ class OutOfMemory(Failure):
 
 
 @contextlib.contextmanager
-def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
+def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
     """Turn every error that means that memory ran out into `OutOfMemory`.
 
-    At the end the Trainer is released, so that what it holds is freed before the process group.
+    `argv` are train.py's arguments. `stop` knows the last step that has ended.
     """
     try:
         yield
     except Exception as error:
-        if progress.run is None or not memory.ran_out(error):
+        if not memory.ran_out(error):
             raise
         ignore_stop_requests()
-        run, argv = progress.run, progress.argv
         shortage = memory.shortage(error)  # before anything is freed
         facts: Json = {
-            "rank": progress.world.rank,
-            "step": progress.step,
+            "rank": world.rank,
+            "step": stop.step,
             "asked_bytes": shortage.asked_bytes,
             "free_bytes": shortage.free_bytes,
             "peak_bytes": memory.peak(run.hardware.cuda),
@@ -97,10 +73,8 @@ def catch_out_of_memory(progress: TrainingProgress) -> Iterator[None]:
         first = _is_first(run)
         if first:
             facts |= {"checkpoint": _newest_checkpoint(run), "next": next_attempt(run, argv)}
-            _write_note(run, facts)
+            record.note_out_of_memory(Path(run["output_dir"]), facts)
         raise OutOfMemory(run, argv, facts, first) from None
-    finally:
-        progress.trainer = None
 
 
 def next_flags(folder: Path) -> Json | None:
@@ -125,16 +99,6 @@ def _is_first(run: RunSpec) -> bool:
     except OSError:  # the disk is full too: better reported twice than never
         pass
     return True
-
-
-def _write_note(run: RunSpec, facts: Json) -> None:
-    """For `--on_oom next`; and into the record, because rank 0 may hang until it is killed."""
-    folder = Path(run["output_dir"])
-    with contextlib.suppress(OSError):
-        record.write(folder, facts, OUT_OF_MEMORY)
-        content = record.read(folder)
-        if content.get("status") == "running":
-            record.write(folder, {**content, "status": "out_of_memory"})
 
 
 # --- The next attempt ----------------------------------------------------------------------------
@@ -173,15 +137,8 @@ def _flags_to_resume(run: RunSpec) -> Json:
 
 
 def _is_legal(run: RunSpec, argv: list[str], flags: Json) -> bool:
-    other = resolve(
-        with_flags(argv, flags),
-        world_size=run.world_size,
-        local_world_size=run.local_world_size,
-        hardware=run.hardware,
-        engine=run.engine,
-        environment=run.environment,
-    )
-    return not any(problem.severity == "error" for problem in check(other))
+    found = check(resolve(with_flags(argv, flags), run.place))
+    return not any(problem.severity == "error" for problem in found)
 
 
 def other_ways(run: RunSpec, checkpointed: bool = False) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.host.memory import ran_out
@@ -33,12 +34,13 @@ class RecipeTrainer(StreamingTrainer):
 
     accelerate fills up the last batch of an epoch or evaluation with examples that were used
     already. Here each example counts once, on any number of processes.
+
+    `padding_free`: a micro-batch is one row of all its examples. `any_world` reads DeepSpeed's
+    checkpoints of another number of processes. `meter` counts and times the steps.
     """
 
+    label_smoother: Any
     tokens_seen: torch.Tensor | int = 0
-    padding_free: bool = False  # whether a micro-batch is one row of all its examples
-    meter: Meter
-    any_world: AnyWorld | None = None  # reads DeepSpeed's checkpoints of another number of processes
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
     _loaded: bool = False  # whether Trainer has read weights from a checkpoint
     _evaluated: _Evaluated | None = None
@@ -47,10 +49,29 @@ class RecipeTrainer(StreamingTrainer):
     _owed: bool = False  # an evaluation of that step was cut short by a signal
     _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, padding_free: bool = False, any_world: AnyWorld | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.padding_free = padding_free
+        self.any_world = any_world
+        self.meter = Meter()
+        self.add_callback(self.meter)
+        self.remove_callback(PrinterCallback)  # Trainer adds it when its own progress bar is off
+        if self.compute_loss_func is not None:
+            self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs and ignore the count in them
+        elif self.label_smoother is not None:
+            # Trainer shifts labels for names of classes that it knows. FSDP2 renames them, remote
+            # code has its own: such a model would learn to repeat each token.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
+
+    def convert(self, checkpoint: Path | None) -> None:
+        """Make a checkpoint readable that only another number of processes could read.
+
+        All ranks call it, before `train` resumes from it. Raises as `AnyWorld.prepare` does.
+        """
+        if self.any_world is not None:
+            self.any_world.prepare(checkpoint)
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
@@ -247,8 +268,7 @@ class RecipeTrainer(StreamingTrainer):
             return
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
         self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if self.any_world is not None:
-            self.any_world.prepare(best)
+        self.convert(best)
         super()._load_best_model()
         if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
             self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
@@ -259,9 +279,24 @@ class RecipeTrainer(StreamingTrainer):
         return self.state.global_step if self.loaded_step is None else self.loaded_step
 
     def final_metrics(self) -> dict[str, float]:
-        """The metrics of the model as it is now, evaluated only if it was not at its step."""
+        """The metrics of the model as it is now, evaluated only if it was not at its step. Empty
+        without data for that.
+        """
+        if self.eval_dataset is None:
+            return {}
         known = self.evaluations.get(self.model_step)
         return self.evaluate() if known is None else known
+
+    def require_finite_weights(self) -> None:
+        """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
+        log.
+
+        All ranks call it: under FSDP each sees its own shards only.
+        """
+        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
+        if broken:
+            raise NotANumber(f"the weights are not numbers after step {self.state.global_step} ({broken[0]})")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, but a model in shards of FSDP's or DeepSpeed's is saved whole.
@@ -369,15 +404,3 @@ def layers_to_shard(model: torch.nn.Module) -> list[str]:
         above.append(above[-1].rpartition(".")[0])
     classes = {type(module).__name__ for name, module in modules.items() if name not in above}
     return sorted(classes & set(model._no_split_modules or ()))
-
-
-def require_finite(trainer: Trainer) -> None:
-    """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
-    log.
-
-    All ranks call it: under FSDP each sees its own shards only.
-    """
-    trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
-    broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
-    if broken:
-        raise NotANumber(f"the weights are not numbers after step {trainer.state.global_step} ({broken[0]})")

@@ -1,8 +1,12 @@
-"""Names that were renamed or removed, or belong elsewhere. Legal names are never listed."""
+"""Names that were renamed or removed, or belong elsewhere.
+
+Legal names are never listed, nor is one whose nearest legal name is right, such as `num_workers`.
+"""
 
 from __future__ import annotations
 
 _GONE_5_0 = "was removed in transformers 5.0"
+_OTHER = "has another name"
 
 # old name -> (what happened, what to write instead), from transformers' release notes and sources
 RENAMED: dict[str, tuple[str, str]] = {
@@ -14,63 +18,44 @@ RENAMED: dict[str, tuple[str, str]] = {
     "half_precision_backend": (_GONE_5_0, "leave it out; --bf16 or --fp16 is enough"),
     "no_cuda": (_GONE_5_0, "use_cpu"),
     "include_tokens_per_second": (_GONE_5_0, "leave it out; the summary always has tokens per second"),
-    "per_gpu_train_batch_size": (_GONE_5_0, "per_device_train_batch_size"),
-    "per_gpu_eval_batch_size": (_GONE_5_0, "per_device_eval_batch_size"),
-    "tpu_num_cores": (_GONE_5_0, "leave it out; the launcher counts the processes"),
-    "ray_scope": (_GONE_5_0, "leave it out"),
-    "mp_parameters": (_GONE_5_0, "leave it out"),
-    "past_index": (_GONE_5_0, "leave it out"),
-    "jit_mode_eval": (_GONE_5_0, "leave it out; --torch_compile compiles"),
     "adafactor": (_GONE_5_0, "optim: adafactor"),
-    "push_to_hub_model_id": (_GONE_5_0, "hub_model_id"),
-    "push_to_hub_organization": (_GONE_5_0, "hub_model_id: organization/name"),
     "push_to_hub_token": (_GONE_5_0, "hub_token"),
     "group_by_length": ("was removed by transformers 5.2", "train_sampling_strategy with the value group_by_length"),
     "warmup_ratio": ("was removed by transformers 5.15", "warmup_steps with a value below 1, such as 0.03"),
     "logging_dir": ("was removed by transformers 5.15", "the environment variable TENSORBOARD_LOGGING_DIR"),
     "dispatch_batches": ("was moved by transformers 4.57", 'accelerator_config: {"dispatch_batches": ...}'),
     "split_batches": ("was moved by transformers 4.57", 'accelerator_config: {"split_batches": ...}'),
-    "use_ipex": ("was removed by transformers 4.57", "leave it out"),
-    "max_seq_length": ("has another name, as in TRL", "max_length"),
     "torch_dtype": ("has another name, as in transformers 5", "dtype"),
     "tokenizer_name": ("is not needed: the tokenizer comes with the model", "model_name_or_path"),
-    "dataset_path": ("has another name", "dataset_name"),
-    "train_file": ("has another name", "dataset_name"),
-    "block_size": ("has another name", "max_length"),
-    "use_lora": ("has another name", "use_peft"),
+    "train_file": (_OTHER, "dataset_name"),
+    "block_size": (_OTHER, "max_length"),
+    "use_lora": (_OTHER, "use_peft"),
+    "use_qlora": (_OTHER, "load_in_4bit, with use_peft"),
     "lora_rank": ("has another name, as in peft", "lora_r"),
-    "lora_modules": ("has another name", "lora_target_modules"),
-    "use_qlora": ("has another name", "load_in_4bit, with use_peft"),
     "dataset": ("has another name, as in TRL", "dataset_name"),
-    "data": ("has another name", "dataset_name"),
-    "model": ("has another name", "model_name_or_path"),
-    "model_name": ("has another name", "model_name_or_path"),
-    "optimizer": ("has another name", "optim"),
-    "scheduler": ("has another name", "lr_scheduler_type"),
-    "per_device_batch_size": ("has another name", "per_device_train_batch_size"),
-    "eval_batch_size": ("has another name", "per_device_eval_batch_size"),
-    "flash_attention": ("has another name", "attn_implementation: flash_attention_2"),
-    "use_flash_attention_2": ("has another name", "attn_implementation: flash_attention_2"),
+    "data": (_OTHER, "dataset_name"),
+    "model": (_OTHER, "model_name_or_path"),
+    "per_device_batch_size": (_OTHER, "per_device_train_batch_size"),
+    "eval_batch_size": (_OTHER, "per_device_eval_batch_size"),
+    "flash_attention": (_OTHER, "attn_implementation: flash_attention_2"),
+    "use_flash_attention_2": (_OTHER, "attn_implementation: flash_attention_2"),
     "resume": ("is not needed: resuming is automatic", "leave it out, or resume_from_checkpoint: FOLDER"),
 }
+
+_LAUNCHER = "after `accelerate launch`, before train.py"
+_DEEPSPEED = "deepspeed_config in the Accelerate YAML"
 
 # name -> what to write instead, or where
 ELSEWHERE: dict[str, str] = {
     "mixed_precision": "--bf16 or --fp16 here; mixed_precision is a key of the Accelerate YAML",
-    "ddp_gradient_as_bucket_view": "gradient_as_bucket_view",
     "num_processes": "`recipes train --num_processes N`, or after `accelerate launch`, before train.py",
-    "num_machines": "after `accelerate launch`, before train.py",
-    "machine_rank": "after `accelerate launch`, before train.py",
-    "main_process_ip": "after `accelerate launch`, before train.py",
-    "main_process_port": "after `accelerate launch`, before train.py",
+    **dict.fromkeys("num_machines machine_rank main_process_ip main_process_port".split(), _LAUNCHER),
     "accelerate_config": "`recipes train --accelerate_config FILE` or `accelerate launch --config_file FILE`, which "
     "start train.py; before `--` of `recipes submit`",
     "config_file": "`accelerate launch --config_file` for an Accelerate YAML; --config for settings of the run",
     "distributed_type": "the Accelerate YAML",
     "deepspeed_config": "the Accelerate YAML",
-    "zero_stage": "deepspeed_config in the Accelerate YAML",
-    "offload_optimizer_device": "deepspeed_config in the Accelerate YAML",
-    "offload_param_device": "deepspeed_config in the Accelerate YAML",
+    **dict.fromkeys("zero_stage offload_optimizer_device offload_param_device".split(), _DEEPSPEED),
     "gradient_clipping": "max_grad_norm",
     "fsdp_version": "fsdp_config in the Accelerate YAML",
     "even_batches": 'accelerator_config: {"even_batches": ...}',
@@ -78,16 +63,9 @@ ELSEWHERE: dict[str, str] = {
     "train_batch_size": "global_batch_size, or per_device_train_batch_size",
     "batch_size": "global_batch_size, or per_device_train_batch_size",
     "micro_batch_size": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
     "epochs": "num_train_epochs",
-    "lr": "learning_rate",
     "max_epochs": "num_train_epochs",
-    "num_workers": "dataloader_num_workers",
-    "prefetch_factor": "dataloader_prefetch_factor",
-    "pin_memory": "dataloader_pin_memory",
-    "persistent_workers": "dataloader_persistent_workers",
-    "num_steps": "gradient_accumulation_steps",
-    "offload_optimizer": "deepspeed_config in the Accelerate YAML, offload_optimizer_device",
+    "lr": "learning_rate",
     "gpu_ids": "the Accelerate YAML, or the environment variable CUDA_VISIBLE_DEVICES",
     "dynamo_backend": "torch_compile, with torch_compile_backend",
 }

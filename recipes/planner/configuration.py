@@ -13,8 +13,7 @@ from recipes.errors import mistake
 from recipes.planner import sizes
 from recipes.quiet import silence
 from recipes.run import Json, RunSpec
-from recipes.run.engine import read_json
-from recipes.run.local_model import existing_path
+from recipes.run.files import existing_path, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -13,7 +13,7 @@ from functools import cache
 
 from recipes.errors import UserError
 from recipes.planner import measured
-from recipes.run import RunSpec, gpus
+from recipes.run import RunSpec, known_gpus
 
 _MIB = 1 << 20
 
@@ -99,6 +99,6 @@ def _in_training(one: _Reading) -> int:
 def catalogue_name(name: str) -> str:
     """A card by its name in the catalogue, or as it is called if it is not there."""
     try:
-        return gpus.find(name).name
+        return known_gpus.find(name).name
     except UserError:
         return name

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
-from recipes.legal.liger import types_with_fused_loss
+from recipes.legal.models import types_with_fused_loss
 from recipes.planner.footprint import need, recomputes
 from recipes.planner.replay import Steps, with_cached
 from recipes.planner.shapes import PACKAGED, Adapters, Case, Need, Traced, Weights
 from recipes.planner.tracing.further import at_batch, at_length
-from recipes.rules.adapters import what_peft_accepts
+from recipes.rules.data_and_model import what_peft_accepts
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:

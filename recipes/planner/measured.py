@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipes.legal.source import version
+from recipes.legal.schema import version
 from recipes.run import Json
-from recipes.run.engine import hf_home, read_json
+from recipes.run.files import hf_home, read_json
 
 CONTEXT, HOST = "context", "host"
 MOST_ROWS = 100  # of each kind

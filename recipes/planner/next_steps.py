@@ -21,7 +21,7 @@ from recipes.planner.fits import (
 )
 from recipes.planner.request import Request
 from recipes.planner.speed import host_seconds
-from recipes.run import RunSpec, Settings, gpus
+from recipes.run import RunSpec, Settings, known_gpus
 from recipes.run.hardware import Gpu
 from recipes.run.spec import BATCH_FIELDS
 
@@ -246,7 +246,7 @@ def _larger_card(request: Request, estimator: Estimator, usable: Usable, before:
 
     Cards for workstations and for data centres have other hosts; one without bf16 is another kind.
     """
-    for card in sorted(gpus.CATALOGUE, key=lambda card: card.torch_bytes):
+    for card in sorted(known_gpus.CATALOGUE, key=lambda card: card.torch_bytes):
         if card.torch_bytes <= usable.gpu or not _alike(card, request.card):
             continue
         there = replace(request, card=Gpu(card.name, card.capability, card.torch_bytes))
@@ -260,7 +260,7 @@ def _larger_card(request: Request, estimator: Estimator, usable: Usable, before:
             return
 
 
-def _alike(card: gpus.KnownGpu, own: Gpu) -> bool:
-    known = any(own.name == other.name for other in gpus.CATALOGUE)
+def _alike(card: known_gpus.KnownGpu, own: Gpu) -> bool:
+    known = any(own.name == other.name for other in known_gpus.CATALOGUE)
     same_host = not known or card.name.startswith("RTX") == own.name.startswith("RTX")
     return same_host and (card.capability >= (8, 0) or own.capability < (8, 0))

@@ -38,7 +38,7 @@ from recipes.planner.next_steps import (
 )
 from recipes.planner.request import Request
 from recipes.planner.speed import StepTime, host_of, link_of, mfu_of, unknown_compute
-from recipes.run import RunSpec, gpus, resolve, with_flags
+from recipes.run import RunSpec, here, known_gpus, resolve, with_flags
 from recipes.run.hardware import Gpu
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | Non
     if recipe:
         return [recipe]
     if any(word.startswith("--config") for word in argv):
-        given = resolve(argv, demonstrate=False, environment={}).given
+        given = resolve(argv, here(trained_by="nobody", environment={})).given
         if "recipe" in given:
             return [given["recipe"].value]
     own_engine = [name for name in _FASTEST_FIRST if accelerate_config and name not in ("fast", "standard")]
@@ -321,7 +321,7 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     if gpu_memory is not None:
         return Gpu(f"a GPU of {gpu_memory:g} GB", (8, 0), round(gpu_memory * 1e9))
     assert gpu
-    known = gpus.find(gpu)
+    known = known_gpus.find(gpu)
     return Gpu(known.name, known.capability, known.torch_bytes)
 
 

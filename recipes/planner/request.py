@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.errors import Problem
-from recipes.legal.source import package_folder
+from recipes.legal.schema import package_folder
 from recipes.planner.sizes import is_size
 from recipes.rules.check import require_legal
-from recipes.run import Json, RunSpec, Settings, find_recipe, resolve, with_flags
-from recipes.run.engine import shipped
+from recipes.run import Json, RunSpec, Settings, here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 
 
@@ -38,17 +37,18 @@ class Request:
     def run(self, recipe: str, **flags: object) -> RunSpec:
         """The run of this recipe with `flags` replaced. Raises `UserError` if that is not legal."""
         local = self.num_processes // self.nodes
-        own = str(shipped(find_recipe(recipe).engine))
-        run = resolve(
-            ["--recipe", recipe, "--model_name_or_path", self.model or "YOUR_MODEL", *self._with(flags)],
-            world_size=self.num_processes,
-            local_world_size=local,
-            hardware=Hardware((self.card,) * local, cores=8 * local, liger=package_folder("liger_kernel") is not None),
-            accelerate_config=self.accelerate_config or own,
+        liger = package_folder("liger_kernel") is not None
+        place = here(
+            self.num_processes,
+            self.accelerate_config,
+            local,
+            hardware=Hardware((self.card,) * local, cores=8 * local, liger=liger),
             environment={},
-            demonstrate=False,
-            elsewhere=frozenset(),
+            trained_by="nobody",
+            packages=frozenset(),
         )
+        words = ["--recipe", recipe, "--model_name_or_path", self.model or "YOUR_MODEL", *self._with(flags)]
+        run = resolve(words, place)
         require_legal(replace(run, model=self.config))
         return run
 
@@ -82,4 +82,4 @@ class Request:
 
     @property
     def _asked(self) -> RunSpec:
-        return resolve(self.argv, world_size=self.num_processes, demonstrate=False, environment={})
+        return resolve(self.argv, here(self.num_processes, trained_by="nobody", environment={}))

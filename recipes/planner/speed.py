@@ -18,8 +18,8 @@ from recipes.planner.libraries.fsdp import IN_4_BITS
 from recipes.planner.measured import Host
 from recipes.planner.shapes import Weights
 from recipes.run import RunSpec
-from recipes.run.gpus import CATALOGUE
 from recipes.run.hardware import Gpu
+from recipes.run.known_gpus import CATALOGUE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

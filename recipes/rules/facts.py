@@ -1,31 +1,32 @@
 """What rules are made of: how to report a problem, and what rules ask about a run.
 
-To add a rule, write one function in the file of its subject:
+A rule about a setting whose condition is one expression is a row, in `table` or in the ROWS of
+`engine` and `training`. Any other is a function there or in `data_and_model`:
 
     @rule
-    def tf32_needs_sm80(run):
-        "`ValueError: --tf32 requires Ampere or a newer GPU arch`"
-        if run["tf32"] and run.hardware.capability < (8, 0):
-            yield problem(run, "tf32", "needs a GPU of compute capability 8.0", "leave it out")
+    def ddp_settings_need_ddp(run):
+        "DeepSpeed, FSDP and a single process do not read them."
+        for name in ...:
+            yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
 
-Its name says what holds in a legal run, its docstring which failure it prevents. An error stops
-the run, advice does not. A rule never refuses a run that would train as asked: if a setting is
-only ignored, the rule advises. Its test is one entry in CASES of the subject's test file: a run in
-which the rule fires, and the nearest one in which it does not. Only a new file of rules must be
-made known, in `check.RULE_MODULES`.
+Its name says what holds in a legal run, its docstring or `why` which failure it prevents. An error
+stops the run, advice does not. A rule never refuses a run that would train as asked: if a setting
+is only ignored, the rule advises. Its test is one entry in CASES of the subject's test file: a run
+in which the rule fires, and the nearest one in which it does not.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
 from recipes.legal import models
 from recipes.run import RunSpec
-from recipes.run.engine import Json, deepspeed_json, read_json
+from recipes.run.engine_sources import deepspeed_json
+from recipes.run.files import Json, read_json
 from recipes.run.local_model import local_config
 
 Rule = Callable[[RunSpec], Iterator[Problem]]
@@ -59,7 +60,7 @@ def advice(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
 def missing(run: RunSpec, subject: str, package: str, what: str = "") -> Problem:
     """A package is not installed: an error, or advice if the run goes to another machine."""
     what = what or f"needs the package {package}"
-    if run.elsewhere is not None:
+    if run.place.is_elsewhere:
         return advice(run, subject, f"{what}, and it is not installed here", f"have {package} where it will run")
     return problem(run, subject, what, f"pip install {package}")
 
@@ -69,10 +70,9 @@ def in_yaml(run: RunSpec, subject: str, what: str, fix: str, severity: str = "er
     return Problem(subject, what, fix, run.engine.source, severity)
 
 
-def optimizer_arguments(run: RunSpec) -> dict[str, str]:
-    """The pairs of `--optim_args`, as Trainer reads them."""
-    words = (run["optim_args"] or "").replace(" ", "").split(",")
-    return dict(part.split("=") for part in words if part.count("=") == 1)
+def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "error") -> Problem:
+    """A problem with the path `subject` in the DeepSpeed JSON."""
+    return Problem(subject, what, fix, json_source(run), severity)
 
 
 def installed(package: str) -> bool:
@@ -82,7 +82,7 @@ def installed(package: str) -> bool:
 
 def available(run: RunSpec, package: str) -> bool:
     """Whether a package is installed here, or known to be where the run goes."""
-    return package in (run.elsewhere or ()) or installed(package)
+    return package in (run.place.packages or ()) or installed(package)
 
 
 def model_config(run: RunSpec) -> Mapping[str, Any] | None:
@@ -90,7 +90,7 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
     if run.model is not None:
         return run.model
     name = run["model_name_or_path"]
-    return dict(DEMONSTRATION_MODEL) if name is None and run.demonstrate else local_config(name)
+    return dict(DEMONSTRATION_MODEL) if name is None and run.place.by_train_py else local_config(name)
 
 
 def known_config(run: RunSpec) -> Json:
@@ -112,19 +112,6 @@ def of_class(run: RunSpec, attribute: str) -> object:
     return models.class_attribute(model_type, name, attribute, False)
 
 
-def absent_classes(run: RunSpec, names: Iterable[str]) -> list[str]:
-    """Which of these classes are no part of the model.
-
-    Empty if that is unknown: of a model with its own code, or made from several.
-    """
-    config = known_config(run)
-    known = models.class_names(str(config.get("model_type")))
-    composed = any(isinstance(value, dict) and "model_type" in value for value in config.values())
-    if composed or "auto_map" in config or not known:
-        return []
-    return [name for name in names if name not in known]
-
-
 def on_gpu(run: RunSpec) -> bool:
     return run.hardware.cuda and not run["use_cpu"]
 
@@ -134,7 +121,8 @@ def uses_deepspeed(run: RunSpec) -> bool:
 
 
 def deepspeed_section(run: RunSpec) -> Json:
-    return dict(sections(run)).get("deepspeed_config", {})
+    """`deepspeed_config` of the Accelerate YAML, where that is what trains."""
+    return mapping(run.engine.raw.get("deepspeed_config")) if run.engine.kind == "deepspeed" else {}
 
 
 def deepspeed_file(run: RunSpec) -> Json | None:
@@ -142,26 +130,20 @@ def deepspeed_file(run: RunSpec) -> Json | None:
     if isinstance(run["deepspeed"], dict):
         return run["deepspeed"]
     named = deepspeed_section(run).get("deepspeed_config_file")
-    launched = run.environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if run.engine.kind == "deepspeed" else None
+    launched = run.place.environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") if run.engine.kind == "deepspeed" else None
     return deepspeed_json({"deepspeed_config_file": run["deepspeed"] or named or launched})
 
 
-def zero_section(run: RunSpec) -> Json:
-    section = (deepspeed_file(run) or {}).get("zero_optimization")
-    return section if isinstance(section, dict) else {}
+def json_source(run: RunSpec) -> str:
+    """The file of the DeepSpeed JSON, or a word for it if it is no file."""
+    named = run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file")
+    return named if isinstance(named, str) else "DeepSpeed JSON"
 
 
 def zero_stage(run: RunSpec) -> int:
-    return zero_section(run).get("stage", run.engine.zero_stage) if uses_deepspeed(run) else 0
-
-
-def optimizer_is_offloaded(run: RunSpec) -> bool:
     if not uses_deepspeed(run):
-        return False
-    section = zero_section(run).get("offload_optimizer")
-    if isinstance(section, dict):
-        return section.get("device", "none") not in (None, "none")
-    return run.engine.offload_optimizer != "none"
+        return 0
+    return mapping((deepspeed_file(run) or {}).get("zero_optimization")).get("stage", run.engine.zero_stage)
 
 
 def uses_fsdp(run: RunSpec) -> bool:
@@ -187,29 +169,20 @@ _SET_BY_TRAINER = {
 }
 
 
-def fsdp_section(run: RunSpec, launched: bool = True) -> Json:
-    """`fsdp_config` of the YAML and, with `--fsdp`, of the arguments, which win. Keys are without
-    `fsdp_`.
-
-    With `launched`, what `accelerate launch` made of a YAML, its defaults included, if that is all
-    that is known.
+def fsdp_section(run: RunSpec) -> Json:
+    """`fsdp_config` without `fsdp_` before its keys: what `accelerate launch` made of a YAML, its
+    defaults included, if that is all that is known; what the YAML says; and with `--fsdp` what the
+    arguments say, which win.
     """
     written = mapping(run.engine.raw.get("fsdp_config"))
-    if launched and run.engine.kind == "fsdp" and not run.engine.raw:
-        written = {key.lower(): value for key, value in run.environment.items() if key.startswith("FSDP_")}
+    if run.engine.kind == "fsdp" and not run.engine.raw:
+        written = {key.lower(): value for key, value in run.place.environment.items() if key.startswith("FSDP_")}
         written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
     given = mapping(run["fsdp_config"]) if run["fsdp"] else {}  # nothing reads it without --fsdp
     written, given = (
         {str(key).removeprefix("fsdp_"): value for key, value in section.items()} for section in (written, given)
     )
     return {**written, **(_SET_BY_TRAINER if run["fsdp"] else {}), **given}
-
-
-def uses_ddp(run: RunSpec) -> bool:
-    """Whether DDP wraps the model, as it does when a launcher starts several `single` processes."""
-    if uses_deepspeed(run) or uses_fsdp(run):
-        return False
-    return run.engine.kind == "ddp" or run.engine.kind.startswith("multi_") or run.world_size > 1
 
 
 def mixed_precision(run: RunSpec) -> str:
@@ -225,32 +198,6 @@ def accelerator_config(run: RunSpec) -> Json:
 
 def gradient_accumulation_kwargs(run: RunSpec) -> Json:
     return mapping(accelerator_config(run).get("gradient_accumulation_kwargs"))
-
-
-SECTIONS = (  # of an Accelerate YAML
-    "deepspeed_config",
-    "fsdp_config",
-    "dynamo_config",
-    "parallelism_config",
-    "mpirun_config",
-    "fp8_config",
-    "megatron_lm_config",
-)
-
-
-READ_BY = {"deepspeed_config": "deepspeed", "fsdp_config": "fsdp", "megatron_lm_config": "megatron_lm"}
-
-
-def is_read(run: RunSpec, section: str) -> bool:
-    """Whether the launcher reads a section: some are for one distributed type only."""
-    return READ_BY.get(section, run.engine.kind) == run.engine.kind
-
-
-def sections(run: RunSpec) -> Iterator[tuple[str, Json]]:
-    """The sections of the Accelerate YAML that are read, by name."""
-    for name in SECTIONS:
-        if is_read(run, name) and isinstance(run.engine.raw.get(name), Mapping):
-            yield name, run.engine.raw[name]
 
 
 def mapping(value: object) -> Json:

@@ -1,9 +1,10 @@
 """One run: what the user wrote, the recipe, the machine and the engine, put together."""
 
-from recipes.run.command_line import nearest, with_flags
-from recipes.run.engine import Json
+from recipes.run.command_line import with_flags
+from recipes.run.files import Json, nearest
 from recipes.run.fitted import with_fit
 from recipes.run.own_recipe import find_recipe
+from recipes.run.place import Place, here
 from recipes.run.resolve import resolve
 from recipes.run.spec import BATCH, BEST_MODEL, COMMAND_LINE, FIT, HIDDEN, LIBRARY, RunSpec, Setting, Settings, shown
 
@@ -15,10 +16,12 @@ __all__ = [
     "HIDDEN",
     "LIBRARY",
     "Json",
+    "Place",
     "RunSpec",
     "Setting",
     "Settings",
     "find_recipe",
+    "here",
     "nearest",
     "resolve",
     "shown",

@@ -8,20 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recipes.errors import mistake, plural
-from recipes.run.parallelism import Parallelism
+from recipes.run.engine_sources import Parallelism
+
+ARITHMETIC = "batch arithmetic"
 
 
 @dataclass(frozen=True)
 class Batch:
     """`micro` examples per process, `accumulation` micro-batches per step.
 
-    `data_parallel` counts the processes, or groups of them, with examples of their own.
+    `data_parallel` counts the processes, or groups of them, with examples of their own. `source` is
+    what chose a micro-batch that the user did not: arithmetic, or `--fit`.
     """
 
     micro: int
     accumulation: int
     data_parallel: int
     reason: str
+    source: str = ARITHMETIC
 
     @property
     def total(self) -> int:
@@ -39,65 +43,54 @@ def data_parallel_size(world: int, parallelism: Parallelism) -> int:
     """
     sharing = parallelism.sharing
     if world % sharing:
-        below = world // sharing * sharing
-        nearest = " or ".join(str(size) for size in (below, below + sharing) if size)
         what = f"{world} cannot be divided by {parallelism}: each group of {sharing} processes shares its examples"
-        raise mistake("num_processes", what, f"--num_processes {nearest}")
+        raise mistake("num_processes", what, f"--num_processes {_multiples(world, sharing)}")
     return world // sharing
 
 
 def split(
-    total: int,
+    total: int | None,
     data_parallel: int,
     cap: int,
     micro: int | None = None,
     accumulation: int | None = None,
-    total_is_explicit: bool = True,
     sharing: int = 1,
 ) -> Batch:
     """Split the global batch `total` over `data_parallel` processes, or groups of `sharing` each.
 
     The micro-batch is the largest divisor of total/data_parallel up to `cap`. A given `micro` or
-    `accumulation` wins over the cap; both together set the global batch, unless that is given too.
+    `accumulation` wins over the cap; both together set the global batch if `total` is None.
     Raises `UserError` if no split keeps the global batch.
     """
-    count = data_parallel
-    processes = plural(count, "process") if sharing == 1 else f"{plural(count, 'group')} of {sharing} processes"
     if micro and accumulation:
-        return _both_given(total, count, micro, accumulation, total_is_explicit)
+        reason = "micro-batch and accumulation were both given: they set the global batch"
+        batch = Batch(micro, accumulation, data_parallel, reason)
+        if total not in (None, batch.total):
+            what = f"{total} contradicts micro-batch x accumulation x data-parallel size = {batch}"
+            fix = f"leave one of the three out, or write --global_batch_size {batch.total}"
+            raise mistake("global_batch_size", what, fix)
+        return batch
+    assert total is not None
+    processes = plural(data_parallel, "process")
+    if sharing > 1:
+        processes = f"{plural(data_parallel, 'group')} of {sharing} processes"
+    given = micro or accumulation
+    unit = (given or 1) * data_parallel
+    if total % unit:
+        over = f"{'micro-batch' if micro else 'accumulation'} {given} x {processes}" if given else processes
+        what = f"{total} cannot be split over {over}, and the global batch never changes by itself"
+        raise mistake("global_batch_size", what, f"--global_batch_size {_multiples(total, unit)}")
+    share = total // unit
     if micro:
-        _require(total % (micro * count) == 0, total, micro * count, f"micro-batch {micro} x {processes}")
-        return Batch(micro, total // (micro * count), count, f"accumulation: {total} / ({micro} x {processes})")
+        return Batch(micro, share, data_parallel, f"accumulation: {total} / ({micro} x {processes})")
     if accumulation:
-        unit = accumulation * count
-        _require(total % unit == 0, total, unit, f"accumulation {accumulation} x {processes}")
-        return Batch(total // unit, accumulation, count, f"micro-batch: {total} / ({accumulation} x {processes})")
-    _require(total % count == 0, total, count, processes)
-    share = total // count
+        return Batch(share, accumulation, data_parallel, f"micro-batch: {total} / ({accumulation} x {processes})")
     micro = max(divisor for divisor in range(1, min(cap, share) + 1) if share % divisor == 0)
-    return Batch(
-        micro, share // micro, count, f"micro-batch {micro}: largest divisor of {total}/{count} = {share} up to {cap}"
-    )
+    reason = f"micro-batch {micro}: largest divisor of {total}/{data_parallel} = {share} up to {cap}"
+    return Batch(micro, share // micro, data_parallel, reason)
 
 
-def _both_given(total: int, count: int, micro: int, accumulation: int, total_is_explicit: bool) -> Batch:
-    batch = Batch(micro, accumulation, count, "micro-batch and accumulation were both given: they set the global batch")
-    if total_is_explicit and batch.total != total:
-        raise mistake(
-            "global_batch_size",
-            f"{total} contradicts micro-batch x accumulation x data-parallel size = {batch}",
-            f"leave one of the three out, or write --global_batch_size {batch.total}",
-        )
-    return batch
-
-
-def _require(divides: bool, total: int, unit: int, what: str) -> None:
-    if divides:
-        return
-    below, above = total // unit * unit, (total // unit + 1) * unit
-    nearest = " or ".join(str(size) for size in (below, above) if size)
-    raise mistake(
-        "global_batch_size",
-        f"{total} cannot be split over {what}, and the global batch never changes by itself",
-        f"--global_batch_size {nearest}",
-    )
+def _multiples(number: int, unit: int) -> str:
+    """The multiples of `unit` around a number: `4 or 8`, or only `4` below it."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

@@ -1,21 +1,22 @@
-"""What the user wrote: flags and a configuration file, as settings of the right type."""
+"""Flags and a configuration file, as settings of the right type."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from recipes import legal, mixture
 from recipes.errors import Problem, mistake
 from recipes.legal import moved
-from recipes.run.engine import is_argument, read_yaml
+from recipes.run.files import expanded, nearest, read_yaml
 from recipes.run.spec import COMMAND_LINE, Setting, Settings
+
+NOTHING_SIMILAR = "`train.py --help` lists them"
 
 
 def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
@@ -25,27 +26,49 @@ def parse(argv: Sequence[str], problems: list[Problem]) -> dict[str, Setting]:
     underscore, as for Hugging Face's parser.
     """
     raw: dict[str, str | list[str] | bool] = {}
+
+    def wrong(flag: str, what: str, fix: str) -> None:
+        problems.append(Problem(flag, what, fix, COMMAND_LINE))
+
+    for flag, values in _flags(argv):
+        if not flag:
+            wrong(values[0], "is not a flag", "flags are written --name value")
+            continue
+        name, is_off = _name_of(flag)
+        if is_off:  # with a value it is not a flag
+            name, values = (f"no_{name}", values) if values else (name, ["false"])
+        known = legal.settings().get(name)
+        if name in raw:
+            wrong(f"--{name}", "is given twice", "write it once")
+        if known and not values and "bool" not in known.types:
+            wrong(f"--{name}", "needs a value", _expected(known, "--"))
+            continue
+        if known and len(values) > 1 and "list" not in known.types:
+            wrong(f"--{name}", f"takes one value, got {' '.join(values)!r}", "quote it")
+        raw[name] = values if len(values) > 1 else values[0] if values else True
+    return accept(raw, COMMAND_LINE, problems)
+
+
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with its values. A word that no flag takes comes alone, with an empty flag."""
     rest = list(argv)
     while rest:
-        flag = rest.pop(0)
+        flag, equals, value = rest.pop(0).partition("=")
         if not flag.startswith("--"):
-            problems.append(Problem(flag, "is not a flag", "flags are written --name value", COMMAND_LINE))
+            yield "", [flag + equals + value]
             continue
-        name, equals, value = flag[2:].partition("=")
-        name = name.replace("-", "_")
         values = [value] if equals else []
         while rest and not equals and not rest[0].startswith("--"):
             values.append(rest.pop(0))
-        if name not in legal.settings() and name.startswith("no_") and _is_bool(name[3:]) and not values:
-            name, values = name[3:], ["false"]
-        if name in raw:
-            problems.append(Problem(f"--{name}", "is given twice", "write it once", COMMAND_LINE))
-        known = legal.settings().get(name)
-        if known and not values and "bool" not in known.types:
-            problems.append(Problem(f"--{name}", "needs a value", _expected(known), COMMAND_LINE))
-        else:
-            raw[name] = _join(name, values, problems)
-    return accept(raw, COMMAND_LINE, problems)
+        yield flag, values
+
+
+def _name_of(flag: str) -> tuple[str, bool]:
+    """The setting of a flag such as `--global-batch-size`, and whether it is a `--no_flag`."""
+    name = flag[2:].replace("-", "_")
+    known = legal.settings().get(name.removeprefix("no_"))
+    is_off = name not in legal.settings() and known is not None and "bool" in known.types
+    return (name.removeprefix("no_"), True) if is_off else (name, False)
 
 
 def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
@@ -53,7 +76,8 @@ def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
     changed, replaced = [], False
     for argument in argv:
         if argument.startswith("--"):
-            replaced = _name_of(argument) in flags
+            name, _ = _name_of(argument.partition("=")[0])
+            replaced = legal.ALIASES.get(name, name) in flags
         if not replaced:
             changed.append(argument)
     for name, value in flags.items():
@@ -62,72 +86,41 @@ def with_flags(argv: Sequence[str], flags: Settings) -> list[str]:
     return changed
 
 
-def _name_of(flag: str) -> str:
-    """The setting that a flag such as `--no_fit` or `--global-batch-size=8` sets."""
-    name = flag[2:].partition("=")[0].replace("-", "_")
-    if name not in legal.settings() and name.startswith("no_"):
-        name = name[3:]
-    return legal.ALIASES.get(name, name)
-
-
-def _is_bool(name: str) -> bool:
-    known = legal.settings().get(name)
-    return known is not None and "bool" in known.types
-
-
-def _join(name: str, values: list[str], problems: list[Problem]) -> str | list[str] | bool:
-    known = legal.settings().get(name)
-    if not values:
-        return True
-    if len(values) == 1:
-        return values[0]
-    if known and "list" not in known.types:
-        problems.append(Problem(f"--{name}", f"takes one value, got {' '.join(values)!r}", "quote it", COMMAND_LINE))
-    return values
-
-
 def read_config(path: str, problems: list[Problem]) -> dict[str, Setting]:
     """The settings of a --config file. Raises `UserError` if it cannot be read."""
     content = read_yaml(path, "--config")
     if "base" in content:
         raise mistake("config", f"{path} is a recipe", f"--recipe {path}")
-    if "config" in content:
-        problems.append(Problem("config", "cannot be set in a configuration file", "leave it out", str(path)))
-        del content["config"]
-    return accept(content, str(path), problems)
+    if content.pop("config", None) is not None:
+        problems.append(Problem("config", "cannot be set in a configuration file", "leave it out", path))
+    return accept(content, path, problems)
 
 
 def accept(values: Mapping[Any, Any], source: str, problems: list[Problem]) -> dict[str, Setting]:
     """The settings with a known name and a value of the right type. The others become problems."""
     accepted = {}
     for name, value in values.items():
-        name = str(name)
-        known = legal.settings().get(name)
+        known = legal.settings().get(str(name))
         if known is None:
-            problems.append(unknown(name, source))
+            problems.append(unknown(str(name), source))
             continue
-        old_name = legal.ALIASES.get(name, name)
-        if old_name != name and old_name in values:
-            problems.append(Problem(name, f"is the new name of {old_name}, and both are given", "write one", source))
+        used = legal.ALIASES.get(name, name)
+        if used != name and used in values:
+            problems.append(Problem(name, f"is the new name of {used}, and both are given", "write one", source))
         try:
             value = coerce(value, known)
-            if old_name == "output_dir" and value:  # only TrainingArguments would expand ~
-                # As it does: Path.expanduser is a traceback for the home folder of an unknown user.
-                value = os.path.expanduser(value)  # noqa: PTH111
-            accepted[old_name] = Setting(value, source)
+            if used == "output_dir" and value:  # only TrainingArguments would expand ~
+                value = str(expanded(value))
+            accepted[used] = Setting(value, source)
         except ValueError as error:
-            problems.append(Problem(name, str(error), _expected(known), source))
+            problems.append(Problem(name, str(error), _expected(known, "--" if source == COMMAND_LINE else ""), source))
     return accepted
 
 
-NOTHING_SIMILAR = "`train.py --help` lists them"
-
-
 def unknown(name: str, source: str) -> Problem:
-    """Why `name` is not a legal setting: renamed, removed, in the wrong place, or misspelt."""
+    """The reason why `name` is not a legal setting: renamed, removed, elsewhere, or misspelt."""
     if name in moved.RENAMED:
-        what, fix = moved.RENAMED[name]
-        return Problem(name, what, fix, source)
+        return Problem(name, *moved.RENAMED[name], source)
     if elsewhere := belongs(name):
         return Problem(name, "does not belong here", elsewhere, source)
     suggestion = nearest(name, legal.settings())
@@ -136,18 +129,19 @@ def unknown(name: str, source: str) -> Problem:
 
 
 def belongs(name: str) -> str:
-    """What to write instead of a name that is legal elsewhere; empty if it is not."""
-    if name in legal.ddp_keywords() and f"ddp_{name}" in legal.settings():
+    """The fix for a name that is legal elsewhere; empty if it is not."""
+    if name in legal.names("ddp") and f"ddp_{name}" in legal.settings():
         return f"ddp_{name}"
     return moved.ELSEWHERE.get(name, "")
 
 
-def nearest(name: object, names: Iterable[str]) -> str:
-    """The most similar of `names`; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(str(name), list(names), n=1, cutoff=0.6)), "")
-
-
 # --- Values ---------------------------------------------------------------------------------------
+
+_NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "list",
+          "dict": "a JSON object"}  # fmt: skip
+_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
+_EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
+_ANY_NUMBER = r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?"  # some schedules read "2" as a number, others fail
 
 
 def coerce(value: object, known: legal.Field) -> Any:
@@ -156,10 +150,8 @@ def coerce(value: object, known: legal.Field) -> Any:
     Text may stand for a number: a command line has only text, and YAML reads `1e-5` as text.
     """
     types = known.types
-    if known.name == "parallelism_config" and value not in (None, "None", "none"):
-        if hasattr(value, "tp_size"):
-            return value
-        raise ValueError(f"takes accelerate's ParallelismConfig, got {value!r}")
+    if hasattr(value, "tp_size"):
+        return value
     value = _plain(value)
     if value is False and "no" in known.choices:
         value = "no"  # YAML reads it as false without quotes
@@ -167,27 +159,19 @@ def coerce(value: object, known: legal.Field) -> Any:
         value = _from_text(value, types)
     if value is None and known.name == "report_to":
         value = "none"  # transformers 5 refuses None
-    if type(value) is int and abs(value) >= _TOO_LARGE:
-        raise ValueError("takes a number that is not that large")
     if known.name == "dataset_name" and isinstance(value, list):
-        texts = [text for entry in value for text in (entry.values() if isinstance(entry, dict) else [entry])]
-        if all(map(is_argument, texts)):
-            return mixture.checked(value)
+        return mixture.checked(value)
     if isinstance(value, list) and not all(isinstance(entry, (str, Enum)) for entry in value):
         raise ValueError(f"takes a list of text, got {value!r}")
     if type(known.default) is float and type(value) is int:
         value = float(value)  # torch's AdamW refuses betas of (0, 0.999)
-    if not all(map(is_argument, value if isinstance(value, list) else [value])):
-        raise ValueError(f"takes text without null bytes and half characters, got {value!r}")
-    if isinstance(value, dict) and not _has_text_keys(value):
-        raise ValueError(f"takes names that are text, got {value!r}")
-    if isinstance(value, dict):
-        pattern = _ANY_NUMBER if known.name == "lr_scheduler_kwargs" else _EXPONENT
-        value = {key: _number_in_yaml(entry, pattern) for key, entry in value.items()}
+    if isinstance(value, dict):  # YAML reads only `1.0e-6` as a number, and `1e-6` as text
+        number = _ANY_NUMBER if known.name == "lr_scheduler_kwargs" else _EXPONENT
+        is_number = {key: isinstance(entry, str) and re.fullmatch(number, entry) for key, entry in value.items()}
+        value = {key: float(entry) if is_number[key] else entry for key, entry in value.items()}
     fits = type(value).__name__ in types or (type(value) is int and "float" in types)
     if not fits and not (value is None and "None" in types):
-        given = "nothing" if value is None else repr(value)
-        raise ValueError(f"takes {_names(types)}, got {given}")
+        raise ValueError(f"takes {_names(types)}, got {'nothing' if value is None else repr(value)}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"takes a finite number, got {value}")
     if known.choices and isinstance(value, str) and value not in known.choices:
@@ -195,7 +179,7 @@ def coerce(value: object, known: legal.Field) -> Any:
     return value
 
 
-def _plain(value: object) -> object:
+def _plain(value: Any) -> Any:
     """The plain value of an enumeration's member, a path, a numpy number or a tuple."""
     if isinstance(value, Enum):
         return value.value
@@ -203,29 +187,7 @@ def _plain(value: object) -> object:
         return os.fspath(value)
     if isinstance(value, tuple):
         return list(value)
-    return value.item() if hasattr(value, "item") and not isinstance(value, dict) else value
-
-
-def _has_text_keys(value: object) -> bool:
-    """Whether all names are text, which YAML does not ask for, in an object and those inside it."""
-    if isinstance(value, dict):
-        return all(isinstance(name, str) and _has_text_keys(entry) for name, entry in value.items())
-    return all(map(_has_text_keys, value)) if isinstance(value, list) else True
-
-
-_TOO_LARGE = 2**1023  # for a float
-_EXPONENT = r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"
-_ANY_NUMBER = r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?"  # some schedules read "2" as a number, others fail
-
-
-def _number_in_yaml(value: object, pattern: str) -> object:
-    """A number in place of text such as `1e-6`: YAML reads only `1.0e-6` as a number."""
-    if isinstance(value, str) and re.fullmatch(pattern, value):
-        return float(value)
-    return value
-
-
-_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # as Hugging Face's parser reads them
+    return value.item() if hasattr(value, "item") else value
 
 
 def _from_text(text: str, types: frozenset[str]) -> object:
@@ -233,11 +195,11 @@ def _from_text(text: str, types: frozenset[str]) -> object:
     if "bool" in types and lowered in (*_TRUE, *_FALSE) and not ("str" in types and lowered == "no"):
         return lowered in _TRUE
     for name, convert in (("int", int), ("float", float)):
-        if name in types:
-            try:
+        try:
+            if name in types:
                 return convert(text)
-            except ValueError:
-                pass
+        except ValueError:
+            pass
     if "dict" in types and text.lstrip().startswith("{"):
         try:
             return json.loads(text)
@@ -245,29 +207,21 @@ def _from_text(text: str, types: frozenset[str]) -> object:
             raise ValueError(f"is not valid JSON: {error}") from None
     if "None" in types and lowered in ("none", "null"):
         return None
-    if "list" in types and "str" not in types:
-        return [text]
-    return text
+    return [text] if "list" in types and "str" not in types else text
 
 
 def _names(types: frozenset[str]) -> str:
-    names = {
-        "bool": "true or false",
-        "int": "a whole number",
-        "float": "a number",
-        "str": "text",
-        "dict": "a JSON object",
-    }
-    return " or ".join([names.get(t, t) for t in ("bool", "int", "float", "str", "list", "dict") if t in types])
+    return " or ".join(name for kind, name in _NAMES.items() if kind in types) or "accelerate's ParallelismConfig"
 
 
-def _expected(known: legal.Field) -> str:
+def _expected(known: legal.Field, dashes: str) -> str:
+    """The fix for a value of a setting, whose name has dashes on a command line."""
     if known.name == "parallelism_config":
         return 'a DeepSpeed JSON with "tensor_parallel": {"autotp_size": 2}; for FSDP, dp_ sizes in an Accelerate YAML'
     if known.choices:
         return "one of " + ", ".join(known.choices)
-    if "dict" in known.types:  # some may be the path of a file, others not: an object is right for all
-        return f'--{known.name} with a JSON object: {{"name": value}}'
     if known.name == "dataset_name":
         return "a name, a list of names, or in a file entries such as {name: data.jsonl, weight: 2}"
-    return f"--{known.name} with {_names(known.types)}"
+    # Some JSON objects may be the path of a file, others not: an object is right for all.
+    kind = 'a JSON object: {"name": value}' if "dict" in known.types else _names(known.types)
+    return f"{dashes}{known.name} with {kind}"

@@ -1,4 +1,4 @@
-"""Fingerprints of data and models: whether another run reads the same."""
+"""Fingerprints of data and models, which say if another run reads the same."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from recipes.mixture import parts_of, paths_of
-from recipes.run.engine import expanded, hf_home
+from recipes.run.files import expanded, hf_home
 
 _METHOD = "sha256-"
-_OLD_METHOD = re.compile("[0-9a-f]{16}")  # earlier versions read only both ends of a file
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 4096  # of more than 256 MiB: reading terabytes would take hours
 
 # What transformers reads from a model's folder, which may hold records and checkpoints too.
-_MODEL_FILES = (
+MODEL_FILES = (
     "config.json", "generation_config.json", "adapter_config.json", "*.index.json", "*.safetensors", "*_model*.bin",
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.jinja", "*.py",
 )  # fmt: skip
@@ -54,49 +53,36 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
         return None
     folder = expanded(name)
     if folder.is_dir():
-        return _hash_of((file for pattern in _MODEL_FILES for file in folder.glob(pattern)), folder)
+        return _hash_of((file for pattern in MODEL_FILES for file in folder.glob(pattern)), folder)
     if re.fullmatch(r"[0-9a-f]{40}", revision):
         return f"commit {revision}"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or hf_home(os.environ) / "hub")
     try:
-        reference = _hub_cache() / f"models--{name.replace('/', '--')}" / "refs" / revision
+        reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
         return f"commit {reference.read_text(encoding='utf-8').strip()}"
     except (OSError, ValueError):
         return None
 
 
 def differ(one: object, other: object) -> bool:
-    """Whether two fingerprints are of different contents. Unknown ones, and those of an older
-    method beside a newer one, cannot tell.
-    """
-    if not isinstance(one, str) or not isinstance(other, str):
-        return False
-    return one != other and bool(_OLD_METHOD.fullmatch(one)) == bool(_OLD_METHOD.fullmatch(other))
+    """True for two fingerprints of different contents. An unknown one differs from none."""
+    return isinstance(one, str) and isinstance(other, str) and one != other
 
 
 def _hash_of(files: Iterable[Path], folder: Path | None = None) -> str | None:
+    """The hash of files and of their names in a folder. None if one cannot be read."""
+    digest = hashlib.sha256()
     try:
-        return _hash(files, folder)
+        sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
+        step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)
+        for file, size in sizes.items():
+            # A single file is the same data under another name, but not under another ending.
+            name = file.suffix if file == folder else file.relative_to(folder) if folder else file.name
+            digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
+            with file.open("rb") as stream:
+                for start in [*range(0, size, step), max(0, size - _BLOCK_BYTES)]:
+                    stream.seek(start)
+                    digest.update(stream.read(_BLOCK_BYTES))
     except OSError:  # whoever reads the data or the model says so
         return None
-
-
-def _hash(files: Iterable[Path], folder: Path | None) -> str:
-    digest = hashlib.sha256()
-    sizes = {file: file.stat().st_size for file in sorted({file for file in files if file.is_file()})}
-    step = max(_BLOCK_BYTES, sum(sizes.values()) // _BLOCKS)
-    for file, size in sizes.items():
-        # A single file is the same data under another name, but not under another ending.
-        name = file.suffix if file == folder else file.relative_to(folder) if folder else file.name
-        digest.update(f"{name} {size}\n".encode(errors="surrogateescape"))
-        with file.open("rb") as stream:
-            for start in [*range(0, size, step), max(0, size - _BLOCK_BYTES)]:
-                stream.seek(start)
-                digest.update(stream.read(_BLOCK_BYTES))
     return f"{_METHOD}{digest.hexdigest()[:16]}"
-
-
-def _hub_cache() -> Path:
-    """Where huggingface_hub keeps what it has downloaded."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache)
-    return hf_home(os.environ) / "hub"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.run import fingerprints
 from recipes.run.batch import Batch
-from recipes.run.engine import Json, read_json
+from recipes.run.files import Json, read_json
 from recipes.run.spec import FIT, RunSpec
 
 # Settings that decide how much memory a micro-batch takes, or how the global batch is split.
@@ -35,7 +36,7 @@ def identity(run: RunSpec) -> Json:
 def read(folder: str | Path) -> Json:
     """The fit in a folder; empty if it is missing or damaged."""
     file = Path(folder) / FIT
-    content, _ = read_json(file)
+    content = read_json(file)[0]
     return {**content, "file": str(file)} if content else {}
 
 
@@ -44,13 +45,12 @@ def with_fit(run: RunSpec) -> RunSpec:
     if run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps"):
         return run
     fitted = batch(run, read(run["output_dir"])) if run["output_dir"] else None
-    return run.at_batch(fitted, FIT) if fitted else run
+    return replace(run, batch=fitted) if fitted else run
 
 
 def batch(run: RunSpec, fit: Json) -> Batch | None:
     """The batch of a fit that was found for exactly this run; None for any other fit."""
-    sizes = [fit.get(name) for name in ("micro_batch", "accumulation", "peak_bytes")]
-    if not all(type(size) is int and size > 0 for size in sizes) or fit.get("holds_for") != identity(run):
+    if not fit or fit.get("holds_for") != identity(run):
         return None
     split = as_batch(run, fit)
     return split if split.total == run.batch.total else None
@@ -59,4 +59,4 @@ def batch(run: RunSpec, fit: Json) -> Batch | None:
 def as_batch(run: RunSpec, fit: Json) -> Batch:
     """The batch of a fit for this run. Its reason is the measured peak of memory."""
     reason = f"the largest that ran here: peak {fit['peak_bytes'] / 2**30:.2f} GiB ({fit['file']})"
-    return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason)
+    return Batch(fit["micro_batch"], fit["accumulation"], run.data_parallel_size, reason, FIT)

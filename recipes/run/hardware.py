@@ -1,4 +1,4 @@
-"""What this machine has, read without importing torch.
+"""This machine's hardware, read without importing torch.
 
 The CUDA driver itself lists the GPUs (libcuda through ctypes). It honours CUDA_VISIBLE_DEVICES
 exactly as torch does, creates no context, and answers in milliseconds. A machine without that
@@ -7,18 +7,18 @@ library trains on its CPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.errors import UserError
-from recipes.run.cores import usable_cores
-from recipes.run.gpus import find
+from recipes.run.known_gpus import find
 
-_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75  # cuda.h, CUdevice_attribute
-_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+_MAJOR, _MINOR = 75, 76  # attributes COMPUTE_CAPABILITY_MAJOR and _MINOR in cuda.h
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Gpu:
 class Hardware:
     """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed.
 
-    `fp16_on_cpu`: whether the CPU multiplies fp16, which torch's oneDNN asks for.
+    `fp16_on_cpu`: the CPU multiplies fp16, as torch's oneDNN requires.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -47,7 +47,7 @@ class Hardware:
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP shards here. On a CPU accelerate ignores it, and trains plain DDP."""
+        """True if FSDP shards here. On a CPU accelerate ignores it, and trains plain DDP."""
         return self.cuda
 
     @property
@@ -73,19 +73,30 @@ class Hardware:
 
 
 def read() -> Hardware:
-    """What this machine has. Never raises: what cannot be read is absent."""
+    """The hardware of this machine. Never raises: a fact that cannot be read is absent."""
     liger = importlib.util.find_spec("liger_kernel") is not None
     return Hardware(_cuda_gpus(), usable_cores(), sys.platform, liger, _fp16_on_cpu())
 
 
+def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The CPU cores that this process may use, at least 1: its affinity, or its container's limit.
+
+    `docker --cpus` and Kubernetes' `limits` are a share of time, which no affinity shows. A limit
+    of 1.5 cores counts as 1. joblib.cpu_count reads the same file, and is slow to import.
+    """
+    affine = hasattr(os, "sched_getaffinity")  # of a Slurm job or a container, not of the machine
+    cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+        quota, period = map(int, limit.read_text().split())
+        cores = min(cores, quota // period)
+    return max(1, cores)
+
+
 def _fp16_on_cpu() -> bool:
-    """Whether the first core has AVX512-FP16, or AVX-NE-CONVERT (oneDNN's avx2_vnni_2)."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
-            head = file.read(8192)
-    except OSError:
-        return False
-    return "avx512_fp16" in head or "avx_ne_convert" in head
+    """True if the first core has AVX512-FP16, or AVX-NE-CONVERT (oneDNN's avx2_vnni_2)."""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as file:
+        return bool({"avx512_fp16", "avx_ne_convert"} & {*file.read(8192).split()})
+    return False
 
 
 def _cuda_gpus() -> tuple[Gpu, ...]:
@@ -105,6 +116,6 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
     cuda.cuDeviceGet(ctypes.byref(device), index)
     cuda.cuDeviceGetName(name, len(name), device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-    cuda.cuDeviceGetAttribute(ctypes.byref(major), _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
-    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
     return Gpu(name.value.decode(), (major.value, minor.value), memory.value)

@@ -1,29 +1,18 @@
-"""What a model's configuration says, and a local folder of a model, read without transformers."""
+"""A model's configuration, and a local folder of a model, read without transformers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from recipes.legal import models
-from recipes.run.engine import Json, expanded, read_json
+from recipes.run.files import Json, existing_path, read_json
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as get_text_config looks for them
 
 _AGAIN = "copy or download the file again"
-# How a file begins that a server, git or a program for archives has left in place of the real one.
-_FOREIGN = {
-    b"version https://git-lfs": ("is a git-lfs pointer to the file, not the file", "`git lfs pull` in its repository"),
-    b"<!doctype html": ("is a web page", _AGAIN),
-    b"<html": ("is a web page", _AGAIN),
-    b"<?xml": ("is an XML document, such as a server's error", _AGAIN),
-    b"\x1f\x8b": ("is compressed with gzip", "unpack it"),
-    b"\0" * 64: ("begins with zeros", _AGAIN),
-}
-_TORCH = (b"PK\x03\x04", b"\x80")  # a zip, or a pickle as torch wrote it before 1.6
 
 # These number positions from `pad_token_id + 1`, so that many of their position embeddings are
 # never used.
@@ -31,15 +20,6 @@ OFFSET_POSITIONS = {
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
-
-
-def existing_path(name: str | None) -> Path | None:
-    """The file or folder that a user names; None if there is none here."""
-    try:
-        path = expanded(name or "")
-        return path if name and path.exists() else None
-    except OSError:  # too long for a path
-        return None
 
 
 def model_folder(name: str | None) -> Path | None:
@@ -56,7 +36,7 @@ def local_config(name: str | None) -> Json | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a model, whole or in shards."""
+    """True for a folder that holds a model, whole or in shards."""
     return any(path.is_file() for pattern in WEIGHTS for path in folder.glob(pattern))
 
 
@@ -73,61 +53,43 @@ def weight_files(folder: Path) -> list[Path]:
 
 def tensor_names(folder: Path) -> list[str]:
     """The names of a folder's weights; empty if they are unknown, as in a .bin file."""
-    headers = [safetensors_header(file) for file in weight_files(folder) if file.is_file()]
-    return [name for header in headers for name in header or {} if name != "__metadata__"]
+    return [name for file in weight_files(folder) for name in _tensors(file) or ()]
 
 
-def safetensors_header(file: Path) -> Json | None:
-    """What a safetensors file says of its tensors; None if it is cut off, or another format.
+def _tensors(file: Path) -> list[str] | None:
+    """The names in a safetensors file. None for another format, or a file that is cut off."""
+    from safetensors import SafetensorError, safe_open
 
-    The format: 8 bytes, little-endian, with the header's length; the header in JSON; the data, in
-    which `data_offsets` of each tensor count.
-    """
     try:
-        size = file.stat().st_size
-        opened = file.open("rb")
-    except OSError:
+        with safe_open(file, framework="np") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError):
         return None
-    with opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size < 8 + length:
-            return None
-        try:
-            header = json.loads(opened.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
-            return None
-    return header if max(ends, default=0) == size - 8 - length else None
 
 
 def damage(file: Path) -> tuple[str, str] | None:
-    """What is wrong with a file of weights, and what to do. None if nothing is that can be seen
-    without loading it.
+    """The fault of a file of weights, and what to do about it. None if none can be seen without
+    loading it.
     """
     if not file.is_file():
         return "is missing", _AGAIN
-    foreign = foreign_content(file)
-    if foreign:
-        return foreign
-    if file.suffix == ".safetensors":
-        return ("is cut off, or not in the safetensors format", _AGAIN) if safetensors_header(file) is None else None
-    return None if _beginning(file).startswith(_TORCH) else ("is not in torch's format", _AGAIN)
+    if found := foreign_content(file):
+        return found
+    if file.suffix == ".safetensors" and _tensors(file) is None:
+        return "is cut off, or not in the safetensors format", _AGAIN
+    return None
 
 
 def foreign_content(file: Path) -> tuple[str, str] | None:
-    """What a file is instead of a model's, and what to do. None if its first bytes do not tell."""
+    """The reason why a file is not a model's, and the fix. None if its first bytes do not tell."""
     try:
-        beginning = _beginning(file)
+        with file.open("rb") as opened:
+            beginning = opened.read(512)
     except OSError as error:
         return f"cannot be read: {error.strerror}", "make it readable"
-    if not beginning:
-        return "is empty", _AGAIN
-    return next((found for start, found in _FOREIGN.items() if beginning.lstrip().lower().startswith(start)), None)
-
-
-def _beginning(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        return opened.read(512)
+    if beginning.startswith(b"version https://git-lfs"):
+        return "is a git-lfs pointer to the file, not the file", "`git lfs pull` in its repository"
+    return None if beginning else ("is empty", _AGAIN)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,16 +107,13 @@ def config_value(config: Mapping[str, Any], field: str) -> Any:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether the weights are those of a sequence classifier. Loading them does not ask."""
+    """True for the weights of a sequence classifier. Loading them does not ask."""
     names = config.get("architectures")
     return isinstance(names, list) and any("ForSequenceClassification" in str(name) for name in names)
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence, in tokens, that the model has positions for.
-
-    None if it has no such limit.
-    """
+    """The longest sequence, in tokens, that the model has positions for. None: no such limit."""
     text = text_config(config)
     positions = config_value(text, "max_position_embeddings")
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa says -1

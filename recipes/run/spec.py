@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from recipes import catalog, legal
-from recipes.catalog import Recipe
+from recipes.catalog import Decision, Recipe, Value
 from recipes.errors import Problem
-from recipes.run.batch import Batch
-from recipes.run.engine import Engine
+from recipes.run.batch import ARITHMETIC, Batch
+from recipes.run.engine_sources import Engine
 from recipes.run.hardware import Hardware
 from recipes.run.metrics import smaller_is_better
+from recipes.run.place import Place
 
 Settings = Mapping[str, Any]  # values of settings by name: a RunSpec, or a plain mapping
 
@@ -31,7 +32,7 @@ class Setting:
 
 LIBRARY = "library default"
 COMMAND_LINE = "command line"
-BATCH = "batch arithmetic"
+BATCH = ARITHMETIC
 FIT = "fit.json"
 BEST_MODEL = "load_best_model_at_end"
 BATCH_FIELDS = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -47,32 +48,21 @@ def shown(name: str, value: object) -> object:
 class RunSpec(Mapping):
     """One resolved run. `run[name]` is the value of a legal setting, `run.setting(name)` says why.
 
-    `given` is what the user wrote, `demonstrate` whether train.py's demonstration may be trained.
-    `launcher`: the Accelerate YAML of the launch, if the recipe starts another engine under it.
-    `elsewhere`: packages known to be where the run goes; None if it runs here.
-    `model`: the configuration of its model once it is loaded; None before.
-    `own_script`: a script of the user's own trains, not train.py.
-    `batch_source`: what chose a micro-batch that the user did not, arithmetic or `--fit`.
-    `limits`: values that the user did not write, lowered to what the model allows, or told by data.
+    `given` are the settings that the user wrote; `limits` values that the user did not write,
+    lowered to what the model allows or read from the data; `model` the configuration of its model
+    once that is loaded, None before.
     """
 
     recipe: Recipe
-    hardware: Hardware
+    given: Mapping[str, Setting]
+    place: Place
     engine: Engine
-    world_size: int
-    local_world_size: int
-    given: dict[str, Setting]
     batch: Batch
     problems: tuple[Problem, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    demonstrate: bool = True
-    launcher: Engine | None = None
-    elsewhere: frozenset[str] | None = None
-    model: Mapping[str, Any] | None = None
-    own_script: bool = False
-    launched: bool = False
-    batch_source: str = BATCH
     limits: Mapping[str, Setting] = field(default_factory=dict)
+    model: Mapping[str, Any] | None = None
+
+    # --- Its settings ---
 
     def __getitem__(self, name: str) -> Any:
         return self.setting(name).value
@@ -88,6 +78,8 @@ class RunSpec(Mapping):
         name = legal.ALIASES.get(name, name)
         if name in self.given:
             return self.given[name]
+        if name in self.limits:
+            return self.limits[name]
         for source, value in self._layers(name):
             if value is not None:
                 decided, reason = value(self) if callable(value) else value
@@ -95,29 +87,40 @@ class RunSpec(Mapping):
         return Setting(legal.settings()[name].default, LIBRARY)
 
     def explicit(self, name: str) -> bool:
-        """Whether the user wrote it, on the command line or in a file."""
+        """True for a setting that the user wrote, on the command line or in a file."""
         return legal.ALIASES.get(name, name) in self.given
 
-    def limited(self, name: str, limit: int | None, reason: str) -> RunSpec:
-        """The run with a value lowered to `limit`, unless the user wrote it, or it is lower."""
-        if limit is None or self.explicit(name) or self[name] <= limit:
-            return self
-        return replace(self, limits={**self.limits, name: Setting(limit, "limit", reason)})
+    def chosen(self) -> dict[str, Setting]:
+        """Every setting that is not the libraries' own default."""
+        settings = {name: self.setting(name) for name in self}
+        return {name: setting for name, setting in settings.items() if setting.source != LIBRARY}
 
-    def at_batch(self, batch: Batch, source: str) -> RunSpec:
-        """The run with its global batch split like this. Settings that depend on it follow."""
-        return replace(self, batch=batch, batch_source=source)
-
-    def given_too(self, **settings: Any) -> RunSpec:
-        """The run as if these settings had been written, too: what is decided by them follows."""
-        given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
-        return replace(self, given={**self.given, **given})
+    def training_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for the installed TrainingArguments, under the names it uses."""
+        fields = legal.trainer_fields()
+        newest = {old: new for new, old in legal.ALIASES.items() if new in fields}
+        chosen = {name: setting.value for name, setting in self.chosen().items() if name in fields}
+        return {newest.get(name, name): value for name, value in chosen.items()}
 
     def with_source(self, problem: Problem) -> Problem:
         """The problem, completed with where its setting came from if it does not say."""
         if problem.source or problem.subject not in legal.settings():
             return problem
         return replace(problem, source=self.setting(problem.subject).source)
+
+    # --- Its place ---
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.place.hardware
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def local_world_size(self) -> int:
+        return self.place.local_world_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -133,58 +136,59 @@ class RunSpec(Mapping):
 
     @property
     def demonstration(self) -> bool:
-        """Whether train.py trains its demonstration: the user named neither a model nor data."""
-        return self.demonstrate and "model_name_or_path" not in self.given and "dataset_name" not in self.given
+        """True if train.py trains its demonstration: the user named neither a model nor data."""
+        return self.place.by_train_py and not {"model_name_or_path", "dataset_name"} & self.given.keys()
 
-    def chosen(self) -> dict[str, Setting]:
-        """Every setting that is not the libraries' own default."""
-        settings = {name: self.setting(name) for name in self}
-        return {name: setting for name, setting in settings.items() if setting.source != LIBRARY}
+    @property
+    def outer_engine(self) -> Engine | None:
+        """The engine of the launch's YAML, if train.py starts another one inside it; else None."""
+        yaml = self.place.yaml
+        return yaml if yaml and yaml.source != self.engine.source else None
 
-    def training_arguments(self) -> dict[str, Any]:
-        """Keyword arguments for the installed TrainingArguments, under the names it uses."""
-        fields = legal.trainer_fields()
-        newest = {old: new for new, old in legal.ALIASES.items() if new in fields}
-        chosen = {name: setting.value for name, setting in self.chosen().items() if name in fields}
-        return {newest.get(name, name): value for name, value in chosen.items()}
+    # --- The same run, with something changed ---
 
-    def _layers(self, name: str) -> Iterator[tuple[str, catalog.Value | None]]:
-        """What could decide a setting that the user did not write, from first to last."""
-        if name in self.limits:
-            yield self.limits[name].source, (self.limits[name].value, self.limits[name].reason)
-        yield BATCH if name == "global_batch_size" else self.batch_source, self._from_batch(name)
-        if name == "use_cpu":
-            yield "hardware", None if self.hardware.cuda else (True, "no GPU: CPU training, chosen explicitly")
+    def limited(self, name: str, limit: int | None, reason: str) -> RunSpec:
+        """The run with a value lowered to `limit`, unless the user wrote it, or it is lower."""
+        if limit is None or self.explicit(name) or self[name] <= limit:
+            return self
+        return replace(self, limits={**self.limits, name: Setting(limit, "limit", reason)})
+
+    def given_too(self, **settings: Any) -> RunSpec:
+        """The run as if these settings had been written, too. Values that depend on them follow."""
+        given = {name: replace(self.setting(name), value=value) for name, value in settings.items()}
+        return replace(self, given={**self.given, **given})
+
+    # --- Values that the user did not write ---
+
+    def _layers(self, name: str) -> Iterator[tuple[str, Value | None]]:
+        """Who could decide such a value, from first to last, with their decisions."""
+        if name in BATCH_FIELDS:
+            sizes = dict(zip(BATCH_FIELDS, (self.batch.total, self.batch.micro, self.batch.accumulation), strict=True))
+            by_arithmetic = name == "global_batch_size"
+            reason = str(self.batch) if by_arithmetic else self.batch.reason
+            yield BATCH if by_arithmetic else self.batch.source, (sizes[name], reason)
+        if name == "use_cpu" and not self.hardware.cuda:
+            yield "hardware", (True, "no GPU: CPU training, chosen explicitly")
         if name == "output_dir":
             yield "default", (f"outputs/{self.recipe.name}", "one folder for each recipe")
-        yield self.recipe.origin(name), self.recipe.settings.get(name)
-        if name == "greater_is_better":  # Trainer's default is True for all but a loss
-            metric = self["metric_for_best_model"]
-            yield "metric_for_best_model", (False, f"a smaller {metric} is better") if _is_error(metric) else None
+        if stated := self.recipe.stated(name):
+            recipe, value = stated
+            yield recipe.source, value
+        metric = str(self["metric_for_best_model"] if name == "greater_is_better" else None)
+        if smaller_is_better(metric) and not metric.endswith("loss"):  # Trainer's is True but for a loss
+            yield "metric_for_best_model", (False, f"a smaller {metric} is better")
         epochs_win = name == "max_steps" and "num_train_epochs" in self.given
         if name in catalog.DEMONSTRATION and self.demonstration and not epochs_win:
             yield "demonstration", catalog.DEMONSTRATION[name]
         if name in ("save_strategy", "save_steps") and self[BEST_MODEL]:
             yield BEST_MODEL, self._saved_when_evaluated(name)
 
-    def _saved_when_evaluated(self, name: str) -> catalog.Decision | None:
+    def _saved_when_evaluated(self, name: str) -> Decision | None:
         """Save every model that is evaluated, unless somebody says when to save; else None."""
         strategy, reason = self["eval_strategy"], "every evaluated model is saved, so the best one is"
         if name == "save_strategy":
-            says_when = self.explicit("save_steps") or "save_steps" in self.recipe.settings
+            says_when = self.explicit("save_steps") or self.recipe.stated("save_steps")
             return None if strategy == "no" or says_when else (strategy, reason)
         if strategy != "steps" or self["save_strategy"] != "steps":
             return None
         return self["eval_steps"] or self["logging_steps"], reason
-
-    def _from_batch(self, name: str) -> catalog.Decision | None:
-        if name not in BATCH_FIELDS:
-            return None
-        if name == "global_batch_size":
-            return self.batch.total, str(self.batch)
-        micro = name == "per_device_train_batch_size"
-        return self.batch.micro if micro else self.batch.accumulation, self.batch.reason
-
-
-def _is_error(metric: str | None) -> bool:
-    return metric is not None and smaller_is_better(metric) is True and not metric.endswith("loss")

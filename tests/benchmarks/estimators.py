@@ -127,7 +127,8 @@ def compared(training: Training) -> list[str]:
     """A row of the first table."""
     from recipes.catalog import RECIPES
     from recipes.errors import UserError
-    from recipes.run.engine import from_yaml, shipped
+    from recipes.run.engine_sources import from_yaml
+    from recipes.run.files import shipped
 
     config = config_of(training.model)
     stage = from_yaml(shipped(RECIPES[training.recipe]().engine)).zero_stage

@@ -64,7 +64,6 @@ def measured(steps: int) -> dict[bool, list[float]]:
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = TimedTrainer(model=model, args=args, train_dataset=data, callbacks=[turns])
-        trainer.remove_callback(transformers.PrinterCallback)
         turns.timer = trainer.timer
         trainer.train()
     return turns.seconds

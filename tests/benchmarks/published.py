@@ -41,7 +41,7 @@ from recipes.planner.replay import Steps, with_cached
 from recipes.planner.shapes import Components
 from recipes.planner.tracing.operations import _Softmax
 from recipes.planner.tracing.trace import trace
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec, here, resolve
 from recipes.run.hardware import Gpu, Hardware
 
 MIB = 2**20
@@ -148,7 +148,7 @@ def development_half() -> set[str]:
 
 def run_of(reading: Reading) -> RunSpec:
     argv = ["--recipe", "baseline", *reading.flags.split()]
-    return resolve(argv, world_size=1, hardware=Hardware((reading.card,), cores=8), environment={}, demonstrate=False)
+    return resolve(argv, here(1, hardware=Hardware((reading.card,), cores=8), environment={}, trained_by="nobody"))
 
 
 def planned(reading: Reading) -> Components:

@@ -39,13 +39,15 @@ CASES: dict[str, tuple[str, dict, str]] = {
 
 
 def run_of(flags: str):
-    from recipes.run import resolve
+    from recipes.run import here, resolve
     from recipes.run.hardware import Hardware
 
     argv = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
     if "--gradient_accumulation_steps" not in argv:
         argv += ["--gradient_accumulation_steps", "1"]
-    return resolve(["--recipe", "standard", *argv], hardware=Hardware(cores=2), environment={}, demonstrate=False)
+    return resolve(
+        ["--recipe", "standard", *argv], here(hardware=Hardware(cores=2), environment={}, trained_by="nobody")
+    )
 
 
 def config_of(case: str):
@@ -73,9 +75,8 @@ def resident(case: str, folder: Path) -> int:
 
 def _two_steps(config, run, folder: Path) -> None:
     import torch
-    from transformers import PrinterCallback, TrainingArguments
+    from transformers import TrainingArguments
 
-    from launch.training.callbacks import Meter
     from launch.training.model import _auto_class, _with_adapters
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
@@ -93,10 +94,7 @@ def _two_steps(config, run, folder: Path) -> None:
     data = [{"input_ids": row, "labels": label, "attention_mask": mask} for row, label in pairs]
     own = {"output_dir": str(folder), "max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
     args = arguments_for(run, TrainingArguments, {**own, "logging_strategy": "no"})
-    meter = Meter()
-    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, callbacks=[meter])
-    trainer.meter = meter
-    trainer.remove_callback(PrinterCallback)
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=data)
     trainer.train()
 
 

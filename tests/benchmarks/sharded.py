@@ -47,8 +47,8 @@ MICRO = 2
 
 
 def run_of(case: str):
-    from recipes.run import resolve
-    from recipes.run.engine import shipped
+    from recipes.run import here, resolve
+    from recipes.run.files import shipped
     from recipes.run.hardware import Hardware
 
     _, length, flags = CASES[case]
@@ -60,9 +60,7 @@ def run_of(case: str):
         argv += ["--gradient_accumulation_steps", "1"]
     config = str(shipped("sharded.yaml"))
     hardware = Hardware(cores=2)
-    return resolve(
-        argv, world_size=WORLD, hardware=hardware, accelerate_config=config, environment={}, demonstrate=False
-    )
+    return resolve(argv, here(WORLD, hardware=hardware, accelerate_config=config, environment={}, trained_by="nobody"))
 
 
 def config_of(case: str):

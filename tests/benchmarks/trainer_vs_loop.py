@@ -80,7 +80,6 @@ def measured_pairs(steps: int) -> list[tuple[float, float]]:
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
         trainer = RecipeTrainer(model=real_model(), args=args, train_dataset=data, callbacks=[turns])
-        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     return turns.pairs[WARM_UP_STEPS:]
 

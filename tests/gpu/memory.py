@@ -141,14 +141,14 @@ def predicted(case: Case) -> dict[str, Any]:
     """The plan for the same model, batch and GPU. Raises `UserError` if it cannot be planned."""
     from recipes import plan_memory
     from recipes.errors import UserError
-    from recipes.run import gpus, hardware
+    from recipes.run import hardware, known_gpus
 
     machine = hardware.read()
     card: dict[str, Any] = {"gpu": "H100"}  # for a rehearsal: in fp32 the plan does not depend on the GPU
     if machine.gpus:
         card = {"gpu_memory": machine.gpus[0].memory_bytes / 1e9}
         with suppress(UserError):
-            card = {"gpu": gpus.find(machine.gpus[0].name).name}
+            card = {"gpu": known_gpus.find(machine.gpus[0].name).name}
     world = 2 if case.ddp else 1  # the memory of a rank is the same with any larger number
     flags = {**own_flags(case), "task": case.task, "max_length": case.length}
     flags["global_batch_size"] = case.micro * case.accumulation * world
@@ -195,7 +195,7 @@ def train(case: Case):
 
     from launch.training.trainer import RecipeTrainer, apply_ddp_settings
     from recipes.factories import arguments_for
-    from recipes.run import resolve
+    from recipes.run import here, resolve
 
     with tempfile.TemporaryDirectory() as folder:
         world = {"global_batch_size": case.micro * case.accumulation, "max_steps": STEPS, "learning_rate": RATE}
@@ -203,12 +203,11 @@ def train(case: Case):
         settings = {"recipe": case.recipe, "output_dir": folder, "task": case.task, "max_length": case.length}
         if case.recipe == "fast":
             quiet["dataloader_prefetch_factor"] = None
-        run = resolve(settings={**settings, **world, **quiet, **own_flags(case)}, demonstrate=False)
+        run = resolve(place=here(trained_by="nobody"), settings={**settings, **world, **quiet, **own_flags(case)})
         if run.problems:
             raise ValueError("; ".join(map(str, run.problems)))
         args = arguments_for(run, transformers.TrainingArguments)
         trainer = RecipeTrainer(model=model_of(case, run), args=args, train_dataset=rows(case, run["packing"]))
-        trainer.remove_callback(transformers.PrinterCallback)
         apply_ddp_settings(trainer, run)
         trainer.train()
     return trainer

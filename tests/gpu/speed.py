@@ -88,7 +88,6 @@ def run_loop(size: str, steps: int, length: int, compiled: bool) -> Trained:
 
 
 def run_recipe(size: str, steps: int, length: int, recipe: str, **changes: Any) -> Trained:
-    import transformers
 
     import recipes
     from launch.training.trainer import Meter, RecipeTrainer, apply_ddp_settings
@@ -98,14 +97,15 @@ def run_recipe(size: str, steps: int, length: int, recipe: str, **changes: Any) 
         own = {"max_steps": steps + Meter.WARM_UP_STEPS + 2, "learning_rate": RATE, "save_strategy": "no"}
         order = {"train_sampling_strategy": "sequential", "disable_tqdm": True, "report_to": "none"}
         args = getattr(recipes, recipe)(folder, global_batch_size=GLOBAL_BATCH, **own, **order, **changes)
-        meter, clock = Meter(), _warm_up_clock(Meter.WARM_UP_STEPS)
+        clock = _warm_up_clock(Meter.WARM_UP_STEPS)
         data = [{"input_ids": row, "labels": row} for row in rows(GLOBAL_BATCH * (steps + 8), length)]
-        trainer = RecipeTrainer(model=model_of(size), args=args, train_dataset=data, callbacks=[meter, clock])
-        trainer.remove_callback(transformers.PrinterCallback)
+        trainer = RecipeTrainer(model=model_of(size), args=args, train_dataset=data, callbacks=[clock])
         apply_ddp_settings(trainer, resolve(settings={"recipe": recipe}))
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Trained(trainer.model, meter.step_time or float("nan"), clock.seconds, losses[-1], args.torch_compile)
+    return Trained(
+        trainer.model, trainer.meter.step_time or float("nan"), clock.seconds, losses[-1], args.torch_compile
+    )
 
 
 def _warm_up_clock(steps: int):

@@ -11,9 +11,6 @@ from launch.output.submission import noted
 from recipes.run import resolve
 
 DEEP, ENDLESS = b"[" * 100_000, b"9" * 10_000
-LAUGHS = "\n".join(
-    ["a0: &a0 [x,x,x,x,x,x,x,x,x]", *(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))]
-)
 
 
 @pytest.fixture
@@ -42,16 +39,10 @@ def refused(answered) -> str:
 YAMLS = {
     "a date that does not exist": b"learning_rate: 2026-13-45\n",
     "an endless integer": b"max_steps: " + ENDLESS,
-    "an endless hexadecimal integer": b"max_steps: 0x" + b"f" * 10_000,
     "endless nesting": b"max_steps: " + DEEP,
     "infinity": b"learning_rate: .inf\n",
     "a key that is null": b"~: 3\n",
     "a key that is a list": b"? [a, b]\n: 3\n",
-    "keys of two kinds": b"lr_scheduler_kwargs: {a: 1, 3: 2}\n",
-    "a null byte": b'output_dir: "a\\0b"\n',
-    "half a character": b'run_name: "\\ud800"\n',
-    "anchors that grow without end": LAUGHS.encode() + b"\nlearning_rate: *a9\n",
-    "an anchor inside itself": b"learning_rate: &a [*a]\n",
     "a wrong tag": b"seed: !!timestamp abc\n",
     "another encoding": "run_name: café\n".encode("latin-1"),
 }
@@ -82,7 +73,7 @@ def test_a_site_file_that_cannot_be_meant(answer, tmp_path):
         assert "site.yaml" in refused(answer("submit", "slurm", "--gpus_per_node", "2", "--dry_run"))
 
 
-@pytest.mark.parametrize("content", [b'{"a": ' + DEEP, b'{"zero_optimization": {"stage": Infinity}}', b"null", b"\xe9"])
+@pytest.mark.parametrize("content", [b'{"a": ' + DEEP, b"null", b"\xe9"])
 def test_a_deepspeed_json_that_cannot_be_meant(content, answer, tmp_path):
     (tmp_path / "mine.json").write_bytes(content)
     refused(answer("check", "--deepspeed", "mine.json"))
@@ -109,11 +100,6 @@ def test_a_flag_that_cannot_be_meant(name, answer):
     refused(answer(*FLAGS[name]))
 
 
-def test_a_count_of_processes_in_a_yaml_has_a_limit(answer, tmp_path):
-    (tmp_path / "mine.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2147483648\n")
-    assert "possible number" in refused(answer("check", "--accelerate_config", "mine.yaml", "--gpu", "L4"))
-
-
 def test_a_name_that_is_not_text_is_printed_escaped(answer):
     assert "\\udce9" in refused(answer("show", "\udce9"))
 
@@ -130,25 +116,11 @@ def changed(**fields) -> bytes:
     return json.dumps({**json.loads(record()), **fields}).encode()
 
 
-def with_setting(name: str, **entry) -> bytes:
-    return changed(settings={**json.loads(record())["settings"], name: entry})
-
-
 RECORDS = {
     "null": b"null",
     "endless nesting": b'{"status": "finished", "settings": ' + DEEP,
     "no settings": changed(settings=None),
     "no status": changed(status=None),
-    "no hardware": changed(hardware=None),
-    "no code": changed(code=None),
-    "cores that are text": changed(hardware={"cores": "many"}),
-    "GPUs whose name is a list": changed(hardware={"gpus": [{"name": []}]}),
-    "a version that is a list": changed(versions={"torch": [2]}),
-    "a number beyond all": changed(final_loss=10**400),
-    "two billion processes": changed(world_size=2**31),
-    "a reason that is a list": with_setting("seed", value=1, source="command line", reason=[]),
-    "a null byte in a path": with_setting("output_dir", value="a\0b", source="command line"),
-    "half a character": changed(recipe="\ud800"),
 }
 
 
@@ -164,8 +136,6 @@ def test_a_damaged_record_is_named(name, answer, tmp_path):
 
 NOTES = {
     "endless nesting": DEEP,
-    "a null byte": b'{"target": "local", "title": "a", "log": "a\\u0000b"}',
-    "half a character": b'{"target": "local", "title": "a", "log": "\\ud800"}',
     "a job that is a flag": b'{"target": "slurm", "title": "a", "log": "x", "job": "--help"}',
     "a workspace of numbers": b'{"target": "azureml", "title": "a", "log": "x", "workspace": {"subscription_id": 1}}',
 }

@@ -30,7 +30,7 @@ def test_what_it_inherits_comes_from_the_shipped_recipe(tmp_path, capsys):
         assert main(["show", file, "--json"]) == 0
         settings = json.loads(capsys.readouterr().out)["settings"]
         assert settings["save_total_limit"]["source"] == "recipe standard"
-        assert settings["logging_steps"]["source"] == f"recipe {file}"
+        assert settings["logging_steps"]["source"] == "recipe mine.yaml"  # which states it, also for its child
 
 
 def test_a_function_that_raises_ends_the_check_as_every_error_does(tmp_path, capsys):

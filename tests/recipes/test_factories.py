@@ -4,27 +4,22 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import TrainingArguments
 
 import recipes
 from recipes.catalog import RECIPES
 from recipes.errors import UserError
 from recipes.factories import as_keywords
-from tests.support.runs import H100
 
 
 @dataclass
-class WithPacking(TrainingArguments):
-    """Like TRL's SFTConfig: fields of its own, some under names that we use too."""
+class LikeTrl(TrainingArguments):
+    """Fields of its own, some under names that we use too, as in TRL's SFTConfig."""
 
     packing: bool = False
-    max_length: int | None = 1024
-    loss_type: str = "nll"
-
-
-@dataclass
-class LikeTrl(WithPacking):
     padding_free: bool = False
+    max_length: int | None = 777
+    loss_type: str = "nll"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -37,79 +32,10 @@ def test_keywords_override_the_recipe(tmp_path):
     assert recipes.fast(str(tmp_path), logging_steps=3).logging_steps == 3
 
 
-def test_any_subclass_can_be_asked_for(tmp_path):
-    args = recipes.standard(str(tmp_path), args_class=Seq2SeqTrainingArguments, predict_with_generate=True)
-    assert isinstance(args, Seq2SeqTrainingArguments) and args.predict_with_generate
-
-
-def test_what_the_subclass_shares_with_us_is_passed_on(tmp_path):
-    args = recipes.fast(str(tmp_path), args_class=WithPacking, max_length=512, loss_type="dft")
-    assert (args.packing, args.max_length, args.loss_type) == (True, 512, "dft")
-
-
-def test_what_the_recipe_does_not_choose_keeps_the_subclasss_default(tmp_path):
-    assert recipes.standard(str(tmp_path), args_class=WithPacking).max_length == 1024
-
-
-def test_no_demonstration_hides_in_a_library_call(tmp_path):
-    assert recipes.fast(str(tmp_path)).max_steps == -1
-
-
-def test_the_world_is_the_launched_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # or it would wait for three others
-    monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
-    args = recipes.fast(str(tmp_path))
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 1)
-
-
-def test_a_misspelt_keyword_gets_the_nearest_name(tmp_path):
-    with pytest.raises(UserError, match="learning_rate"):
-        recipes.fast(str(tmp_path), lerning_rate=1e-4)
-
-
-def test_what_cannot_work_together_is_refused(tmp_path):
-    with pytest.raises(UserError, match="offload"):
-        recipes.memory(str(tmp_path), optim="adamw_bnb_8bit")
-
-
-def test_a_lone_process_never_spreads_over_several_gpus(tmp_path):
-    assert recipes.standard(str(tmp_path)).n_gpu <= 1
-
-
-@pytest.mark.parametrize("setting", [{"use_peft": True}, {"packing": False}, {"recipe": "fast"}, {"config": "a.yaml"}])
-def test_what_training_arguments_cannot_hold_is_refused(setting, tmp_path):
-    with pytest.raises(UserError, match="has no such field"):
-        recipes.standard(str(tmp_path), **setting)
-
-
-def test_another_class_than_training_arguments_is_refused(tmp_path):
-    with pytest.raises(UserError, match="a subclass of TrainingArguments"):
-        recipes.standard(str(tmp_path), args_class=dict)
-
-
-# --- What only the script knows -------------------------------------------------------------------
-
-OWN_METRIC = dict(metric_for_best_model="f1", eval_strategy="steps", eval_steps=5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(OWN_METRIC, load_best_model_at_end=True),
-        dict(OWN_METRIC, save_strategy="best"),
-        dict(eval_on_start=True),
-        dict(label_names=["rewards"]),
-        dict(do_train=False),
-        dict(batch_eval_metrics=True, eval_strategy="epoch"),
-    ],
-    ids=str,
-)
-def test_what_the_script_computes_and_evaluates_is_not_judged(settings, tmp_path):
-    args = recipes.standard(str(tmp_path), **settings)
-    assert {name: getattr(args, name) for name in settings if not name.endswith("strategy")} == {
-        name: value for name, value in settings.items() if not name.endswith("strategy")
-    }
+def test_a_subclass_gets_the_recipes_values_where_it_has_their_fields(tmp_path):
+    args = recipes.fast(str(tmp_path), args_class=LikeTrl, loss_type="dft")
+    assert isinstance(args, LikeTrl)
+    assert (args.packing, args.max_length, args.loss_type) == (True, 777, "dft")
 
 
 def test_fields_of_the_subclass_mean_what_the_subclass_says(tmp_path):
@@ -118,21 +44,64 @@ def test_fields_of_the_subclass_mean_what_the_subclass_says(tmp_path):
     assert (args.packing, args.padding_free, args.max_length) == (True, True, None)
 
 
-def test_saving_follows_evaluation_in_a_script_too(tmp_path):
-    args = recipes.standard(str(tmp_path), **OWN_METRIC, load_best_model_at_end=True)
-    assert (args.save_strategy, args.save_steps) == ("steps", 5)
+def test_no_demonstration_hides_in_a_library_call(tmp_path):
+    assert recipes.fast(str(tmp_path)).max_steps == -1
 
 
-def test_what_trainer_itself_refuses_is_refused(tmp_path):
-    with pytest.raises(UserError, match="needs evaluations"):
-        recipes.standard(str(tmp_path), load_best_model_at_end=True)
+def test_a_lone_process_never_spreads_over_several_gpus(tmp_path):
+    assert recipes.standard(str(tmp_path)).n_gpu <= 1
+
+
+REFUSED = [
+    (dict(lerning_rate=1e-4), "learning_rate"),
+    (dict(use_peft=True), "has no such field"),
+    (dict(args_class=dict), "a subclass of TrainingArguments"),
+    (dict(load_best_model_at_end=True), "requires the save and eval strategy to match.*Fix: another value"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "said"), REFUSED)
+def test_a_mistake_is_refused_in_a_scripts_words(keywords, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        recipes.standard(str(tmp_path), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("fix", "keywords"),
+    [
+        ("--fp16 false", "fp16=False"),
+        ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
+        ("--save_strategy steps, or best", "save_strategy='steps', or best"),
+        ("--packing instead", "packing instead"),
+        ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
+    ],
+)
+def test_a_fix_is_written_as_a_script_writes_it(fix, keywords):
+    assert as_keywords(fix) == keywords
+
+
+OWN_METRIC = dict(metric_for_best_model="f1", eval_strategy="steps", eval_steps=5)
+OWN = [
+    dict(OWN_METRIC, load_best_model_at_end=True),
+    dict(OWN_METRIC, save_strategy="best"),
+    dict(eval_on_start=True),
+    dict(label_names=["rewards"]),
+    dict(do_train=False),
+    dict(batch_eval_metrics=True, eval_strategy="epoch"),
+]
+
+
+@pytest.mark.parametrize("settings", OWN, ids=str)
+def test_what_the_script_computes_and_evaluates_is_not_judged(settings, tmp_path):
+    args = recipes.standard(str(tmp_path), **settings)
+    assert all(getattr(args, name) == value for name, value in settings.items())
 
 
 # --- The engine -----------------------------------------------------------------------------------
 
 ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1"}
-OWN_JSON = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+OWN_JSON = {"deepspeed": {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}}
 
 
 def started_with(monkeypatch, variables: dict[str, str]) -> None:
@@ -142,31 +111,39 @@ def started_with(monkeypatch, variables: dict[str, str]) -> None:
     monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
 
 
+def test_the_world_is_the_launched_one(tmp_path, monkeypatch):
+    started_with(monkeypatch, {"WORLD_SIZE": "4"})
+    args = recipes.fast(str(tmp_path))
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 1)
+
+
 @pytest.mark.parametrize(
-    ("recipe", "variables", "engine"),
+    ("recipe", "variables", "settings", "instead", "file"),
     [
-        ("memory", {}, "one process"),
-        ("memory_zero3", {}, "one process"),
-        ("sharded", {}, "one process"),
-        ("sharded", TORCHRUN, "DDP"),
-        ("memory", TORCHRUN, "DDP"),
-        ("memory_zero3", ZERO_2, "DeepSpeed ZeRO-2"),
+        ("memory", {}, {}, "one process", "memory.yaml"),
+        ("sharded", TORCHRUN, {}, "DDP", "sharded.yaml"),
+        ("memory_zero3", ZERO_2, {}, "DeepSpeed ZeRO-2", "memory_zero3.yaml"),
+        ("standard", {}, OWN_JSON, "one process", "standard.yaml"),
     ],
 )
-def test_a_recipe_without_its_engine_says_how_to_start_it(recipe, variables, engine, tmp_path, monkeypatch):
+def test_a_script_without_the_engine_reads_how_to_start_it(
+    recipe, variables, settings, instead, file, tmp_path, monkeypatch
+):
     started_with(monkeypatch, variables)
-    with pytest.warns(UserWarning, match=f"trains on {engine} instead.*accelerate launch .*{recipe}.yaml"):
-        getattr(recipes, recipe)(str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["my.py", "--data", "two words"])
+    command = f"accelerate launch .*{file} --num_processes 1 my.py --data 'two words'"
+    with pytest.warns(UserWarning, match=f"trains on {instead} instead. Fix: {command}"):
+        getattr(recipes, recipe)(str(tmp_path), **settings)
 
 
 @pytest.mark.parametrize(
     ("recipe", "variables", "settings"),
     [
         ("memory", ZERO_2, {}),
-        ("memory", TORCHRUN, {"deepspeed": OWN_JSON}),
+        ("sharded", {"ACCELERATE_USE_FSDP": "true"}, {}),
+        ("memory", TORCHRUN, OWN_JSON),
         ("memory", TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2"}, {}),  # rank 0 says it
         ("standard", {}, {}),
-        ("fast", TORCHRUN, {}),
     ],
 )
 def test_no_warning_where_the_engine_is_there(recipe, variables, settings, tmp_path, monkeypatch):
@@ -174,54 +151,3 @@ def test_no_warning_where_the_engine_is_there(recipe, variables, settings, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         getattr(recipes, recipe)(str(tmp_path), **settings)
-
-
-def test_a_json_of_ones_own_needs_a_launcher_too(tmp_path, monkeypatch):
-    started_with(monkeypatch, {})
-    with pytest.warns(UserWarning, match="deepspeed needs a launcher.*accelerate launch .*standard.yaml"):
-        recipes.standard(str(tmp_path), deepspeed=OWN_JSON)
-
-
-def test_fsdp_is_refused_in_a_script_that_no_launcher_started(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="needs a distributed launch"):
-        recipes.standard(str(tmp_path), fsdp="full_shard")
-    started_with(monkeypatch, TORCHRUN)
-    recipes.standard(str(tmp_path), fsdp="full_shard")
-
-
-def test_the_command_keeps_the_scripts_own_arguments(tmp_path, monkeypatch):
-    started_with(monkeypatch, {})
-    monkeypatch.setattr("sys.argv", ["my.py", "--data", "two words"])
-    with pytest.warns(UserWarning, match=r"my.py --data 'two words'"):
-        recipes.memory(str(tmp_path))
-
-
-def test_sharded_shards_on_gpus_alone(tmp_path, monkeypatch):
-    started_with(monkeypatch, {"ACCELERATE_USE_FSDP": "true"})
-    with pytest.warns(UserWarning, match="trains on plain DDP instead: on a CPU it shards nothing"):
-        recipes.sharded(str(tmp_path))
-    monkeypatch.setattr("recipes.run.hardware._cuda_gpus", lambda: (H100,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        recipes.sharded(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("fix", "keywords"),
-    [
-        ("--fp16 false", "fp16=False"),
-        ("--fp16 with --bf16 false", "fp16=True with bf16=False"),
-        ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
-        ("--save_strategy steps, or best", "save_strategy='steps', or best"),
-        ("--optim_args rank=64,scale=0.5", "optim_args='rank=64,scale=0.5'"),
-        ("leave --deepspeed out", "leave deepspeed out"),
-        ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
-    ],
-)
-def test_a_fix_is_written_as_a_script_writes_it(fix, keywords):
-    assert as_keywords(fix) == keywords
-
-
-def test_a_refusal_names_keywords(tmp_path):
-    with pytest.raises(UserError, match="Fix: eval_strategy='steps'"):
-        recipes.standard(str(tmp_path), load_best_model_at_end=True)

@@ -15,7 +15,7 @@ from launch.host.processes import free_port
 from launch.jobs import azure, azure_stage
 from launch.jobs.azure import Azure
 from launch.jobs.job import Job, job_of
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.waiting import PATIENCE
 
@@ -24,7 +24,7 @@ def job(recipe="standard", nodes=1, processes=4, argv=()) -> Job:
     hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes, cores=8)
     world = nodes * processes
     run = resolve(
-        ["--recipe", recipe, *argv], world_size=world, local_world_size=processes, hardware=hardware, environment={}
+        ["--recipe", recipe, *argv], here(world, local_world_size=processes, hardware=hardware, environment={})
     )
     return job_of(run, nodes, processes, argv)
 

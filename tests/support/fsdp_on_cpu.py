@@ -68,8 +68,8 @@ def stop_the_last_rank(step: int) -> None:
             if state.global_step == step and args.process_index == args.world_size - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def stopping(*args):
-        trainer = build_trainer(*args)
+    def stopping(*args, **kwargs):
+        trainer = build_trainer(*args, **kwargs)
         trainer.callback_handler.callbacks.insert(0, Stop())
         return trainer
 

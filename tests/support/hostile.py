@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.jobs import local, slurm
 from launch.jobs.job import Job, job_of
 from launch.jobs.slurm import Slurm
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Hardware
 
 _AWKWARD = [
@@ -35,7 +35,7 @@ def hostile_job(words: list[str], folder: Path) -> Job:
     """A job whose script writes its arguments to a file, those of the recipe first."""
     script = folder / "note the words.py"
     script.write_text(_NOTE.format(file=str(folder / "words.json")))
-    job = job_of(resolve(["--recipe", "standard"], hardware=Hardware(cores=2), environment={}), 1, 1, words)
+    job = job_of(resolve(["--recipe", "standard"], here(hardware=Hardware(cores=2), environment={})), 1, 1, words)
     return replace(job, script=str(script))
 
 

@@ -10,7 +10,7 @@ from launch.data.load import Data
 from launch.training.model import load_model, load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, resolve
+from recipes.run import RunSpec, here, resolve
 from recipes.run.hardware import Hardware
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -29,7 +29,7 @@ def run_with(name=None, **chosen) -> RunSpec:
     named = {"model_name_or_path": name} if name else {}
     data = {"dataset_name": "somebody/reviews"} if "task" in chosen else {}
     settings = {"recipe": "baseline", **named, **data, **chosen}
-    return resolve([], settings=settings, hardware=Hardware(cores=2), environment={})
+    return resolve([], here(hardware=Hardware(cores=2), environment={}), settings=settings)
 
 
 def load(run, data=LANGUAGE):

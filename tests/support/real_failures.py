@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recipes.rules.check import RULES
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import fork_ranks
 
@@ -30,11 +30,13 @@ def assert_fires(
     """The rule reports the run that just failed."""
     run = resolve(
         [],
+        here(
+            world,
+            hardware=Hardware((Gpu("GPU", gpu, 16 << 30),)) if gpu else Hardware(),
+            accelerate_config=str(config) if config else None,
+            environment=environment or {},
+        ),
         settings=settings,
-        world_size=world,
-        hardware=Hardware((Gpu("GPU", gpu, 16 << 30),)) if gpu else Hardware(),
-        accelerate_config=str(config) if config else None,
-        environment=environment or {},
     )
     assert list(BY_NAME[rule](run)), f"{rule} says nothing about {settings}"
 

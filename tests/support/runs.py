@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.rules import facts
-from recipes.run import resolve
-from recipes.run.engine import shipped
+from recipes.run import here, resolve
+from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 
 CPU = Hardware()
@@ -22,10 +22,10 @@ def machine(gpu: Gpu, count: int = 1, liger: bool = True) -> Hardware:
     return Hardware((gpu,) * count, cores=8 * count, liger=liger)
 
 
-def resolved(argv: str | list[str] = "", **keywords):
-    """The run of a command line, on a machine with two CPU cores."""
+def resolved(argv: str | list[str] = "", world_size: int | None = None, settings: dict | None = None, **place):
+    """The run of a command line and of settings, on a machine with two CPU cores."""
     words = argv.split() if isinstance(argv, str) else argv
-    return resolve(words, hardware=Hardware(cores=2), environment={}, **keywords)
+    return resolve(words, here(world_size, **{"hardware": Hardware(cores=2), "environment": {}, **place}), settings)
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ class Run:
             (folder / name).write_text(text, encoding="utf-8")
         return resolve(
             self.argv.split(),
-            world_size=self.world,
-            hardware=self.hardware,
-            accelerate_config=self._config(folder),
-            environment=self.environment,
-            elsewhere=self.elsewhere,
+            here(
+                self.world,
+                hardware=self.hardware,
+                accelerate_config=self._config(folder),
+                environment=self.environment,
+                packages=self.elsewhere,
+            ),
         )
 
     def _config(self, folder: Path) -> str | None:

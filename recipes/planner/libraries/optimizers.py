@@ -11,7 +11,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 from recipes.planner.shapes import TRAINED, Weights
-from recipes.rules.facts import optimizer_arguments
 from recipes.run import RunSpec
 
 FP32 = 4
@@ -38,7 +37,8 @@ def moments(run: RunSpec) -> float:
     kept = next((count for name, count in _MOMENTS.items() if optim.removeprefix("paged_").startswith(name)), 2)
     if optim not in ("sgd", "rmsprop"):
         return kept
-    given = optimizer_arguments(run)
+    words = (run["optim_args"] or "").replace(" ", "").split(",")
+    given = dict(word.split("=") for word in words if word.count("=") == 1)
     return kept + (float(given.get("momentum", 0)) > 0) + (given.get("centered", "").lower() in ("true", "1", "yes"))
 
 

@@ -127,7 +127,7 @@ def _write_lines(file: Path, rows: list) -> None:
 
 
 def _write_settings(world: Path) -> None:
-    from recipes.run.engine import shipped
+    from recipes.run.files import shipped
 
     for file in sorted(shipped("").glob("*.yaml")):
         shutil.copy(file, world / file.name)
@@ -167,7 +167,7 @@ def _train(world: Path) -> None:
     """A run that is finished, one that has to go on from its second step, and an adapter."""
     from launch.output.submission import Submission, note
     from launch.train import main
-    from recipes.run import fitted, resolve
+    from recipes.run import fitted, here, resolve
     from recipes.run.hardware import read
 
     if main([*RUN, "--max_steps", "2"]) != 0:
@@ -190,7 +190,7 @@ def _train(world: Path) -> None:
     note(Path("slurm"), note_of_slurm)
     facts = {"asked_bytes": 1, "free_bytes": 1, "next": {"per_device_train_batch_size": 1}}
     Path("run/out_of_memory.json").write_text(json.dumps(facts))
-    run = resolve([*RUN, "--max_steps", "2"], hardware=read())
+    run = resolve([*RUN, "--max_steps", "2"], here(hardware=read()))
     fit = {"micro_batch": 4, "accumulation": 4, "peak_bytes": 10**9, "holds_for": fitted.identity(run)}
     Path("run/fit.json").write_text(json.dumps(fit))
 

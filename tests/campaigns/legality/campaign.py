@@ -18,7 +18,7 @@ from tests.campaigns.legality.draw_cards import draw_card
 from tests.campaigns.legality.draw_own import draw_own
 from tests.campaigns.legality.draw_parallel import draw_parallel
 from tests.campaigns.legality.draw_sharded import draw_sharded
-from tests.campaigns.legality.judge import Judgement, judge
+from tests.campaigns.legality.judge import Judgement, judge_deep
 from tests.campaigns.legality.shrink import shrink
 from tests.campaigns.legality.tried import SECONDS, Outcome, tried
 
@@ -88,7 +88,7 @@ class Campaign:
         """What check says of a case, what becomes of it, and whether the two disagree."""
         folder = self._folder_of(case)
         try:
-            judgement = judge(case)
+            judgement = judge_deep(case)
         except Exception:
             said = traceback.format_exc().strip().splitlines()[-1]
             return Judgement(), Outcome(1, traceback.format_exc()), Disagreement("check itself fails", said)
@@ -100,7 +100,7 @@ class Campaign:
     def _judge(self, case: Case) -> Judgement:
         self._folder_of(case)
         try:
-            return judge(case)
+            return judge_deep(case)
         except Exception:
             return Judgement()
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
+import recipes.run.hardware
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.runs import A100, H100, T4, machine
 
@@ -34,10 +36,12 @@ def pretend() -> None:
     _answer_as(here)
     _join_a_world_of_one(int(os.environ.get("WORLD_SIZE", 1)))
     _stop_before_the_first_step()
+    _replace(recipes.run.hardware, "read", lambda: here)
 
-    from recipes.run import resolve
 
-    resolve.__globals__["read_hardware"] = lambda: here
+def _replace(owner: object, name: str, value: object) -> None:
+    """For the rest of the process. Raises `AttributeError` if there is nothing of that name."""
+    mock.patch.object(owner, name, value).start()
 
 
 def _answer_as(here: Hardware) -> None:
@@ -78,8 +82,8 @@ def _join_a_world_of_one(size: int) -> None:
     from launch.host import world
 
     dist.init_process_group(backend="fake", store=FakeStore(), rank=0, world_size=size)
-    world._require_same_micro_batch = lambda run, here: None
-    world.heartbeat = lambda *arguments: nullcontext()  # nobody else has a heart
+    _replace(world, "_require_same_micro_batch", lambda run, here: None)
+    _replace(world, "heartbeat", lambda *arguments: nullcontext())  # nobody else has a heart
 
 
 def _stop_before_the_first_step() -> None:
@@ -90,6 +94,6 @@ def _stop_before_the_first_step() -> None:
     def train(trainer, *args, **kwargs):
         raise SystemExit(0)
 
-    Trainer.train = train
-    Trainer._move_model_to_device = lambda trainer, moved, device: None
-    model._device = lambda run: "cpu"
+    _replace(Trainer, "train", train)
+    _replace(Trainer, "_move_model_to_device", lambda trainer, moved, device: None)
+    _replace(model, "_device", lambda run: "cpu")

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from recipes.catalog import RECIPES
-from recipes.run.engine import Json, shipped
+from recipes.run.files import Json, shipped
 from tests.support.running import ROOT, SCRIPT
 
 REMOVED = "(removed)"  # the value of a key that is taken out of a file

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from recipes import legal
-from recipes.run.engine import shipped
+from recipes.run.files import shipped
 from tests.campaigns.legality.case import DEEPSPEED_JSON, DEMONSTRATION, REMOVED, Case, Change
 from tests.campaigns.legality.tried import LAUNCHERS_OWN
 from tests.campaigns.legality.values import NOT_DRAWN, words_for

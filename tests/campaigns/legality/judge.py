@@ -1,18 +1,21 @@
-"""What `recipes check` says of a case: the real rules, in this process, in milliseconds."""
+"""What `recipes check` says of a case: rules, in milliseconds, and for --deep the probe."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from unittest import mock
 
 from recipes.errors import Problem, UserError
 from recipes.rules.check import problems_by_rule
-from recipes.run import RunSpec, resolve, with_fit
+from recipes.rules.probe import probe_in_child
+from recipes.run import RunSpec, here, resolve, with_fit
 from recipes.run.hardware import Hardware, read
 from tests.campaigns.legality.cards import hardware
 from tests.campaigns.legality.case import YAML, Case, flags, variables
 
 PARSING = "what is written"  # the errors that no rule reports: unknown names, wrong types, the batch
+PROBE = "the probe"  # the errors of the libraries
 
 
 @dataclass
@@ -43,15 +46,29 @@ def judge(case: Case) -> Judgement:
     try:
         run = resolve(
             flags(case),
-            world_size=case.processes,
-            accelerate_config=YAML if case.yaml else None,
-            hardware=_hardware(case),
-            launched=case.launcher != "accelerate",
-            environment={**os.environ, **variables(case), **announced},
+            here(
+                case.processes,
+                accelerate_config=YAML if case.yaml else None,
+                hardware=_hardware(case),
+                launched=case.launcher != "accelerate",
+                environment={**os.environ, **variables(case), **announced},
+            ),
         )
         return _of(with_fit(run))
     except UserError as error:
         return Judgement({PARSING: list(error.problems)})
+
+
+def judge_deep(case: Case) -> Judgement:
+    """As `recipes check --deep`: the probe judges what no rule refuses, in a child of this process,
+    which has imported the libraries, and with the variables of the case.
+    """
+    judgement = judge(case)
+    if judgement.run and judgement.legal:
+        with mock.patch.dict(os.environ, variables(case)):
+            problems = probe_in_child(judgement.run)
+        judgement.errors |= {PROBE: problems} if problems else {}
+    return judgement
 
 
 class _Lifted(Hardware):

@@ -59,6 +59,7 @@ def _switch_off_the_check() -> None:
             return float(value) if isinstance(value, str) and value in ("nan", "inf", "1.5") else value
 
     train.require_legal = lambda run: []
+    train.require_constructible = lambda run: None
     command_line.coerce = anything
 
 

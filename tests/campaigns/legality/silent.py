@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.campaigns.legality.case import Case
-from tests.campaigns.legality.judge import PARSING, Judgement
+from tests.campaigns.legality.judge import PARSING, PROBE, Judgement
 from tests.campaigns.legality.tried import Outcome
 
+RANGE = "_is_in_range"  # the end of the names of such rows
 Proof = Callable[[Case, Judgement, Outcome], str]
 
 
@@ -20,7 +21,7 @@ def silent_effect(rule: str, case: Case, judgement: Judgement, outcome: Outcome)
     """What trained instead of what was asked; empty if it is what was asked."""
     if rule in BEYOND_TWO_STEPS:
         return BEYOND_TWO_STEPS[rule]
-    proof = SHOWN_BY.get(rule)
+    proof = _out_of_range if rule.endswith(RANGE) else SHOWN_BY.get(rule)
     return proof(case, judgement, outcome) if proof else ""
 
 
@@ -67,9 +68,11 @@ def _another_world(case: Case, judgement: Judgement, outcome: Outcome) -> str:
 
 
 def _out_of_range(case: Case, judgement: Judgement, outcome: Outcome) -> str:
-    """Each value that is out of range must be one of those that are known to change a run."""
-    subjects = [problem.subject for problem in judgement.errors["values_are_in_range"]]
-    proofs = [_VALUES.get(subject) for subject in subjects]
+    """A value that is out of range must be one of those that are known to change a run."""
+    subjects = {
+        problem.subject for name, found in judgement.errors.items() if name.endswith(RANGE) for problem in found
+    }
+    proofs = [_VALUES.get(subject) for subject in sorted(subjects)]
     found = [proof(outcome) if callable(proof) else proof or "" for proof in proofs]
     return "; ".join(found) if all(found) else ""
 
@@ -91,6 +94,8 @@ _VALUES: dict[str, str | Callable[[Outcome], str]] = {
     "global_batch_size": _batch_of_one,
     "early_stopping_patience": "0 stops nothing early",
     "max_steps": "any number below 0 means num_train_epochs",
+    "num_train_epochs": "0 epochs train nothing",
+    "save_steps": "an interval of 0 steps means never, except at the end",
 }
 
 
@@ -99,17 +104,18 @@ def _another_optimizer(case: Case, judgement: Judgement, outcome: Outcome) -> st
     return f"{used} instead of {asked}" if "CPUAdam" in used and not asked.startswith("adamw_torch") else ""
 
 
-def _any_text_is_true(case: Case, judgement: Judgement, outcome: Outcome) -> str:
-    problems = judgement.errors["top_level_values_have_the_right_type"]
-    return "any text is true" if all("takes true or false" in problem.what for problem in problems) else ""
-
-
 def _too_few_examples(case: Case, judgement: Judgement, outcome: Outcome) -> str:
     return "the data fills no global batch" if outcome.seen[0]["examples"] < judgement.batch else ""
 
 
+def _left_out(case: Case, judgement: Judgement, outcome: Outcome) -> str:
+    is_left_out = all(problem.what.startswith("is left out") for problem in judgement.errors[PROBE])
+    return "DeepSpeed trains its own default for what the JSON leaves out" if is_left_out else ""
+
+
 SHOWN_BY: dict[str, Proof] = {
     PARSING: _as_written,
+    PROBE: _left_out,
     "yaml_precision_agrees_with_arguments": _another_precision,
     "yaml_compiles_what_the_arguments_do_not": _compiles,
     "compile_settings_compile": lambda case, judgement, outcome: "compiles" if outcome.seen[0]["compiled"] else "",
@@ -118,20 +124,16 @@ SHOWN_BY: dict[str, Proof] = {
     "static_graph_needs_accumulation_one": _too_few_examples,
     "accumulation_is_said_once": _another_batch,
     "offload_needs_adamw": _another_optimizer,
-    "steps_above_one_are_whole": lambda *_: "a fraction of a step is cut off",
-    "top_level_values_have_the_right_type": _any_text_is_true,
-    "machines_share_the_processes": lambda *_: "0 machines are taken for one",
     "a_training_trains": lambda *_: "it trains",
-    "a_run_has_steps": lambda *_: "an interval of 0 steps means never, except at the end",
     "saving_the_best_needs_evaluation": lambda case, judgement, outcome: (
         "" if outcome.seen[0]["checkpoints"] else "nothing is saved"
     ),
-    "values_are_in_range": _out_of_range,
     "classification_takes_rows_as_they_are": lambda *_: "classified rows are neither joined nor masked",
     "nested_settings_are_known": lambda *_: "nothing reads that key",
     "deepspeed_json_keys_are_known": lambda *_: "nothing reads that key",
-    "zero_stages_exist": lambda *_: "accelerate compares the stage with a number, and sees none",
-    "nested_yaml_keys_are_known": lambda *_: "nothing reads that key",
+    "yaml_keys_are_known": lambda *_: "nothing reads that key",
+    "sections_are_read": lambda *_: "nothing reads that value",
+    "one_engine_is_asked_for": lambda *_: "the engine of --deepspeed trains, and the launch asks for another",
     "packing_frees_the_padding": lambda *_: "rows are packed, and padding_free is dropped",
 }
 BEYOND_TWO_STEPS: dict[str, str] = {
@@ -140,6 +142,6 @@ BEYOND_TWO_STEPS: dict[str, str] = {
     "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",
     "sequences_fit_the_model": "rotary positions go on where the model knows none",
-    "deepspeed_json_names_what_trains": "DeepSpeed trains its own default for what the JSON leaves out",
+    "sixteen_bits_are_trained_by_a_stage": "Adam's first step is shorter than that of DDP",
     "batches_come_out_even": "ranks wait for each other only where the data does not divide",
 }

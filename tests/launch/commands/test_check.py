@@ -30,7 +30,7 @@ def test_check_in_json_stays_json_for_a_mistake(capsys):
     assert json.loads(capsys.readouterr().out)["legal"] is False
 
 
-def test_deep_check_builds_the_real_arguments(capsys):
+def test_deep_check_takes_what_trains(capsys):
     assert main(["check", "--recipe", "fast", "--deep"]) == 0
 
 
@@ -45,7 +45,7 @@ def test_a_named_gpu_is_judged_on_a_machine_without_one(tmp_path, capsys, monkey
     words = ["check", "--recipe", "sharded", "--accelerate_config", str(file), "--num_processes", "4"]
     assert main(words) == 0
     assert "shards nothing on a CPU" in (advice := capsys.readouterr().err) and 'check --gpu "H100 80GB"' in advice
-    assert main([*words, "--gpu", "H100 80GB"]) == 2
+    assert main([*words, "--gpu", "H100 80GB", "--deep"]) == 2
     printed = capsys.readouterr().err
     assert "fsdp_reshard_after_forward" in printed and "on a CPU" not in printed
     file.write_text(FSDP)

@@ -229,9 +229,9 @@ def test_a_result_that_no_run_has_is_no_row(runs):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "holds no run.json"),
-        ("{", "is damaged"),
-        ("[]", "is not the record of a run"),
+        (None, "cannot be read"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds a list"),
         ('{"status": "finished"}', "is not the record of a run"),
         ('{"status": "running", "settings": {"seed": {"value": 1, "source": "default"}}}', "is unfinished"),
     ],

@@ -12,8 +12,8 @@ import yaml
 
 from launch.cli import main
 from launch.output import record, surroundings
-from recipes.run import resolve
-from recipes.run.engine import shipped
+from recipes.run import here, resolve
+from recipes.run.files import shipped
 from recipes.run.hardware import read as read_hardware
 from tests.support.running import ROOT, SCRIPT, losses, read_record, run
 
@@ -38,9 +38,7 @@ def recorded(folder: Path, *flags: str, launcher: str = "", yaml: Path | None = 
     engine = yaml or shipped("single.yaml" if processes == 1 else "standard.yaml")
     run = resolve(
         [*MATERIAL, "--output_dir", folder.name, *flags],
-        world_size=processes,
-        hardware=read_hardware(),
-        accelerate_config=str(engine),
+        here(processes, hardware=read_hardware(), accelerate_config=str(engine)),
     )
     content = record.started(run, processes) | {"status": "finished", "launcher": launcher.split()}
     if yaml:
@@ -174,11 +172,11 @@ def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, ca
     assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
 
 
-def test_data_that_are_missing_are_said_to_be_missing_and_no_more(place, capsys):
+def test_data_that_are_missing_are_reported_before_anything_runs(place, capsys):
     folder = recorded(place / "out")
     (place / "texts.jsonl").unlink()
     code, _, said = dry(capsys, str(folder))
-    assert code == 2 and said.count("dataset_name: ") == 1 and "Fix: --dataset_name with its path" in said
+    assert code == 2 and "there is no file or folder" in said
 
 
 @pytest.mark.parametrize("words", [(), ("--exact",)])
@@ -212,7 +210,7 @@ def test_more_processes_share_the_same_global_batch(place, capsys):
 
 
 def test_the_demonstration_names_its_python(place, capsys):
-    run = resolve(["--max_steps", "2"], hardware=read_hardware())
+    run = resolve(["--max_steps", "2"], here(hardware=read_hardware()))
     record.write(place / "demo", {**record.started(run, 1), "status": "finished", "data": "sha256-0"})
     assert "Python's standard library has other contents" in dry(capsys, str(place / "demo"))[2]
 

@@ -8,7 +8,7 @@ import pytest
 from launch.cli import main
 from launch.output.fields import FIELDS
 from recipes.catalog import RECIPES
-from recipes.run import resolve
+from recipes.run import here, resolve
 from tests.support.running import train_here
 
 
@@ -51,10 +51,10 @@ def test_show_reports_a_batch_that_cannot_be_split(capsys):
 def test_a_copied_recipe_reads_back_as_the_same_run(name, tmp_path, capsys):
     file = tmp_path / "mine.yaml"
     assert main(["copy", name, str(file)]) == 0
-    copied = resolve(["--config", str(file)], world_size=2)
+    copied = resolve(["--config", str(file)], here(2))
     assert not copied.problems
-    assert dict(copied) == dict(resolve(["--recipe", name, "--config", str(file)], world_size=2))
-    assert copied.training_arguments() == resolve(["--recipe", name], world_size=2).training_arguments()
+    assert dict(copied) == dict(resolve(["--recipe", name, "--config", str(file)], here(2)))
+    assert copied.training_arguments() == resolve(["--recipe", name], here(2)).training_arguments()
 
 
 def test_copy_never_overwrites(tmp_path, capsys):

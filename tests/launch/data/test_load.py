@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.batches import IGNORED, Pad
 from launch.data.demo import demo_corpus
-from launch.data.load import Data, load_data, require_same_data
+from launch.data.load import Data, load_data
 from launch.data.sources import hub_commit
 from launch.host.world import World
 from recipes.errors import UserError
@@ -119,7 +119,7 @@ def test_all_processes_read_the_same_commit_of_the_hub(monkeypatch):
         return Data(None, None, None, "", None, commit)
 
     monkeypatch.setattr(World, "decide", lambda world, decision: "abc")  # rank 0's
-    require_same_data(data("abc"), World(2, 1))
-    require_same_data(data(None), World(2, 1))  # read from a cache that does not tell
+    data("abc").require_same(World(2, 1))
+    data(None).require_same(World(2, 1))  # read from a cache that does not tell
     with pytest.raises(UserError, match="has changed on the Hub while the processes started: rank 0 reads abc"):
-        require_same_data(data("def"), World(2, 1))
+        data("def").require_same(World(2, 1))

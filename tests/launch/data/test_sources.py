@@ -90,11 +90,6 @@ def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
     assert load_data(run, tokenizer).eval is None
 
 
-def test_one_file_has_no_configurations(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_config="en")
-    assert problem(run, tokenizer).subject == "dataset_config"
-
-
 # --- What cannot be found ------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,18 +14,17 @@ from launch.jobs.azure import Azure
 from launch.jobs.azure_check import training_in
 from launch.jobs.job import Job, job_of
 from launch.jobs.slurm import Slurm
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.hostile import hostile_job, received
-from tests.support.running import run
 
 
 @pytest.mark.slow
 def test_a_preflight_that_fails_ends_the_job_before_it_trains(broken_torch, tmp_path):
-    command = [sys.executable, "-m", "launch", "submit", "local", "--recipe", "baseline", "--preflight"]
-    outcome = run([*command, "--", "--output_dir", str(tmp_path / "out")], tmp_path / "out", broken_torch)
-    assert outcome.code == 1 and "failed: 1 of" in outcome.output
-    assert outcome.record == {} and "Traceback" not in outcome.output
+    text = local_job.render(replace(hostile_job(["a b"], tmp_path), preflight=True))
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=broken_torch)
+    assert done.returncode == 1 and "failed: 1 of" in done.stdout
+    assert not (tmp_path / "words.json").exists() and "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -39,7 +37,7 @@ def test_after_a_preflight_that_passes_the_script_starts(tmp_path):
 
 def job(nodes: int, processes: int, preflight: bool = True) -> Job:
     hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes, cores=8)
-    spec = resolve(world_size=nodes * processes, local_world_size=processes, hardware=hardware, environment={})
+    spec = resolve(place=here(nodes * processes, local_world_size=processes, hardware=hardware, environment={}))
     return job_of(spec, nodes, processes, [], preflight)
 
 

@@ -21,7 +21,7 @@ from launch.fit.search import ProbeFailed
 from launch.host.world import World
 from recipes.errors import UserError
 from recipes.rules.check import check
-from recipes.run import resolve, with_fit
+from recipes.run import here, resolve, with_fit
 from recipes.run.fitted import identity
 from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
 from tests.support.waiting import PATIENCE, wait_for
@@ -142,7 +142,7 @@ def argv(second_rank_has_less, training):
 
 
 def micro_batch(argv, *more, processes=2):
-    setting = with_fit(resolve([*argv, *more], world_size=processes)).setting("per_device_train_batch_size")
+    setting = with_fit(resolve([*argv, *more], here(processes))).setting("per_device_train_batch_size")
     return setting.value, setting.source
 
 
@@ -176,7 +176,7 @@ def test_a_fit_of_an_older_version_still_holds(training, tmp_path):
     """It says for which world it was found, and not into how many parts that splits the batch."""
     words = [*training, "--output_dir", str(tmp_path)]
     found = {"micro_batch": 1, "accumulation": 2, "world_size": 2, "peak_bytes": 2**30}
-    content = {**found, "holds_for": identity(resolve(words, world_size=2))}
+    content = {**found, "holds_for": identity(resolve(words, here(2)))}
     (tmp_path / "fit.json").write_text(json.dumps(content))
     assert micro_batch(words) == (1, "fit.json")
     assert micro_batch(words, processes=1) == (4, "batch arithmetic")
@@ -232,7 +232,7 @@ def ranks_agree(probe):
     def agreed(source: str) -> dict:
         probe(source)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spec = resolve(["--global_batch_size", "16"], world_size=2)
+        spec = resolve(["--global_batch_size", "16"], here(2))
 
         def of_rank(rank: int):
             world = World(2, rank, 2)

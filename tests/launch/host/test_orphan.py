@@ -24,7 +24,6 @@ subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
 RANK = """\
 import os, signal, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from launch.host.orphan import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 
@@ -36,10 +35,11 @@ if what == "late":
 stop = StopRequest()
 stop.listen()
 try:
-    end_with_launcher(stop, SimpleNamespace(step=7, run={"ddp_timeout": 2}, world=SimpleNamespace(rank=1)))
+    end_with_launcher(stop, rank=1)
     if what == "late":
         time.sleep(600)
-    stop.defer()
+    stop.step = 7
+    stop.defer(patience=2)
     (folder / "ready").touch()
     while what == "stuck" or not stop.stop_requested:
         time.sleep(0.05)

@@ -9,7 +9,7 @@ import recipes
 from launch.cli import main
 from recipes.errors import UserError
 from recipes.rules.check import check
-from recipes.run import resolve
+from recipes.run import here, resolve
 from tests.support.running import launch_quickly
 from tests.support.runs import TWO_GPUS, groups
 
@@ -33,7 +33,7 @@ def accelerate_yaml(tmp_path):
         ("DEEPSPEED", {"sp": 2}, "2 is refused: sequence parallelism"),
         ("MULTI_GPU", {"cp": 2}, "2 is refused: context parallelism"),
         ("MULTI_GPU", {"tp": 2}, "2 is refused: it expects a model that was loaded in parts"),
-        ("MULTI_GPU", {"dp_replicate": 2}, "is refused by accelerate on a CPU"),
+        ("MULTI_GPU", {"dp_replicate": 2}, "ParallelismConfig is only compatible"),
         ("DEEPSPEED", {"tp": 3}, "2 cannot be divided by tensor parallel 3"),
     ],
 )
@@ -48,15 +48,15 @@ def test_variables_that_the_launcher_only_hands_on(tmp_path):
     assert outcome.code == 1 and "sequence parallelism" in outcome.output
 
 
-@pytest.mark.parametrize("sizes", [{"sp_size": 2}, {"cp_size": 2}, {"tp_size": 2}])
+@pytest.mark.parametrize("sizes", [{"sp_size": 2}, {"cp_size": 2}])
 def test_a_config_in_a_script_on_a_cpu(sizes, tmp_path):
     with pytest.raises(UserError, match="is refused"):
         recipes.standard(str(tmp_path), num_processes=2, parallelism_config=ParallelismConfig(**sizes))
 
 
 def test_a_script_on_gpus_may_load_a_model_in_parts():
-    words = {"world_size": 2, "hardware": TWO_GPUS, "environment": {}}
-    run = resolve(settings={"parallelism_config": ParallelismConfig(tp_size=2)}, own_script=True, **words)
+    place = here(2, hardware=TWO_GPUS, environment={}, trained_by="script")
+    run = resolve(place=place, settings={"parallelism_config": ParallelismConfig(tp_size=2)})
     assert not [problem for problem in check(run) if problem.severity == "error"]
     assert (run.data_parallel_size, run.batch.total) == (1, 16)
 

@@ -6,11 +6,12 @@ import tempfile
 import pytest
 import torch
 
-from launch.host.world import World, launched, use_threads
+from launch.host.world import World, launched, require_launcher, use_threads
 from recipes.errors import UserError
 from recipes.rules.check import check
-from recipes.run import resolve
-from recipes.run.engine import from_environment, shipped
+from recipes.run import here, resolve
+from recipes.run.engine_sources import from_environment
+from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import fork_ranks
 
@@ -24,7 +25,7 @@ ZERO_3 = {
 
 def engine_of(recipe, environment, **settings):
     settings = {"recipe": recipe, **settings}
-    return resolve(settings=settings, hardware=Hardware(), environment=environment, launched=True).engine
+    return resolve(place=here(hardware=Hardware(), environment=environment, launched=True), settings=settings).engine
 
 
 def test_a_process_started_by_hand_is_alone():
@@ -47,7 +48,7 @@ def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, mo
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     hardware = Hardware((Gpu("A100", (8, 0), 80 << 30),) * 2, cores=6)
     yaml = str(shipped(f"{recipe}.yaml"))
-    run = resolve(["--recipe", recipe], hardware=hardware, world_size=2, accelerate_config=yaml, environment={})
+    run = resolve(["--recipe", recipe], here(2, hardware=hardware, accelerate_config=yaml, environment={}))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -60,22 +61,22 @@ def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, mo
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_processes_that_cannot_find_each_other_are_refused(variable):
     with pytest.raises(UserError, match="a model of their own"):
-        launched({variable: "4"})
+        require_launcher(World(), {variable: "4"})
 
 
 def test_one_process_a_node_under_slurm_with_a_launcher_inside_is_fine():
-    assert launched({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}).size == 8
+    assert not require_launcher(launched(TORCHRUN), {"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})
 
 
 def test_processes_without_an_address_are_refused():
     with pytest.raises(UserError, match="MASTER_ADDR"):
-        launched({"RANK": "0", "WORLD_SIZE": "2"})
+        require_launcher(World(2, 0, 2), {"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_a_compiler_in_the_environment_is_that_of_a_plain_run():
     environment = {"ACCELERATE_DYNAMO_BACKEND": "foo"}
-    run = resolve([], hardware=Hardware(), environment=environment, launched=True)
-    assert {problem.subject for problem in check(run)} == {"dynamo_config", "dynamo_backend"}
+    run = resolve([], here(hardware=Hardware(), environment=environment, launched=True))
+    assert {problem.subject for problem in check(run)} == {"dynamo_config"}
 
 
 def test_the_launched_engine_is_what_the_environment_says():

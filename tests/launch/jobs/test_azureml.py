@@ -271,7 +271,6 @@ def test_a_shipped_job_and_the_training_in_it_are_legal(recipe, capsys):
         ("processes_per_node: 4", "processes_per_node: '3'", "global_batch_size"),
         ("processes_per_node: 4", "processes_per_node: 0", "1 or more"),
         ("mode: rw_mount", "mode: upload", "rw_mount"),
-        ("type: command", "type: command\nx: &x [*x]", "repeats its anchors without end"),
     ],
 )
 def test_a_mistake_in_an_edited_job_is_found(old, new, advice, tmp_path, capsys):

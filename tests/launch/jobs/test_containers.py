@@ -16,7 +16,7 @@ import pytest
 from launch.cli import main
 from launch.jobs import container, slurm
 from launch.jobs.slurm_flags import Slurm, require_valid
-from recipes.run import resolve
+from recipes.run import here, resolve
 from tests.support.containers import stand_in
 from tests.support.hostile import HOSTILE, hostile_job
 from tests.support.running import Outcome, read_record
@@ -230,7 +230,8 @@ def test_folders_outside_the_current_one_are_mounted(tmp_path, monkeypatch):
         "/nowhere/x",
     ]
     job = replace(
-        hostile_job([], tmp_path / "work"), run=resolve([*argv, "--output_dir", str(tmp_path / "new")], environment={})
+        hostile_job([], tmp_path / "work"),
+        run=resolve([*argv, "--output_dir", str(tmp_path / "new")], here(environment={})),
     )
     mounted = container.folders(job)
     assert {str(tmp_path / name) for name in ("data", "link", "new")} <= set(mounted)

@@ -13,7 +13,7 @@ from launch.jobs import local, slurm
 from launch.jobs.job import job_of
 from launch.jobs.slurm import Slurm
 from recipes.errors import UserError
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.hostile import HOSTILE, received, script_that_prints_its_words
 from tests.support.running import ROOT, losses, model_flags, read_record, run, train_here
@@ -28,7 +28,7 @@ def job(recipe="standard", nodes=1, processes=1, argv=(), gpu=True):
     hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes if gpu else (), cores=8)
     world = nodes * processes
     spec = resolve(
-        ["--recipe", recipe, *argv], world_size=world, local_world_size=processes, hardware=hardware, environment={}
+        ["--recipe", recipe, *argv], here(world, local_world_size=processes, hardware=hardware, environment={})
     )
     return job_of(spec, nodes, processes, argv)
 
@@ -193,6 +193,16 @@ def test_a_mistake_is_one_line_and_nothing_is_sent(words, advice, capsys, monkey
     assert main(words.split()) == 2
     printed = capsys.readouterr()
     assert advice in printed.err and not printed.out
+
+
+def test_what_the_libraries_refuse_is_not_sent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(slurm, "submit", lambda *anything: pytest.fail("it was sent"))
+    monkeypatch.setattr(slurm, "check", lambda *anything: None)  # there is no sbatch here
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: multi_gpu\nnum_processes: 1\n")
+    words = ["submit", "slurm", "--gpus_per_node", "1", "--accelerate_config", str(file), "--", "--output_dir", "out"]
+    assert main(words) == 2
+    assert "'multi_gpu' is not a valid DistributedType" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("secret", ["hf_" + "a1B2c3D4" * 4, "--run_name=ghp_" + "a1B2c3D4" * 5])

@@ -10,10 +10,12 @@ import torch
 from launch.host.world import World
 from launch.output import record
 from launch.output.resume import find_earlier_run
-from recipes.run import resolve
-from recipes.run.engine import shipped
+from recipes.errors import UserError
+from recipes.run import here, resolve
+from recipes.run.files import shipped
 from tests.support.running import losses, read_record, train_here
 
+TWO_STEPS = "--max_steps 2 --save_steps 2 --save_total_limit 9 --logging_steps 1 --learning_rate 1e-3".split()
 FOUR_STEPS = "--max_steps 4 --save_steps 2 --save_total_limit 9 --logging_steps 1 --learning_rate 1e-3".split()
 
 
@@ -117,6 +119,71 @@ def test_data_with_other_contents_are_another_training(stopped, finished_run, ti
     assert outcome.code == 2 and "not what it holds now" in outcome.output
 
 
+def _flip_a_bit(model):
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+
+
+def _add_dropout(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+
+
+def _exchange_two_tokens(model):
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[-2:]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.fixture(scope="module", params=["", "--use_peft"], ids=["full", "LoRA"])
+def trained_from(request, tiny_model, texts, tmp_path_factory):
+    """A folder with a copy of the model and a run of two steps from it, and the flags for four."""
+    folder, more = tmp_path_factory.mktemp("from"), request.param.split()
+    shutil.copytree(tiny_model, folder / "model")
+    assert train_here(folder / "model", texts, folder / "run", *TWO_STEPS, *more).code == 0
+    return folder, [*FOUR_STEPS, *more]
+
+
+@pytest.mark.parametrize("change", [_flip_a_bit, _add_dropout, _exchange_two_tokens])
+def test_a_run_is_not_resumed_from_another_model_at_the_same_place(change, trained_from, texts, tmp_path):
+    shutil.copytree(trained_from[0], tmp_path, dirs_exist_ok=True)
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    record = json.loads(before)
+    record["settings"]["model_name_or_path"]["value"] = str(tmp_path / "model")  # as if it had begun here
+    del record["checksum"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    change(tmp_path / "model")
+    outcome = train_here(tmp_path / "model", texts, tmp_path / "run", *trained_from[1])
+    assert outcome.code == 2 and "model as it was, not what it holds now" in outcome.output
+    assert not (tmp_path / "run" / "checkpoint-4").exists()
+
+
+def test_a_run_is_resumed_where_its_model_has_moved(trained_from, texts, tmp_path):
+    shutil.copytree(trained_from[0], tmp_path, dirs_exist_ok=True)
+    outcome = train_here(tmp_path / "model", texts, tmp_path / "run", *trained_from[1])
+    assert outcome.code == 0 and "resuming from" in outcome.output
+
+
+def test_a_branch_of_the_hub_that_has_moved_is_another_model(tiny_model, texts, tmp_path, monkeypatch):
+    """Without a network transformers reads the cache, which is laid out as after two downloads."""
+    hub = tmp_path / "hub" / "models--org--name"
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(tiny_model, hub / "snapshots" / commit)
+    (hub / "refs").mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    outcomes = []
+    pinned = [*FOUR_STEPS, "--model_revision", "a" * 40]
+    for commit, flags in (("a" * 40, TWO_STEPS), ("b" * 40, FOUR_STEPS), ("b" * 40, pinned)):
+        (hub / "refs" / "main").write_text(commit)
+        outcomes.append(train_here("org/name", texts, tmp_path / "run", *flags))
+    assert [outcome.code for outcome in outcomes] == [0, 2, 0], outcomes
+    assert f"Fix: --model_revision {'a' * 40}" in " ".join(outcomes[1].output.split())
+
+
 # Patience 2, and the first evaluation stays the best: it stops at the third, in step 6.
 STOPS_EARLY = (
     "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 9 --load_best_model_at_end "
@@ -183,16 +250,21 @@ def test_checkpoints_of_another_engine_are_not_resumed(engine, words, stopped, t
     assert outcome.code == 2 and words in " ".join(outcome.output.split())
 
 
-@pytest.mark.parametrize(("engine", "accepted"), [("FSDP", True), ("FSDP2", True), ("FSDP1", False), ("DDP", False)])
-def test_an_older_record_of_fsdp_lacks_its_version(engine, accepted, tmp_path):
+def finished_with(engine, tmp_path):
+    """A sharded run on FSDP2, whose folder holds one that another engine has finished."""
     run = resolve(
         ["--recipe", "sharded", "--output_dir", str(tmp_path)],
-        world_size=2,
-        accelerate_config=str(shipped("sharded.yaml")),
-        environment={},
+        here(2, accelerate_config=str(shipped("sharded.yaml")), environment={}),
     )
     record.write(tmp_path, {**record.started(run, 2), "status": "finished", "engine": engine})
-    earlier = find_earlier_run(run, World(2))
-    refused = [problem.what for problem in earlier.refusal]
-    assert earlier.finished == accepted
-    assert refused == ([] if accepted else [f"the checkpoints were written with {engine}, and FSDP2 cannot read them"])
+    return run
+
+
+def test_a_finished_run_of_the_same_engine_has_nothing_left_to_train(tmp_path):
+    assert find_earlier_run(finished_with("FSDP2", tmp_path), World(2)).finished
+
+
+@pytest.mark.parametrize("engine", ["FSDP1", "DDP"])
+def test_checkpoints_of_another_engine_are_refused(engine, tmp_path):
+    with pytest.raises(UserError, match=f"written with {engine}, and FSDP2 cannot read them"):
+        find_earlier_run(finished_with(engine, tmp_path), World(2))

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from launch.output import record, surroundings
 from launch.output.fields import FIELDS
 from recipes import legal
 from recipes.catalog import RECIPES
-from recipes.run import HIDDEN, fingerprints, resolve
+from recipes.run import HIDDEN, fingerprints, here, resolve
 from recipes.run.batch import Batch
 from recipes.run.hardware import Hardware
 from recipes.run.spec import FIT
@@ -76,78 +77,82 @@ def assert_same(again, run):
 )
 def test_a_record_resolves_to_the_run_that_wrote_it(written, recipe, world, hardware, tmp_path):
     tokens = {name: value for name, value in written.items() if name.endswith("_token") and value}
-    run = resolve(settings={"recipe": recipe, **written}, world_size=world, hardware=hardware, environment={})
+    run = resolve(place=here(world, hardware=hardware, environment={}), settings={"recipe": recipe, **written})
     assume(not run.problems)
     given_again = [word for name, value in tokens.items() for word in (f"--{name}", value)]
     assume(not any(word.startswith("-") for word in tokens.values()))
     words = ["--config", recorded(tmp_path, run), *given_again]
-    assert_same(resolve(words, world_size=world, hardware=hardware, environment={}), run)
+    assert_same(resolve(words, here(world, hardware=hardware, environment={})), run)
 
 
 def test_each_setting_names_the_record_as_its_source(tmp_path):
-    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3"], hardware=CPU))
-    assert resolve(["--config", file], hardware=CPU).setting("learning_rate").source == file
+    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3"], here(hardware=CPU)))
+    assert resolve(["--config", file], here(hardware=CPU)).setting("learning_rate").source == file
 
 
 def test_the_command_line_wins_over_the_record(tmp_path):
-    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3", "--seed", "7"], hardware=CPU))
-    again = resolve(["--config", file, "--seed", "8"], hardware=CPU)
+    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3", "--seed", "7"], here(hardware=CPU)))
+    again = resolve(["--config", file, "--seed", "8"], here(hardware=CPU))
     assert (again["seed"], again["learning_rate"]) == (8, 1e-3)
 
 
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
-    run = resolve(["--output_dir", str(tmp_path), "--run_name", str(tmp_path)], hardware=CPU)
-    again = resolve(["--config", recorded(tmp_path, run)], hardware=CPU)
+    run = resolve(["--output_dir", str(tmp_path), "--run_name", str(tmp_path)], here(hardware=CPU))
+    again = resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))
     assert (again["output_dir"], again["run_name"]) == ("outputs/standard", None)
     assert not again.explicit("output_dir")
-    named = resolve(["--config", recorded(tmp_path, resolve(["--run_name", "mine"], hardware=CPU))], hardware=CPU)
+    named = resolve(
+        ["--config", recorded(tmp_path, resolve(["--run_name", "mine"], here(hardware=CPU)))], here(hardware=CPU)
+    )
     assert named["run_name"] == "mine"
 
 
 def test_the_global_batch_stays_in_another_world(tmp_path):
-    file = recorded(tmp_path, resolve(world_size=2, hardware=CPU))
-    assert resolve(["--config", file], world_size=4, hardware=CPU).batch.total == 16
-    (problem,) = resolve(["--config", file], world_size=3, hardware=CPU).problems
+    file = recorded(tmp_path, resolve(place=here(2, hardware=CPU)))
+    assert resolve(["--config", file], here(4, hardware=CPU)).batch.total == 16
+    (problem,) = resolve(["--config", file], here(3, hardware=CPU)).problems
     assert (problem.subject, problem.source) == ("global_batch_size", file)
 
 
 def test_the_micro_batch_that_a_fit_found_is_kept_in_the_same_world(tmp_path):
-    run = resolve(["--fit"], world_size=2, hardware=CPU)
-    file = recorded(tmp_path, run.at_batch(Batch(2, 4, 2, "the largest that ran here"), FIT))
-    again = resolve(["--config", file], world_size=2, hardware=CPU)
+    run = resolve(["--fit"], here(2, hardware=CPU))
+    file = recorded(tmp_path, replace(run, batch=Batch(2, 4, 2, "the largest that ran here", FIT)))
+    again = resolve(["--config", file], here(2, hardware=CPU))
     assert (again.batch.micro, again["fit"]) == (2, False)
-    elsewhere = resolve(["--config", file], world_size=1, hardware=CPU)
+    elsewhere = resolve(["--config", file], here(1, hardware=CPU))
     assert (elsewhere.batch.micro, elsewhere["fit"]) == (4, True)
 
 
 def test_a_limit_of_the_model_is_kept(tmp_path):
-    run = resolve(["--model_name_or_path", "gpt2"], hardware=CPU).limited("max_length", 512, "the longest sequence")
-    assert resolve(["--config", recorded(tmp_path, run)], hardware=CPU)["max_length"] == 512
+    run = resolve(["--model_name_or_path", "gpt2"], here(hardware=CPU)).limited(
+        "max_length", 512, "the longest sequence"
+    )
+    assert resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))["max_length"] == 512
 
 
 def test_what_another_version_decides_otherwise_is_taken_from_the_record(tmp_path):
-    file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], hardware=CPU)))
+    file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=CPU))))
     content = json.loads(file.read_text())
     content["settings"]["logging_steps"]["value"] = 77  # what an older `fast` said
     content["settings"]["adam_beta2"]["value"] = 0.95  # an older default of the library
     file.write_text(json.dumps(content))
-    again = resolve(["--config", str(file)], hardware=CPU)
+    again = resolve(["--config", str(file)], here(hardware=CPU))
     assert (again["logging_steps"], again["adam_beta2"]) == (77, 0.95)
 
 
 def test_a_default_of_another_version_that_is_not_legal_here_is_left_to_the_library(tmp_path):
-    file = Path(recorded(tmp_path, resolve(hardware=CPU)))
+    file = Path(recorded(tmp_path, resolve(place=here(hardware=CPU))))
     content = json.loads(file.read_text())
     content["settings"]["seed"]["value"] = None
     content["settings"]["gone"] = {"value": 1, "source": "library default", "reason": ""}
     file.write_text(json.dumps(content))
-    again = resolve(["--config", str(file)], hardware=CPU)
+    again = resolve(["--config", str(file)], here(hardware=CPU))
     assert (again["seed"], again.problems) == (42, ())
 
 
 def test_what_another_machine_decides_is_decided_anew(tmp_path):
-    file = recorded(tmp_path, resolve(["--recipe", "fast"], hardware=machine(A100)))
-    again = resolve(["--config", file], hardware=CPU)
+    file = recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=machine(A100))))
+    again = resolve(["--config", file], here(hardware=CPU))
     assert (again["bf16"], again["torch_compile"], again["use_cpu"]) == (False, False, True)
     assert not again.problems
 
@@ -167,12 +172,6 @@ def test_a_changed_byte_anywhere_changes_the_fingerprint_of_data(size, place, tm
         content[place % size] = 1
         file.write_bytes(content)
         assert fingerprints.differ(before, fingerprints.of_data(str(file)))
-
-
-def test_a_fingerprint_of_the_older_method_says_nothing_about_a_newer_one(tmp_path):
-    file = tmp_path / "data.txt"
-    file.write_text("x")
-    assert not fingerprints.differ("0123456789abcdef", fingerprints.of_data(str(file)))
 
 
 def test_a_model_is_known_by_its_files_and_not_by_what_lies_beside_them(tiny_model, tmp_path):
@@ -214,19 +213,19 @@ def test_no_secret_is_ever_in_a_record(token, similar, variable, tmp_path, monke
         )
         patched.setattr("sys.argv", ["train.py", "--hub_token", variable, f"--run_name={token}"])
         words = ["--recipe", str(recipe), "--hub_token", variable, "--run_name", token, "--hub_model_id", similar]
-        text = Path(recorded(tmp_path, resolve(words, hardware=CPU))).read_text()
+        text = Path(recorded(tmp_path, resolve(words, here(hardware=CPU)))).read_text()
     for secret in (token, similar, variable):
         assert secret not in text
     assert HIDDEN in text
 
 
 def test_a_hidden_token_is_asked_for_in_one_line(tmp_path):
-    file = recorded(tmp_path, resolve(["--hub_token", "mine", "--push_to_hub"], hardware=CPU))
-    (problem,) = resolve(["--config", file], hardware=CPU, environment={}).problems
+    file = recorded(tmp_path, resolve(["--hub_token", "mine", "--push_to_hub"], here(hardware=CPU)))
+    (problem,) = resolve(["--config", file], here(hardware=CPU, environment={})).problems
     assert (problem.subject, "HF_TOKEN" in problem.fix) == ("hub_token", True)
-    in_environment = resolve(["--config", file], hardware=CPU, environment={"HF_TOKEN": "mine"})
+    in_environment = resolve(["--config", file], here(hardware=CPU, environment={"HF_TOKEN": "mine"}))
     assert (in_environment.problems, in_environment["hub_token"]) == ((), None)
-    typed = resolve(["--config", file, "--hub_token", "mine"], hardware=CPU, environment={})
+    typed = resolve(["--config", file, "--hub_token", "mine"], here(hardware=CPU, environment={}))
     assert (typed.problems, typed["hub_token"]) == ((), "mine")
 
 
@@ -294,7 +293,7 @@ def test_a_recipe_is_recorded_without_the_secrets_that_it_assigns(tmp_path):
     recipe.write_text(
         "from recipes.catalog import fast\nAPI_KEY = 'f3a9'\ndef ours():\n    return fast().but('ours', 'Ours.')\n"
     )
-    text = Path(recorded(tmp_path, resolve(["--recipe", f"{recipe}:ours"], hardware=CPU))).read_text()
+    text = Path(recorded(tmp_path, resolve(["--recipe", f"{recipe}:ours"], here(hardware=CPU)))).read_text()
     assert "f3a9" not in text and "API_KEY = '***'" in text
 
 
@@ -328,21 +327,9 @@ BROKEN = {
     "cut off": json.dumps(WHOLE)[:-9],
     "a list": "[]",
     "a number": "1",
-    "deep": "[" * 100_000,
     "not text": b"\xff\xfe\x00",
     "without settings": json.dumps({**WHOLE, "settings": {}}),
     "settings are a list": json.dumps({**WHOLE, "settings": [1]}),
-    "a setting is a number": json.dumps({**WHOLE, "settings": {"seed": 1}}),
-    "a source is a number": json.dumps({**WHOLE, "settings": {"seed": {"value": 1, "source": 2}}}),
-    "a reason is a number": json.dumps({**WHOLE, "settings": {"seed": {**WHOLE["settings"]["seed"], "reason": 2}}}),
-    "versions are null": json.dumps({**WHOLE, "versions": None}),
-    "a world of text": json.dumps({**WHOLE, "world_size": "two"}),
-    "a world of none": json.dumps({**WHOLE, "world_size": 0}),
-    "a path of a number": json.dumps({**WHOLE, "paths": {"dataset_name": 1}}),
-    "files as a list": json.dumps({**WHOLE, "files": []}),
-    "files anywhere": json.dumps({**WHOLE, "files": {"../../x.yaml": ""}}),
-    "hardware of text": json.dumps({**WHOLE, "hardware": "CPU"}),
-    "GPUs without names": json.dumps({**WHOLE, "hardware": {"gpus": [1]}}),
     "no name": json.dumps({**WHOLE, "settings": {"no name": {"value": 1, "source": "command line"}}}),
     "another type": json.dumps({**WHOLE, "settings": {"seed": {"value": {}, "source": "command line"}}}),
 }

@@ -173,15 +173,17 @@ def test_a_finished_run_whose_model_is_damaged_says_where_else_it_is(
     assert f"model.safetensors has changed since it was written: {remedy}" in said
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_damaged_file_beside_the_weights_of_a_finished_run_is_told(name, whole_run, tiny_model, texts, tmp_path):
+    for damage in (lambda file: file.unlink(), lambda file: file.write_bytes(bytes(file.stat().st_size))):
+        folder = shutil.copytree(whole_run[1], tmp_path / "finished", dirs_exist_ok=True)
+        damage(folder / name)
+        said = " ".join(train_here(tiny_model, texts, folder, *SIX_STEPS).output.split())
+        assert f": copy {name} from checkpoint-6, which holds the same" in said
+
+
 def test_a_finished_run_whose_model_is_whole_says_nothing(whole_run, tiny_model, texts):
     assert "note" not in train_here(tiny_model, texts, whole_run[1], *SIX_STEPS).output
-
-
-@pytest.mark.parametrize("files", [None, 3, {}, {"model.safetensors": 3}, {"model.safetensors": {}}])
-def test_a_record_without_the_models_checksums_is_an_older_one(files, whole_run, tiny_model, texts, tmp_path):
-    folder = shutil.copytree(whole_run[1], tmp_path / "finished")
-    (folder / "run.json").write_text(json.dumps({**read_record(folder), "model_files": files}))
-    assert "note" not in train_here(tiny_model, texts, folder, *SIX_STEPS).output
 
 
 def test_killed_saves_and_removals_do_not_fill_the_disk(stopped, tiny_model, texts):

@@ -76,11 +76,6 @@ def test_other_engines_and_worlds_start_with_the_same_weights(recipe, processes,
     assert losses(outcome) == pytest.approx(losses(one_process[0]), rel=1e-5)
 
 
-def test_the_models_own_weights_are_not_read(tiny_model, folder, texts, tmp_path):
-    outcome = train_here(tiny_model, texts, tmp_path, *STEPS)
-    assert outcome.code == 0 and "trains random weights, not those in" in outcome.output
-
-
 def test_without_the_flag_the_refusal_names_it(folder):
     assert "--from_scratch" in problem(run_with(str(folder))).fix
 

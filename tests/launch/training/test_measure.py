@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.training.results import checkpoint_bytes, flops_per_token, parameter_count, utilisation
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 
 CPU = Hardware(cores=2)
@@ -41,17 +41,17 @@ def test_an_untied_input_embedding_costs_no_flops(tied):
 def test_only_what_is_trained_goes_into_a_checkpoint():
     model = llama(tied=True).requires_grad_(False)
     model.model.norm.weight.requires_grad_(True)
-    assert checkpoint_bytes(model, resolve(hardware=CPU, environment={})) == 4 * (4 + 8)
+    assert checkpoint_bytes(model, resolve(place=here(hardware=CPU, environment={}))) == 4 * (4 + 8)
 
 
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
 def test_a_checkpoint_is_as_large_as_its_optimizer_makes_it(optim, bytes_each):
-    run = resolve(settings={"optim": optim}, hardware=CPU, environment={})
+    run = resolve(place=here(hardware=CPU, environment={}), settings={"optim": optim})
     assert checkpoint_bytes(llama(tied=True), run) == (4 + bytes_each) * (BODY + 40)
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus():
-    run = resolve(settings={"packing": True, "max_length": 16}, hardware=H100, world_size=2, environment={})
+    run = resolve(place=here(2, hardware=H100, environment={}), settings={"packing": True, "max_length": 16})
     model = llama(tied=True)
     speed = 989e12 * 2 / flops_per_token(model, 16)
     assert utilisation(run, model, speed, attended=16) == pytest.approx(1.0)
@@ -59,7 +59,7 @@ def test_mfu_is_the_share_of_the_peak_of_all_gpus():
 
 @pytest.mark.parametrize("settings", [{"packing": False}, {"packing": True, "use_peft": True}])
 def test_mfu_is_not_claimed_where_the_formula_does_not_hold(settings):
-    run = resolve(settings=settings, hardware=H100, environment={})
+    run = resolve(place=here(hardware=H100, environment={}), settings=settings)
     assert utilisation(run, llama(tied=True), 1e6, attended=16) is None
 
 

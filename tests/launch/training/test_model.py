@@ -20,6 +20,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -32,7 +34,7 @@ from launch.data.demo import demo_tokenizer
 from launch.training.model import described, load_model, load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.local_model import max_positions
 from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
 
@@ -126,7 +128,12 @@ def test_sequences_longer_than_the_model_are_refused(llama):
 
 def test_a_longer_sequence_that_the_user_wrote_is_refused_before_anything_is_loaded():
     with pytest.raises(UserError, match="1025 tokens are more than the 1024 positions"):
-        require_legal(resolve(["--max_length", "1025"], environment={}))
+        require_legal(resolve(["--max_length", "1025"], here(environment={})))
+
+
+def elsewhere(run):
+    """The run on another machine: no rule looks into files that are here."""
+    return replace(run, place=replace(run.place, packages=frozenset()))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,7 @@ def test_a_longer_sequence_that_the_user_wrote_is_refused_before_anything_is_loa
 )
 def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, message, request, monkeypatch):
     """Before that, check knows nothing of it."""
-    run = replace(run_with(request.getfixturevalue(kind), **settings), elsewhere=frozenset())
+    run = elsewhere(run_with(request.getfixturevalue(kind), **settings))
     tokenizer = load_tokenizer(run)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     require_legal(run)
@@ -148,21 +155,22 @@ def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, 
 
 def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(tmp_path, monkeypatch):
     """Only what check could not say before: train.py has printed that already."""
-    model = LlamaForSequenceClassification(LlamaConfig(**SMALL, intermediate_size=64))
-    run = replace(run_with(save(model, tmp_path), ignore_data_skip=True), elsewhere=frozenset())
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, intermediate_size=64, num_local_experts=2))
+    in_4_bits = dict(load_in_4bit=True, use_peft=True, lora_dropout=0.0)
+    run = elsewhere(run_with(save(model, tmp_path), ignore_data_skip=True, **in_4_bits))
     tokenizer = load_tokenizer(run)
     _, local = with_model(run, tokenizer)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     before = require_legal(run)
     _, advice = with_model(run, tokenizer)
     assert [problem.subject for problem in before] == ["ignore_data_skip"] and not local
-    assert [problem.subject for problem in advice] == ["model_name_or_path"]
-    assert "head starts with random values" in advice[0].what
+    assert [problem.subject for problem in advice] == ["load_in_4bit"]
+    assert "leaves the experts" in advice[0].what
 
 
 def test_a_longer_sequence_of_a_recipe_is_lowered_to_what_the_model_takes(tmp_path):
     name = save(LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=64, max_position_embeddings=128)), tmp_path)
-    run = resolve(["--model_name_or_path", name], environment={})
+    run = resolve(["--model_name_or_path", name], here(environment={}))
     limited, _ = with_model(run, load_tokenizer(run))
     assert (limited["max_length"], limited.setting("max_length").source) == (128, "limit")
     assert run["max_length"] > 128
@@ -390,10 +398,6 @@ def test_adapters_learn_on_quantised_weights(checkpointing, wide):
 def test_quantised_weights_compute_in_the_type_of_the_run(mixed, dtype, wide):
     model = load(run_with(wide, use_peft=True, load_in_4bit=True, **({mixed: True} if mixed else {})))
     assert model.base_model.model.model.layers[0].mlp.up_proj.base_layer.compute_dtype == dtype
-
-
-def test_nothing_to_quantise_in_a_model_from_scratch():
-    assert problem(run_with(use_peft=True, load_in_4bit=True, max_length=256)).subject == "load_in_4bit"
 
 
 def test_no_adapters_on_a_model_from_scratch():

@@ -12,7 +12,7 @@ from launch.cli import main as recipes_command
 from launch.host import memory
 from launch.host.memory import Shortage
 from launch.training.out_of_memory import next_attempt, other_ways, shortage_in_words
-from recipes.run import resolve, with_flags
+from recipes.run import here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run
 from tests.support.wide import LENGTH, texts_of, wide_model
@@ -112,7 +112,7 @@ def test_a_run_goes_on_by_itself_and_ends_as_if_it_had_had_the_memory(flags, tmp
 def ladder(argv: list[str], **world) -> list[dict]:
     """Every attempt after a run that runs out of memory again and again."""
     attempts = []
-    while (flags := next_attempt(resolve(argv, **world), argv)) and len(attempts) < 20:
+    while (flags := next_attempt(resolve(argv, here(**world)), argv)) and len(attempts) < 20:
         attempts.append(flags)
         argv = with_flags(argv, flags)
     return attempts
@@ -127,9 +127,9 @@ def test_the_attempts_are_smaller_micro_batches_and_then_activations_computed_ag
 def test_an_accumulation_that_was_written_down_follows():
     argv = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"]
     attempts = ladder(argv, world_size=2)
-    assert resolve(argv, world_size=2).batch.total == 24
+    assert resolve(argv, here(2)).batch.total == 24
     for attempt in attempts:
-        assert resolve(with_flags(argv, attempt), world_size=2).batch.total == 24
+        assert resolve(with_flags(argv, attempt), here(2)).batch.total == 24
     assert [attempt["gradient_accumulation_steps"] for attempt in attempts] == [4, 6, 12, 12]
 
 
@@ -152,7 +152,7 @@ def test_a_attempt_goes_on_and_neither_starts_over_nor_fits_again(tmp_path):
 )
 def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, processes, ways):
     hardware = Hardware((Gpu("A", (8, 0), 80 << 30),) * processes, cores=8)
-    run = resolve(["--recipe", recipe], hardware=hardware, world_size=processes, environment={})
+    run = resolve(["--recipe", recipe], here(processes, hardware=hardware, environment={}))
     assert other_ways(run).startswith(ways)
 
 

@@ -7,13 +7,14 @@ import torch
 from accelerate.utils import DDPCommunicationHookType
 from transformers import TrainerState
 
+from launch.host.world import World
 from launch.terminal import console
 from launch.training.callbacks import Meter, StopOnNotANumber, WarmUpAdvice
 from launch.training.failure import NotANumber
 from launch.training.trainer import RecipeTrainer, apply_ddp_settings
 from recipes import standard
 from recipes.errors import UserError
-from recipes.run import resolve
+from recipes.run import here, resolve
 from tests.support.running import model_flags, train_here
 
 
@@ -23,21 +24,16 @@ def trainer(tmp_path):
     return RecipeTrainer(model=torch.nn.Linear(2, 2), args=args, train_dataset=[{"x": 0}])
 
 
-def test_the_bucket_view_and_the_hook_reach_ddps_handler(trainer):
-    apply_ddp_settings(trainer, {"gradient_as_bucket_view": True, "ddp_comm_hook": "fp16"})
-    handler = trainer.accelerator.ddp_handler
-    assert (handler.gradient_as_bucket_view, handler.comm_hook) == (True, DDPCommunicationHookType.FP16)
-
-
 def built(flags, model, tokenized_from) -> RecipeTrainer:
     from launch.data.load import load_data
     from launch.training.build import build_arguments, build_trainer
     from launch.training.model import load_model, load_tokenizer
 
-    run = resolve([*model_flags(model, tokenized_from), *flags], environment={})
+    run = resolve([*model_flags(model, tokenized_from), *flags], here(environment={}))
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
-    return build_trainer(run, build_arguments(run), load_model(run, tokenizer, data), tokenizer, data, None)
+    model = load_model(run, tokenizer, data)
+    return build_trainer(run, World(), build_arguments(run), model, tokenizer, data, None)
 
 
 def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
@@ -61,7 +57,7 @@ def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
     from launch.training.build import build_arguments
 
     with pytest.raises(UserError, match=r"warmup_steps: .*\(command line\)\. Fix: another value, or leave it out"):
-        build_arguments(resolve(["--warmup_steps", "-1"], environment={}))
+        build_arguments(resolve(["--warmup_steps", "-1"], here(environment={})))
 
 
 def test_what_trainer_itself_set_on_the_handler_stays(trainer):
@@ -92,7 +88,7 @@ def test_a_logged_loss_that_is_not_a_number_stops(loss):
 
 def test_a_warm_up_beyond_the_epochs_is_told_once_their_steps_are_known(capsys):
     def advised(*flags, steps=7):
-        run = resolve(["--num_train_epochs", "1", *flags], environment={})
+        run = resolve(["--num_train_epochs", "1", *flags], here(environment={}))
         WarmUpAdvice(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)
         return capsys.readouterr().out
 

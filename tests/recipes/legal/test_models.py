@@ -1,20 +1,20 @@
-"""What is read from transformers' source of models is what its classes say."""
+"""Facts of a type of model, read from transformers' source, are those of its classes."""
 
 import pytest
 
 from recipes.legal import models
 
 TYPES = ("llama", "gpt2", "bloom", "bert", "mistral", "gpt_oss", "gemma3_text", "opt")
-SUPPORTS = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize("attribute", SUPPORTS)
-def test_the_source_says_what_the_class_says(model_type, attribute):
+def test_a_class_attribute_is_that_of_the_class(model_type):
     import transformers
 
     name = models.model_class(model_type, "causal_lm")
-    assert models.class_attribute(model_type, name, attribute, False) == getattr(getattr(transformers, name), attribute)
+    for attribute in ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn"):
+        real = getattr(getattr(transformers, name), attribute)
+        assert models.class_attribute(model_type, name, attribute, False) == real
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -25,6 +25,14 @@ def test_layers_are_the_ones_that_a_model_keeps_whole(model_type):
     small |= dict(intermediate_size=32, word_embed_proj_dim=32, pad_token_id=0, is_decoder=True)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small))
     assert set(model._no_split_modules) <= models.layer_classes(model_type)
+
+
+@pytest.mark.parametrize(("model_type", "field"), [("llama", "max_position_embeddings"), ("gpt2", "hidden_size")])
+def test_a_default_is_that_of_the_configuration(model_type, field):
+    from transformers import AutoConfig
+
+    name = models.own_name(model_type, field)
+    assert models.config_default(model_type, name) == getattr(AutoConfig.for_model(model_type), field)
 
 
 def test_a_task_that_a_model_has_no_head_for():
@@ -41,27 +49,6 @@ def test_an_unknown_type_has_nothing():
     assert models.class_attribute("no-such-model", "X", "_supports_sdpa", "unknown") == "unknown"
 
 
-@pytest.mark.parametrize(
-    ("method", "adapters", "expected"),
-    [
-        ("bitsandbytes_4bit", True, True),
-        ("bitsandbytes_4bit", False, False),
-        ("gptq", True, True),
-        ("higgs", True, False),
-        ("mxfp4", True, None),  # the loader restores the weights where it has no kernels
-        ("awq", True, None),  # depends on a package
-        ("no-such-method", True, None),
-    ],
-)
-def test_weights_that_can_be_trained_as_they_are_stored(method, adapters, expected):
-    assert models.trains_quantised(method, adapters) is expected
-
-
 @pytest.mark.parametrize(("model_type", "takes"), [("llama", True), ("bloom", False), ("no-such-model", None)])
-def test_what_a_forward_takes(model_type, takes):
+def test_an_argument_of_forward(model_type, takes):
     assert models.has_argument(model_type, models.model_class(model_type, "causal_lm") or "X", "position_ids") is takes
-
-
-@pytest.mark.parametrize(("model_type", "needs"), [("llama", True), ("bert", True), ("canine", False), ("byt5", False)])
-def test_a_tokenizer_without_a_vocabulary_needs_no_file(model_type, needs):
-    assert models.tokenizer_needs_files(model_type) is needs

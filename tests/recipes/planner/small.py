@@ -9,8 +9,8 @@ from recipes.catalog import RECIPES
 from recipes.planner.estimate import Estimator
 from recipes.planner.plan import plan_run
 from recipes.rules.check import check
-from recipes.run import resolve
-from recipes.run.engine import shipped
+from recipes.run import here, resolve
+from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
@@ -30,7 +30,7 @@ SMALL_CARD = 1.55
 
 
 def run_of(recipe="standard", *argv, world=1, hardware=V100):
-    return resolve(["--recipe", recipe, *argv], world_size=world, hardware=hardware, environment={}, demonstrate=False)
+    return resolve(["--recipe", recipe, *argv], here(world, hardware=hardware, environment={}, trained_by="nobody"))
 
 
 def planned(*argv, config=SMALL["llama"], gpu_memory=8, **named):
@@ -41,12 +41,7 @@ def need_of(config, flags: str, engine: str | None = None, world: int = 1):
     """What `standard` with these flags needs at micro-batch 4, from a trace."""
     run = resolve(
         ["--recipe", "standard", "--max_length", "64", *flags.split()],
-        world_size=world,
-        hardware=V100,
-        accelerate_config=engine,
-        environment={},
-        demonstrate=False,
-        elsewhere=frozenset(),
+        here(world, hardware=V100, accelerate_config=engine, environment={}, trained_by="nobody", packages=frozenset()),
     )
     found, traced = Estimator(config).need(run, 4)
     assert traced
@@ -63,12 +58,14 @@ def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     words = words[words.index("--recipe") :]
     run = resolve(
         words,
-        world_size=world,
-        hardware=Hardware((Gpu("a GPU", (8, 0), round(card * 1e9)),) * world, cores=8 * world, liger=liger),
-        accelerate_config=engine,
-        environment={},
-        demonstrate=False,
-        elsewhere=frozenset(),
+        here(
+            world,
+            hardware=Hardware((Gpu("a GPU", (8, 0), round(card * 1e9)),) * world, cores=8 * world, liger=liger),
+            accelerate_config=engine,
+            environment={},
+            trained_by="nobody",
+            packages=frozenset(),
+        ),
     )
     assert not [problem for problem in check(run) if problem.severity == "error"], command
     return run, plan_run(run, config, round(card * 1e9), as_it_is=True)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from recipes.planner.footprint import REDUCE_BUCKET, _gradients_in_update, need, update_bytes
 from recipes.planner.shapes import LOADING, TRAINING, UPDATE, Adapters, Case, Components, Traced, Weights
 from recipes.planner.tracing.trace import trace, weigh
-from recipes.run import resolve
-from recipes.run.engine import Engine, shipped
+from recipes.run import here, resolve
+from recipes.run.engine_sources import Engine
+from recipes.run.files import shipped
 from recipes.run.hardware import Hardware
 from tests.benchmarks.resident import CASES
 from tests.recipes.planner.small import SMALL, V100, need_of, run_of
@@ -55,12 +57,9 @@ def test_weights_in_4_bits_are_whole_on_each_gpu_while_they_are_loaded(recipe):
     engine, flags = shipped(f"{recipe}.yaml"), ["--use_peft", "true", "--load_in_4bit", "true"]
     run = resolve(
         ["--recipe", recipe, *flags],
-        world_size=8,
-        hardware=V100,
-        accelerate_config=str(engine),
-        environment={},
-        demonstrate=False,
-        elsewhere=frozenset(),
+        here(
+            8, hardware=V100, accelerate_config=str(engine), environment={}, trained_by="nobody", packages=frozenset()
+        ),
     )
     found = need(run, weights, Traced([(0, 0, 0)], 1), 1)
     assert found.moment == LOADING
@@ -80,7 +79,7 @@ def test_optimizers_keep_their_moments(optim, numbers):
 
 def test_zero_3_fetches_a_whole_layer_of_experts():
     experts = Weights(10**10, 10**10, largest_layer=3 * 10**9)
-    run = resolve(["--recipe", "memory_zero3"], world_size=8, hardware=V100, environment={}, demonstrate=False)
+    run = resolve(["--recipe", "memory_zero3"], here(8, hardware=V100, environment={}, trained_by="nobody"))
     assert need(run, experts, Traced([(0, 0, 0)], 1), 1).gpu.parameters == 2 * 3 * 10**9
 
 
@@ -93,7 +92,8 @@ def test_zeros_update_holds_what_two_real_ranks_hold(stage, per_parameter):
     """
     flags = ["--optim", "adamw_torch_fused", "--bf16", "true"]
     engine = Engine("deepspeed", "", zero_stage=stage)
-    run = resolve(flags, world_size=2, engine=engine, hardware=Hardware(cores=2), environment={}, demonstrate=False)
+    run = resolve(flags, here(2, hardware=Hardware(cores=2), environment={}, trained_by="nobody"))
+    run = replace(run, engine=engine)
     total = 10**9
     found = need(run, Weights(total, total), Traced([(0, 0, 0)], 1), accumulation=1)
     gathered = 2 * total if stage == 3 else 0
@@ -145,7 +145,8 @@ def test_shards_add_up_to_at_least_the_whole(total, frozen, world, stage, optim)
     for processes in (1, world):
         engine = Engine("deepspeed", "", zero_stage=stage)
         flags = ["--optim", optim, "--global_batch_size", str(world)]
-        run = resolve(flags, world_size=processes, engine=engine, hardware=V100, environment={}, demonstrate=False)
+        run = resolve(flags, here(processes, hardware=V100, environment={}, trained_by="nobody"))
+        run = replace(run, engine=engine)
         micro_batch = need(run, weights, Traced([(10**13, 0, 0)], 1), accumulation=1)
         assert micro_batch.moment == TRAINING
         parts.append(micro_batch.gpu)

@@ -12,8 +12,8 @@ from recipes.planner.footprint import need
 from recipes.planner.libraries.fsdp import held, units
 from recipes.planner.shapes import Traced, Weights
 from recipes.planner.tracing.trace import weigh
-from recipes.run import resolve
-from recipes.run.engine import shipped
+from recipes.run import here, resolve
+from recipes.run.files import shipped
 from tests.benchmarks.sharded import CASES
 from tests.recipes.planner.small import SHAPE, V100
 from tests.support.running import ROOT
@@ -26,7 +26,7 @@ TIED = Weights(total=110, trained=110, trained_embedding=10, largest_layer=10, o
 def run_of(*flags, recipe="sharded", world=8, engine="sharded.yaml"):
     config = str(engine) if "/" in str(engine) else str(shipped(engine))
     argv = ["--recipe", recipe, "--bf16", "true", "--max_length", "64", *flags]
-    return resolve(argv, world_size=world, hardware=V100, accelerate_config=config, environment={}, demonstrate=False)
+    return resolve(argv, here(world, hardware=V100, accelerate_config=config, environment={}, trained_by="nobody"))
 
 
 def need_of(*flags, micro=2, **named):

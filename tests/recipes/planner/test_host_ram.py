@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 from recipes.planner.footprint import need
 from recipes.planner.shapes import Traced, Weights
 from recipes.planner.tracing.trace import weigh
-from recipes.run import resolve
-from recipes.run.engine import shipped
+from recipes.run import here, resolve
+from recipes.run.files import shipped
 from tests.recipes.planner.small import SMALL, V100
 
 BILLION = 10**9
@@ -21,12 +21,14 @@ LORA = ("--use_peft", "true")
 def host_of(recipe, *flags, weights=WHOLE, world=8, local=8, engine=None):
     run = resolve(
         ["--recipe", recipe, "--bf16", "true", *flags],
-        world_size=world,
-        local_world_size=local,
-        hardware=V100,
-        accelerate_config=engine or str(shipped(f"{recipe}.yaml")),
-        environment={},
-        demonstrate=False,
+        here(
+            world,
+            local_world_size=local,
+            hardware=V100,
+            accelerate_config=engine or str(shipped(f"{recipe}.yaml")),
+            environment={},
+            trained_by="nobody",
+        ),
     )
     return need(run, weights, Traced([(0, 0, 0)], 1), 1).host_bytes_per_node / BILLION
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from recipes.planner.estimate import Estimator
-from recipes.run import gpus
-from recipes.run.engine import shipped
+from recipes.run import known_gpus
+from recipes.run.files import shipped
 from tests.recipes.planner.small import LARGE, SHAPE, SMALL_CARD, as_printed, planned, run_of
 
 YAML = str(shipped("standard.yaml"))
@@ -133,7 +133,7 @@ def test_the_next_card_is_one_of_the_same_kind_with_more_memory(gpu, better):
     found = [step for step in plan.next_steps if step.card]
     assert [step.card for step in found] == ([better] if better else [])
     for step in found:
-        card = gpus.find(step.card)
+        card = known_gpus.find(step.card)
         assert card.torch_bytes > plan.usable_bytes and step.fits and step.total_bytes < card.torch_bytes
 
 

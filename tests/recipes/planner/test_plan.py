@@ -15,8 +15,8 @@ from recipes.planner.configuration import read_config
 from recipes.planner.fits import Usable, largest_that_fits
 from recipes.planner.plan import plan_run
 from recipes.rules.check import check
-from recipes.run import gpus, resolve, with_flags
-from recipes.run.engine import shipped
+from recipes.run import here, known_gpus, resolve, with_flags
+from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import LARGE, SHAPE, SMALL, SMALL_CARD, TINY, as_printed, planned, run_of
 
@@ -172,7 +172,7 @@ def assert_is_legal(words, world, gpu):
     engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
     liger = "--use_liger_kernel" in words  # which a step may ask to install
     hardware = Hardware((gpu,) * world, cores=8 * world, liger=liger)
-    run = resolve(words, world_size=world, hardware=hardware, accelerate_config=engine, environment={})
+    run = resolve(words, here(world, hardware=hardware, accelerate_config=engine, environment={}))
     assert not [problem for problem in check(run) if problem.severity == "error"], words
 
 
@@ -214,7 +214,7 @@ def test_eight_billion_on_one_card_of_24_gb_get_a_step_with_adapters(host_memory
     assert plan.recommended in (None, "memory_zero3")
     step = next(step for step in plan.next_steps if step.fits and "--use_peft true" in step.words)
     assert step.seconds and (host_memory or step.seconds < plan.times["memory_zero3"].total)
-    _, entry = as_printed(step.words, gpus.find("L4").torch_bytes / 1e9, read_config("8B"))
+    _, entry = as_printed(step.words, known_gpus.find("L4").torch_bytes / 1e9, read_config("8B"))
     assert entry.fits and entry.total_bytes == step.total_bytes
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.planner.speed import exchanges
 from recipes.planner.tracing.trace import weigh
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Hardware
 from tests.recipes.planner.small import SMALL, planned
 
@@ -38,12 +38,12 @@ EACH = ["--accelerator_config", '{"gradient_accumulation_kwargs": {"sync_each_ba
     ("recipe", "flags", "times"), [("standard", [], 1), ("standard", EACH, 4), ("memory", [], 4), ("memory", EACH, 4)]
 )
 def test_gradients_are_exchanged_once_a_step_or_in_each_micro_batch(recipe, flags, times):
-    run = resolve(flags, settings={"recipe": recipe}, world_size=2, hardware=Hardware(cores=2), environment={})
+    run = resolve(flags, here(2, hardware=Hardware(cores=2), environment={}), settings={"recipe": recipe})
     assert exchanges(run, 4) == times
 
 
 def test_one_process_exchanges_nothing():
-    assert exchanges(resolve([], hardware=Hardware(cores=2), environment={}), 4) == 0
+    assert exchanges(resolve([], here(hardware=Hardware(cores=2), environment={})), 4) == 0
 
 
 def test_an_all_reduce_sends_twice_the_share_of_the_other_gpus():

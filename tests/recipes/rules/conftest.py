@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,24 +42,6 @@ def gpu_rank(one_rank, monkeypatch):
 
     monkeypatch.setattr(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU))
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
-
-
-@pytest.fixture
-def hide(monkeypatch):
-    """Hides a package, also from libraries that remember what is installed."""
-    from transformers.utils import is_bitsandbytes_available, is_peft_available
-
-    def hidden(package: str) -> None:
-        monkeypatch.setitem(sys.modules, package, None)
-        forget()
-
-    def forget() -> None:
-        is_bitsandbytes_available.cache_clear()
-        is_peft_available.cache_clear()
-
-    yield hidden
-    monkeypatch.undo()
-    forget()
 
 
 @pytest.fixture

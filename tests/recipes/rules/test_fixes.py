@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from recipes.rules.check import problems_by_rule
-from tests.support.runs import H100, TWO_GPUS, Run, deepspeed, fsdp, machine
+from tests.support.runs import TWO_GPUS, Run, fsdp
 
 OFFLOADED = '--fsdp true --fsdp_config {"cpu_offload":true}'
 WHOLE = '--fsdp_config {"state_dict_type":"FULL_STATE_DICT"}'
@@ -16,12 +16,6 @@ WHOLE = '--fsdp_config {"state_dict_type":"FULL_STATE_DICT"}'
 FIXES = [
     ("fp16_needs_a_gpu", Run("--fp16"), "--bf16 instead", {"argv": "--bf16"}),
     ("padding_free_needs_flash_attention", Run("--padding_free --packing false"), "--packing", {"argv": "--packing"}),
-    (
-        "deepspeed_evaluates_as_it_trains",
-        Run("--bf16 --fp16_full_eval", yaml=deepspeed(), hardware=machine(H100)),
-        "--fp16 with --bf16 false",
-        {"argv": "--fp16 --bf16 false --fp16_full_eval"},
-    ),
     (
         "offloaded_gradients_are_clipped_over_gloo",
         Run(OFFLOADED, world=2, hardware=TWO_GPUS),

@@ -1,64 +1,78 @@
 """The global batch: split exactly over any world, or refused with sizes that work."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Trainer
 
 from recipes.errors import UserError
-from recipes.run.batch import split
+from recipes.run.batch import data_parallel_size, split
+from recipes.run.engine_sources import Parallelism
 
-sizes = st.integers(1, 4096)
-worlds = st.integers(1, 64)
+worlds, shares, caps, sizes = st.integers(1, 64), st.integers(1, 512), st.integers(1, 64), st.integers(1, 8)
 
 
-@given(share=st.integers(1, 512), world=worlds, cap=st.integers(1, 64))
-def test_the_global_batch_is_kept_on_any_world(share, world, cap):
+@given(share=shares, world=worlds, cap=caps)
+def test_the_global_batch_is_kept_with_the_largest_micro_batch_up_to_the_cap(share, world, cap):
     batch = split(share * world, world, cap)
-    assert batch.micro * batch.accumulation * batch.data_parallel == share * world
+    assert batch.micro * batch.accumulation * world == batch.total == share * world
+    assert batch.micro == max(size for size in range(1, cap + 1) if share % size == 0)
 
 
-@given(share=st.integers(1, 512), world=worlds, cap=st.integers(1, 64))
-def test_no_larger_micro_batch_within_the_cap_would_do(share, world, cap):
-    batch = split(share * world, world, cap)
-    assert batch.micro <= cap
-    assert not [size for size in range(batch.micro + 1, cap + 1) if share % size == 0]
-
-
-@given(total=sizes, world=worlds, cap=st.integers(1, 64))
-def test_a_batch_that_cannot_be_split_is_refused_with_batches_that_can(total, world, cap):
+@given(total=st.integers(1, 4096), world=worlds, cap=caps, given=st.sampled_from(["", "micro", "accumulation"]))
+def test_a_batch_that_cannot_be_split_is_refused_with_batches_that_can(total, world, cap, given):
+    sizes = {given: 3} if given else {}
     try:
-        split(total, world, cap)
+        assert split(total, world, cap, **sizes).total == total
     except UserError as error:
         suggestions = [int(word) for word in error.problems[0].fix.split() if word.isdigit()]
-        assert suggestions
-        assert all(split(size, world, cap).total == size for size in suggestions)
+        assert suggestions and all(split(size, world, cap, **sizes).total == size for size in suggestions)
 
 
 @pytest.mark.parametrize(
-    ("cap", "world", "expected"),
-    [(4, 1, (4, 4)), (4, 2, (4, 2)), (8, 1, (8, 2)), (8, 2, (8, 1)), (1, 1, (1, 16)), (1, 2, (1, 8)), (8, 4, (4, 1))],
+    ("arguments", "expected"),
+    [
+        ((16, 1, 4), (4, 4, "micro-batch 4: largest divisor of 16/1 = 16 up to 4")),
+        ((16, 4, 8), (4, 1, "micro-batch 4: largest divisor of 16/4 = 4 up to 8")),
+        ((48, 2, 4, 12), (12, 2, "accumulation: 48 / (12 x 2 processes)")),
+        ((48, 2, 4, None, 3), (8, 3, "micro-batch: 48 / (3 x 2 processes)")),
+        ((None, 2, 4, 12, 3), (12, 3, "micro-batch and accumulation were both given: they set the global batch")),
+        ((48, 2, 4, 12, None, 2), (12, 2, "accumulation: 48 / (12 x 2 groups of 2 processes)")),
+    ],
 )
-def test_sixteen_is_split_as_the_recipes_promise(cap, world, expected):
-    batch = split(16, world, cap)
-    assert (batch.micro, batch.accumulation) == expected
-
-
-def test_an_explicit_micro_batch_wins_over_the_cap():
-    assert split(48, 2, cap=4, micro=12).accumulation == 2
-
-
-def test_an_explicit_accumulation_sets_the_micro_batch():
-    assert split(48, 2, cap=4, accumulation=3).micro == 8
-
-
-def test_micro_batch_and_accumulation_together_set_the_global_batch():
-    assert split(16, 2, cap=4, micro=12, accumulation=2, total_is_explicit=False).total == 48
+def test_a_size_that_is_given_wins_over_the_cap(arguments, expected):
+    batch = split(*arguments)
+    assert (batch.micro, batch.accumulation, batch.reason) == expected
 
 
 def test_three_that_contradict_each_other_are_refused():
     with pytest.raises(UserError, match="contradicts"):
-        split(16, 2, cap=4, micro=12, accumulation=2, total_is_explicit=True)
+        split(16, 2, cap=4, micro=12, accumulation=2)
 
 
-def test_the_reason_names_the_numbers():
-    assert split(96, 2, cap=12).reason == "micro-batch 12: largest divisor of 96/2 = 48 up to 12"
+# --- Processes that share examples ----------------------------------------------------------------
+
+
+@given(tp=sizes, cp=sizes, sp=sizes, world=st.integers(1, 256))
+def test_a_world_is_divided_by_all_that_share_examples_or_refused_with_worlds_that_can_be(tp, cp, sp, world):
+    parallelism = Parallelism(tensor=tp, context=cp, sequence=sp)
+    try:
+        assert data_parallel_size(world, parallelism) * tp * cp * sp == world
+    except UserError as error:
+        nearest = [int(word) for word in error.problems[0].fix.split() if word.isdigit()]
+        assert nearest and all(data_parallel_size(size, parallelism) >= 1 for size in nearest)
+
+
+@given(tp=sizes, cp=sizes, sp=sizes, replicate=sizes, shard=sizes, share=st.integers(1, 256))
+def test_trainer_trains_the_batch_that_is_split(tp, cp, sp, replicate, shard, share):
+    """By Trainer's own arithmetic: replicas and shards all have examples of their own."""
+    parallelism = Parallelism(replicate, shard, tensor=tp, context=cp, sequence=sp)
+    groups, world = replicate * shard, replicate * shard * tp * cp * sp
+    batch = split(share * groups, data_parallel_size(world, parallelism), cap=16)
+    trainer = Trainer.__new__(Trainer)
+    trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=tp, cp_size=cp, sp_size=sp))
+    trainer.model, trainer.is_deepspeed_enabled, trainer._train_batch_size = None, False, batch.micro
+    args = SimpleNamespace(gradient_accumulation_steps=batch.accumulation, world_size=world)
+    assert trainer.get_total_train_batch_size(args) == batch.total == share * groups

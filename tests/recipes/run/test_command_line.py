@@ -1,4 +1,4 @@
-"""What the user wrote: flags, a configuration file, and values of the right type."""
+"""Flags, a configuration file, and values of the right type."""
 
 from pathlib import Path
 
@@ -8,67 +8,75 @@ from transformers import SchedulerType
 
 from recipes import legal
 from recipes.errors import UserError
-from recipes.run import resolve
-from recipes.run.command_line import coerce
-from recipes.run.hardware import Hardware
+from recipes.run.command_line import coerce, with_flags
 from tests.support.runs import resolved
 
+FLAGS = {
+    "--packing": True,
+    "--packing true": True,
+    "--packing=True": True,
+    "--packing yes": True,
+    "--recipe fast --no_packing": False,
+    "--recipe fast --no-packing": False,
+    "--recipe fast --packing false": False,
+    "--fsdp": True,
+    "--fsdp true": True,
+    "--fsdp offload": "offload",
+    "--max-steps 3": 3,
+    "--max_steps -1": -1,
+    "--lora_target_modules q_proj v_proj": ["q_proj", "v_proj"],
+    '--accelerator_config {"even_batches":false}': {"even_batches": False},
+    "--save_strategy no": "no",
+    "--report_to none": "none",
+}
 
-def test_text_in_yaml_that_is_a_number_is_read_as_one(config):
-    assert resolved(["--config", config("learning_rate: 1e-4\n")])["learning_rate"] == 1e-4
 
-
-def test_numbers_below_a_setting_of_yaml_are_numbers_too(config):
-    run = resolved(["--config", config("lr_scheduler_kwargs: {min_lr: 1e-6, decay_type: linear}\n")])
-    assert run["lr_scheduler_kwargs"] == {"min_lr": 1e-6, "decay_type": "linear"}
-
-
-@pytest.mark.parametrize("words", ["--packing", "--packing true", "--packing=True", "--packing yes"])
-def test_a_switch_can_be_written_in_the_usual_ways(words):
-    assert resolved(words)["packing"] is True
-
-
-@pytest.mark.parametrize("words", ["--no_packing", "--no-packing", "--packing false"])
-def test_a_switch_can_be_turned_off(words):
-    assert resolved(f"--recipe fast {words}")["packing"] is False
-
-
-@pytest.mark.parametrize(("words", "value"), [("--fsdp", True), ("--fsdp true", True), ("--fsdp offload", "offload")])
-def test_a_setting_that_may_stand_alone_takes_words_too(words, value):
+@pytest.mark.parametrize("words", FLAGS)
+def test_a_flag_can_be_written_in_the_usual_ways(words):
     run = resolved(words)
-    assert run["fsdp"] == value and not run.problems
+    name = [word for word in words.split() if word.startswith("--")][-1][2:].partition("=")[0].replace("-", "_")
+    assert run[name.removeprefix("no_")] == FLAGS[words] and not run.problems
 
 
-def test_dashes_are_underscores():
-    assert resolved("--max-steps 3")["max_steps"] == 3
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("learning_rate: 1e-4", 1e-4),
+        ("lr_scheduler_kwargs: {min_lr: 1e-6, decay_type: linear}", {"min_lr": 1e-6, "decay_type": "linear"}),
+        ("eval_strategy: no", "no"),  # which YAML reads as false
+        ("report_to: null", "none"),
+    ],
+)
+def test_yaml_is_read_as_it_is_meant(text, value, config):
+    run = resolved(["--config", config(text)])
+    assert run[text.partition(":")[0]] == value and not run.problems
 
 
-def test_a_list_takes_several_words():
-    assert resolved("--lora_target_modules q_proj v_proj")["lora_target_modules"] == ["q_proj", "v_proj"]
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("steps --max_steps 3", "is not a flag"),
+        ("--max_steps 3 --max-steps 3", "is given twice"),
+        ("--learning_rate", "Fix: --learning_rate with a number"),
+        ("--run_name a b", "takes one value, got 'a b'"),
+        ("--no_packing true", "no_packing: is not an argument"),
+        ("--lerning_rate 1", "Fix: --learning_rate"),
+    ],
+)
+def test_a_mistake_in_a_command_line_has_a_fix(words, expected):
+    problems = [str(problem) for problem in resolved(words).problems]
+    assert [line for line in problems if expected in line and "Fix: " in line]
 
 
-def test_json_is_read_as_a_mapping():
-    run = resolved(["--accelerator_config", '{"even_batches": false}'])
-    assert run["accelerator_config"] == {"even_batches": False}
+def test_flags_replace_those_of_a_command_line():
+    argv = ["--global-batch-size=8", "--no_packing", "--lora_target_modules", "a", "b", "--seed", "1"]
+    flags = {"global_batch_size": 4, "packing": None, "lora_target_modules": None, "fit": True}
+    assert with_flags(argv, flags) == ["--seed", "1", "--global_batch_size", "4", "--fit", "true"]
 
 
-def test_no_as_a_strategy_is_text():
-    assert resolved("--save_strategy no")["save_strategy"] == "no"
-
-
-def test_negative_numbers_are_values():
-    assert resolved("--max_steps -1")["max_steps"] == -1
-
-
-def test_a_bare_no_in_yaml_is_the_text_where_no_is_a_choice(config):
-    run = resolved(["--config", config("eval_strategy: no\n")])
-    assert run["eval_strategy"] == "no" and not run.problems
-
-
-def test_a_key_that_is_written_twice_is_refused(tmp_path):
-    (tmp_path / "run.yaml").write_text("learning_rate: 1e-4\nseed: 1\nlearning_rate: 1e-5\n")
+def test_a_key_that_is_written_twice_is_refused(config):
     with pytest.raises(UserError, match="'learning_rate' twice"):
-        resolve(["--config", str(tmp_path / "run.yaml")], hardware=Hardware(), environment={})
+        resolved(["--config", config("learning_rate: 1e-4\nseed: 1\nlearning_rate: 1e-5\n")])
 
 
 def test_a_setting_under_its_old_and_new_name_is_refused():
@@ -77,10 +85,8 @@ def test_a_setting_under_its_old_and_new_name_is_refused():
     assert resolved("--gradient_checkpointing true --activation_checkpointing false").problems
 
 
-@pytest.mark.parametrize("asked", ["none", None])
-def test_reporting_nowhere_is_a_word(asked):
-    run = resolve(settings={"report_to": asked}, hardware=Hardware(), environment={})
-    assert run["report_to"] == "none"
+def field(annotation, default=None):
+    return legal.Field("x", frozenset(annotation.split(" | ")), default)
 
 
 @pytest.mark.parametrize(
@@ -95,38 +101,28 @@ def test_reporting_nowhere_is_a_word(asked):
         ("str", "no", "no"),
         ("str | bool", "all", "all"),
         ("dict | str | None", '{"a": 1}', {"a": 1}),
-        ("list[str] | None", "q_proj", ["q_proj"]),
+        ("list | None", "q_proj", ["q_proj"]),
         ("bool", "t", True),
         ("str", SchedulerType.COSINE, "cosine"),
         ("str", Path("out"), "out"),
         ("float", np.float64(0.5), 0.5),
-        ("list[str]", ("a", "b"), ["a", "b"]),
+        ("list", ("a", "b"), ["a", "b"]),
     ],
 )
 def test_values_become_the_type_of_the_field(annotation, value, expected):
-    given = coerce(value, legal.Field("x", annotation))
-    assert (given, type(given)) == (expected, type(expected))
+    found = coerce(value, field(annotation))
+    assert (found, type(found)) == (expected, type(expected))
 
 
-@pytest.mark.parametrize("value", [0, np.int64(0)])
-def test_a_whole_number_becomes_a_float_where_the_default_is_one(value):
-    assert type(coerce(value, legal.Field("adam_beta1", "float", 0.9))) is float
-    assert type(coerce(value, legal.Field("logging_steps", "float", 500))) is int
+def test_a_whole_number_becomes_a_float_where_the_default_is_one():
+    assert type(coerce(0, field("float", 0.9))) is float
+    assert type(coerce(np.int64(0), field("float", 500))) is int
 
 
 @pytest.mark.parametrize(
     ("annotation", "value"),
-    [
-        ("int", "1.5"),
-        ("int", True),
-        ("bool", "maybe"),
-        ("float", "fast"),
-        ("int", [1]),
-        ("str", 3),
-        ("float", "nan"),
-        ("float", "inf"),
-    ],
+    [("int", "1.5"), ("int", True), ("bool", "maybe"), ("float", "fast"), ("int", [1]), ("str", 3), ("float", "nan")],
 )
 def test_values_of_another_type_are_refused(annotation, value):
     with pytest.raises(ValueError, match="takes"):
-        coerce(value, legal.Field("x", annotation))
+        coerce(value, field(annotation))

@@ -1,4 +1,4 @@
-"""What `dataset_name` may hold: one name, several, or parts with weights."""
+"""The values of `dataset_name`: one name, several, or parts with weights."""
 
 import pytest
 
@@ -8,60 +8,47 @@ from recipes.rules.check import require_legal
 from recipes.run import fingerprints
 from tests.support.runs import resolved
 
-WEIGHTED = """\
-dataset_name:
-  - {name: chats.jsonl, weight: 3, split: 'train[:95%]'}
-  - name: somebody/code
-    weight: 1.5
-    config: python
-    columns: {question: prompt, answer: completion}
-"""
+WEIGHTED = """[{name: chats.jsonl, weight: 3, split: 'train[:95%]'},
+  {name: somebody/code, weight: 1.5, config: python, columns: {question: prompt, answer: completion}}]"""
+CODE = Part("somebody/code", 1.5, None, "python", {"question": "prompt", "answer": "completion"})
 
 
-def in_file(text: str, folder):
-    file = folder / "run.yaml"
-    file.write_text(text)
-    return resolved(["--config", str(file)])
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a.jsonl", [Part("a.jsonl")]),
+        ("[{name: a.jsonl}]", [Part("a.jsonl")]),
+        ("[a.jsonl, b, c]", [Part("a.jsonl"), Part("b"), Part("c")]),
+        (WEIGHTED, [Part("chats.jsonl", 3, "train[:95%]"), CODE]),
+    ],
+)
+def test_a_file_of_settings_names_a_source_or_a_mixture(text, parts, config):
+    named = resolved(["--config", config(f"dataset_name: {text}")])["dataset_name"]
+    assert parts_of(named) == parts
+    assert isinstance(named, str) == (len(parts) == 1)
 
 
-def test_one_name_stays_text(tmp_path):
-    assert resolved("--dataset_name a.jsonl")["dataset_name"] == "a.jsonl"
-    assert in_file("dataset_name: [a.jsonl]", tmp_path)["dataset_name"] == "a.jsonl"
-    assert in_file("dataset_name: [{name: a.jsonl}]", tmp_path)["dataset_name"] == "a.jsonl"
-    assert parts_of("a.jsonl") == [Part("a.jsonl")] and parts_of(None) == []
-
-
-def test_several_names_are_a_mixture():
-    assert parts_of(resolved("--dataset_name a.jsonl b c")["dataset_name"]) == [Part("a.jsonl"), Part("b"), Part("c")]
-
-
-def test_a_file_of_settings_gives_weights_splits_configurations_and_columns(tmp_path):
-    assert parts_of(in_file(WEIGHTED, tmp_path)["dataset_name"]) == [
-        Part("chats.jsonl", 3, "train[:95%]"),
-        Part("somebody/code", 1.5, None, "python", {"question": "prompt", "answer": "completion"}),
-    ]
+def test_several_names_on_a_command_line_are_a_mixture():
+    assert parts_of(resolved("--dataset_name a.jsonl b")["dataset_name"]) == [Part("a.jsonl"), Part("b")]
 
 
 WRONG = {
     "no parts": ("[]", "empty list"),
     "a number": ("[a, 3]", "takes names, or entries with name, weight"),
-    "a misspelt field": ("[{name: a, wight: 2}]", "has a part with wight; a part has name, weight"),
+    "a misspelt field": ("[{name: a, wight: 2}]", "entries with name, weight, split, config, columns, got"),
     "no name": ("[{weight: 2}]", "takes texts for a part's name"),
     "a weight of nothing": ("[{name: a, weight: 0}]", "takes a weight above 0, got 0 for a"),
-    "a weight that is text": ("[{name: a, weight: much}]", "takes a weight above 0"),
-    "an endless weight": ("[{name: a, weight: .inf}]", "takes a weight above 0"),
     "a weight for one alone": ("[{name: a, weight: 2}, b]", "none for b"),
     "columns that are a list": ("[{name: a, columns: [x]}]", "takes columns as {its name: new name}"),
     "two columns of one name": ("[{name: a, columns: {x: text, y: text}}]", "takes columns as"),
-    "a split that is a number": ("[{name: a, split: 3}]", "takes texts for a part's name, split"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_mixture_is_refused(name, tmp_path):
+def test_a_list_that_is_no_mixture_is_refused(name, config):
     text, expected = WRONG[name]
     with pytest.raises(UserError) as caught:
-        require_legal(in_file(f"dataset_name: {text}", tmp_path))
+        require_legal(resolved(["--config", config(f"dataset_name: {text}")]))
     (found,) = caught.value.problems
     assert found.subject == "dataset_name" and expected in found.what and found.fix
 
@@ -76,16 +63,15 @@ def test_a_pattern_names_the_files_that_match_unless_a_file_has_that_name(tmp_pa
     assert paths_of(str(tmp_path / "*.parquet")) == paths_of("somebody/data") == paths_of(None) == []
 
 
-def test_the_fingerprint_of_a_mixture_is_that_of_its_contents_and_of_what_is_taken(tmp_path):
+def test_the_fingerprint_of_a_mixture_is_that_of_its_contents_and_weights(tmp_path):
     for folder in ("here", "there"):
         (tmp_path / folder).mkdir()
         for name in ("a", "b"):
             (tmp_path / folder / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
 
     def of(folder: str, weight: float | None = None) -> str | None:
-        return fingerprints.of_data(
-            [{"name": str(tmp_path / folder / f"{name}.jsonl"), "weight": weight} for name in ("a", "b")]
-        )
+        parts = [{"name": str(tmp_path / folder / f"{name}.jsonl"), "weight": weight} for name in ("a", "b")]
+        return fingerprints.of_data(parts)
 
     assert of("here") == of("there") != of("here", 2)
     whole = fingerprints.of_data(str(tmp_path / "here" / "*.jsonl"))

@@ -1,6 +1,6 @@
-"""A run: every value has a source, what depends on others follows, and nothing changes it."""
+"""A run: every value has a source, values that depend on others follow, and nothing changes it."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -13,9 +13,9 @@ from tests.support.runs import resolved
 def test_each_value_says_where_it_came_from(config):
     path = config("logging_steps: 7\n")
     run = resolved(["--config", path, "--seed", "1"])
-    names = ("seed", "logging_steps", "save_total_limit", "per_device_train_batch_size", "adam_beta1")
+    names = ("seed", "logging_steps", "save_total_limit", "per_device_train_batch_size", "adam_beta1", "use_cpu")
     sources = [run.setting(name).source for name in names]
-    assert sources == ["command line", path, "recipe standard", "batch arithmetic", "library default"]
+    assert sources == ["command line", path, "recipe standard", "batch arithmetic", "library default", "hardware"]
 
 
 def test_the_new_name_of_activation_checkpointing_is_the_same_setting():
@@ -27,38 +27,30 @@ def test_the_new_name_of_activation_checkpointing_is_the_same_setting():
 
 
 def test_the_demonstration_ends_where_a_model_or_data_is_named():
-    assert resolved("").demonstration
-    assert not resolved("--dataset_name data.jsonl").demonstration
-    assert resolved("--dataset_name data.jsonl")["max_steps"] == -1
+    named = resolved("--dataset_name data.jsonl")
+    assert resolved("").demonstration and not named.demonstration
+    assert named["max_steps"] == -1 < resolved("")["max_steps"]
+    assert resolved("--num_train_epochs 3")["max_steps"] == -1  # epochs that the user wrote
 
 
-def test_a_machine_without_gpus_trains_on_its_cpu_explicitly():
-    assert resolved("").training_arguments()["use_cpu"] is True
-
-
-@pytest.mark.parametrize("field", ["given", "batch", "world_size", "limits"])
-def test_a_run_cannot_be_changed(field):
-    run = resolved("")
+def test_a_run_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
-        setattr(run, field, None)
+        resolved("").batch = None
 
 
-def test_a_limit_makes_another_run_and_leaves_the_old_one():
+def test_a_limit_makes_another_run_and_lowers_only_a_value_that_the_user_did_not_write():
     run = resolved("--dataset_name data.jsonl")
     limited = run.limited("max_length", 128, "the model's longest sequence")
-    assert (run["max_length"], run.setting("max_length").source) == (1024, "library default")
+    assert run["max_length"] == 1024
     assert limited.setting("max_length") == Setting(128, "limit", "the model's longest sequence")
+    assert run.limited("max_length", None, "") is run.limited("max_length", 2048, "") is run
+    written = resolved("--max_length 512")
+    assert written.limited("max_length", 128, "") is written
 
 
-@pytest.mark.parametrize(("argv", "limit"), [("", None), ("", 2048), ("--max_length 512", 128)])
-def test_a_limit_lowers_only_what_the_user_did_not_write(argv, limit):
-    run = resolved(f"--dataset_name data.jsonl {argv}")
-    assert run.limited("max_length", limit, "") is run
-
-
-def test_another_batch_makes_another_run_and_what_depends_on_it_follows():
+def test_another_batch_makes_another_run_and_values_that_depend_on_it_follow():
     run = resolved("--recipe fast", world_size=1)
-    split = run.at_batch(Batch(16, 1, 1, "measured"), "fit.json")
+    split = replace(run, batch=Batch(16, 1, 1, "measured", "fit.json"))
     assert (run["gradient_accumulation_steps"], run["ddp_static_graph"]) == (2, False)
     assert (split["gradient_accumulation_steps"], split["ddp_static_graph"]) == (1, True)
     assert split.setting("per_device_train_batch_size") == Setting(16, "fit.json", "measured")

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
-from launch.training.callbacks import Meter
 from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
 from recipes.planner.estimate import Estimator
@@ -29,10 +28,7 @@ def of_a_real_trainer(config, run, folder):
     own = {"output_dir": str(folder), "max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
     own |= {"disable_tqdm": True, "report_to": "none"}
     args = arguments_for(run, TrainingArguments, own)
-    meter = Meter()
-    trainer = RecipeTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[meter])
-    trainer.meter = meter
-    trainer.remove_callback(PrinterCallback)
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     assert all(parameter.grad is None for parameter in model.parameters())
     live = LiveBytes()

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PrinterCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
-from launch.training.callbacks import Meter
 from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
 from recipes.planner.estimate import Estimator
@@ -30,11 +29,8 @@ def of_a_real_trainer(run, rows, folder):
     row = torch.randint(0, WORDS, (LENGTH,))
     data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}] * rows
     own = {"output_dir": str(folder), "max_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    meter = Meter()
     args = arguments_for(run, TrainingArguments, own)
-    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, callbacks=[meter])
-    trainer.meter = meter
-    trainer.remove_callback(PrinterCallback)
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=data)
     trainer.train()
     batch = {name: torch.stack([one[name] for one in data]) for name in data[0]}
     live = LiveBytes()

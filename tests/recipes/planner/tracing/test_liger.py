@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 from recipes.planner.estimate import Estimator
 from recipes.planner.shapes import Adapters, Case
 from recipes.planner.tracing.trace import trace
-from recipes.run import resolve
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import planned
 
@@ -41,7 +41,7 @@ def test_the_loss_has_the_logits_of_some_rows_at_a_time(autocast):
 @pytest.mark.parametrize("micro", [1, 5])
 def test_the_rows_at_a_time_are_those_of_this_micro_batch_whatever_was_planned_before(micro):
     asked = "--recipe standard --max_length 80 --global_batch_size 40 --use_liger_kernel true".split()
-    run = resolve(asked, hardware=WITH_LIGER, environment={}, demonstrate=False, elsewhere=frozenset())
+    run = resolve(asked, here(hardware=WITH_LIGER, environment={}, trained_by="nobody", packages=frozenset()))
     planner = Estimator(FEW_WORDS)
     for before in (8, 4, 2):
         planner.need(run, before)

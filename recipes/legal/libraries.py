@@ -1,0 +1,184 @@
+"""Facts of the installed libraries, asked of their own classes.
+
+`schema` runs this in a process of its own, since the imports take seconds, and keeps the answer. A
+function returns the facts of one library by name; `schema.names` reads a list of them, for example
+`names("report_to")`. To add a fact, add it to its library's function.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from textwrap import dedent
+from typing import Any
+
+from recipes.legal.schema import Field, Json, fields_of, package_folder
+
+# Packages that the libraries import wherever they are installed, and that no fact needs. None in
+# sys.modules makes them look absent. Importing them took a quarter of the time.
+ABSENT: dict[str, Any] = dict.fromkeys(("bitsandbytes", "datasets", "scipy", "sklearn"))
+
+
+def main() -> None:
+    """Writes all facts as one JSON object to stdout, and whatever the libraries print to stderr.
+
+    Without torch, transformers or accelerate the process ends with their own error.
+    """
+    sys.modules.update(ABSENT)
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        found = {**trainer(), **accelerate()}
+        for facts in OPTIONAL:
+            with contextlib.suppress(Exception):  # absent, broken, or a private name has gone: nothing is known
+                found |= facts()
+        json.dump(found, answer, default=_plain)
+
+
+def _plain(value: object) -> object:
+    """A field as its entries, a set as a list, and None for an object that JSON cannot hold."""
+    if isinstance(value, Field):
+        return vars(value)
+    return sorted(value) if isinstance(value, (set, frozenset)) else None
+
+
+# --- Trainer and accelerate: without these facts every setting would be unknown -------------------
+
+
+def trainer() -> Json:
+    """The fields of TrainingArguments, and the names that its mappings and lists take."""
+    from torch.utils.checkpoint import checkpoint
+    from transformers import TrainingArguments
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from transformers.modeling_utils import AttentionInterface
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    readers = [method for name, method in vars(TrainingArguments).items() if "fsdp" in name and callable(method)]
+    parameters = inspect.signature(checkpoint).parameters.values()
+    return {
+        "trainer_fields": fields_of(TrainingArguments),
+        "accelerator_config": _names(AcceleratorConfig),
+        "fsdp_config": set().union(*(_words(dedent(inspect.getsource(reader))) for reader in readers)),
+        "gradient_checkpointing_kwargs": {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        | {"use_reentrant", "preserve_rng_state"},
+        "report_to": list(INTEGRATION_TO_CALLBACK),
+        "attn_implementation": ["eager", *sorted(AttentionInterface._global_mapping)],
+    }
+
+
+def accelerate() -> Json:
+    """The keys of an Accelerate YAML, of its sections, and of handlers that Trainer fills."""
+    from accelerate import utils
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    groups = {str(group.title).split()[0].lower(): group for group in launch_command_parser()._action_groups}
+    titles = {"megatron_lm": "megatron-lm", "parallelism": "parallelismconfig", "mpirun": "mpi"}
+    flags = {section: _flags(groups[titles.get(section, section)]) for section in (*titles, "deepspeed", "fp8", "fsdp")}
+    flags["dynamo"] = {name for group in groups.values() for name in _flags(group) if name.startswith("dynamo_")}
+    # The launcher reads some keys of an FSDP section for which its parser has no flag.
+    flags["fsdp"] |= {word for word in _words(inspect.getsource(utils.launch)) if word.startswith("fsdp_")}
+    for section in ("fsdp", "fp8", "dynamo"):  # the prefix may be left out
+        flags[section] |= {name.removeprefix(f"{section}_") for name in flags[section]}
+    return {
+        "accelerate_yaml": [*_names(ClusterConfig), "fp16", "dynamo_backend"],  # it still converts these two
+        "accelerate_sections": {f"{section}_config": names for section, names in flags.items()},
+        "ddp": _names(utils.DistributedDataParallelKwargs),
+        "gradient_accumulation_kwargs": _names(utils.GradientAccumulationPlugin),
+    }
+
+
+def _names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _flags(group: Any) -> set[str]:
+    return {action.dest for action in group._group_actions}
+
+
+def _words(source: str) -> set[str]:
+    """Every string in a source that is one word: the keys that code reads and no class lists."""
+    constants = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    return {word for word in constants if isinstance(word, str) and word.isidentifier()}
+
+
+# --- Packages that may be absent, and private names that a release may drop -----------------------
+
+
+def optimizers() -> Json:
+    """Values of `optim`: those that ignore `optim_args`, and those that bitsandbytes runs."""
+    from transformers import trainer_optimizer
+
+    handlers = trainer_optimizer._OPTIMIZER_HANDLERS.items()
+    return {
+        "optimizers_without_arguments": [
+            name.value for name, handler in handlers if "optim_args" not in inspect.getsource(handler)
+        ],
+        "bitsandbytes_optimizers": [name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS],
+    }
+
+
+def schedules() -> Json:
+    """The schedules whose function takes no warm-up: get_scheduler drops it silently."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    takes = {name.value: inspect.signature(one).parameters for name, one in TYPE_TO_SCHEDULER_FUNCTION.items()}
+    return {"schedules_without_warmup": [name for name in takes if "num_warmup_steps" not in takes[name]]}
+
+
+def compilers() -> Json:
+    """The modes of torch's own compiler, inductor."""
+    import torch._inductor
+
+    return {"torch_compile_mode": list(torch._inductor.list_mode_options())}
+
+
+def models() -> Json:
+    """transformers' tables of model types: classes by task, every type, folders of another name."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    named = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "MASKED_LM")
+    return {
+        "model_classes": {table: getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES") for table in named},
+        "model_types": list(configuration_auto.CONFIG_MAPPING_NAMES),
+        "model_folders": configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME,
+    }
+
+
+def experts() -> Json:
+    """Model type -> LoRA targets that peft turns into parameters of all experts at once.
+
+    It refuses dropout and DoRA on them. Source: `_convert_peft_config_moe`.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    like, targets = conversion._MODEL_TO_CONVERSION_PATTERN, conversion._MOE_TARGET_MODULE_MAPPING
+    return {"experts": {kind: list(targets[base]) for kind, base in like.items() if base in targets}}
+
+
+def liger() -> Json:
+    """Model types whose loss Liger makes without the logits as a whole, unless told otherwise."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    takes = {kind: inspect.signature(patch).parameters for kind, patch in MODEL_TYPE_TO_APPLY_LIGER_FN.items()}
+    name = "fused_linear_cross_entropy"
+    return {"liger": [kind for kind, taken in takes.items() if name in taken and taken[name].default is True]}
+
+
+def deepspeed() -> Json:
+    """Keys of a DeepSpeed JSON, from its sources: importing DeepSpeed takes most of a second.
+
+    These are more than the legal keys at its top, so that none is refused: no class lists them.
+    """
+    folder = package_folder("deepspeed")
+    if folder is None:
+        return {}
+    files = [file for name in ("constants", "config", "config_v2") for file in folder.glob(f"**/{name}.py")]
+    return {"deepspeed_json": set().union(*(_words(file.read_text("utf-8")) for file in files))}
+
+
+OPTIONAL = (optimizers, schedules, compilers, models, experts, liger, deepspeed)

@@ -1,0 +1,492 @@
+"""Rules about data and models: train.py's files, its model's folder, type, length, attention and
+adapters.
+
+Of a local folder all of this is known before the start. Of a model on the Hub it is known once its
+config.json is downloaded: train.py then applies the same rules again.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from recipes import legal
+from recipes.errors import Problem
+from recipes.legal import models, version
+from recipes.mixture import Part, files_of, parts_of, paths_of
+from recipes.rules.facts import (
+    advice,
+    available,
+    known_config,
+    mapping,
+    missing,
+    mixed_precision,
+    model_config,
+    of_class,
+    of_train_py,
+    on_gpu,
+    problem,
+    rule,
+)
+from recipes.run import RunSpec, nearest
+from recipes.run.local_model import (
+    config_value,
+    damage,
+    existing_path,
+    has_weights,
+    max_positions,
+    model_folder,
+    tensor_names,
+    text_config,
+    weight_files,
+)
+
+# --- Data -----------------------------------------------------------------------------------------
+
+FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+COMPRESSED = (".gz", ".zst")  # but not Parquet, which is compressed inside
+_SPLIT_FILES = "a folder with a file for each split, such as train.jsonl and test.jsonl"
+
+
+def file_kind(path: PurePath) -> str | None:
+    """The reader of `datasets` for a file, by its suffix; None if unknown."""
+    kind = FILE_KINDS.get(path.suffix.lower())
+    if kind or path.suffix.lower() not in COMPRESSED:
+        return kind
+    kind = FILE_KINDS.get(Path(path.stem).suffix.lower())
+    return None if kind == "parquet" else kind
+
+
+@rule
+@of_train_py
+def the_data_exists(run):
+    """The library would look for a missing path on the Hub."""
+    for part in parts_of(run["dataset_name"]):
+        if run.place.is_elsewhere or paths_of(part.name):
+            continue
+        if glob.has_magic(part.name):
+            what = f"there is no file that matches {part.name}"
+            yield problem(run, "dataset_name", what, "a pattern of files that exist")
+        elif part.name.startswith((".", "/", "~")) or file_kind(Path(part.name)):
+            what = f"there is no file or folder {part.name}"
+            yield problem(run, "dataset_name", what, "the path of one that exists")
+
+
+@rule
+@of_train_py
+def a_data_file_can_be_read(run):
+    """Its suffix says how to read a file, and an empty one has no columns."""
+    for part, paths in _of_files(run):
+        kinds = {file_kind(path): path for path in paths}
+        if None in kinds:
+            fix = f"a file ending in {', '.join(FILE_KINDS)}, perhaps with {' or '.join(COMPRESSED)} behind it"
+            yield problem(run, "dataset_name", f"{kinds[None]} is not of a known kind", fix)
+        elif len(kinds) > 1:
+            one, other = list(kinds.values())[:2]
+            what = f"{part.name} matches files of several kinds: {one}, {other}"
+            yield problem(run, "dataset_name", what, "a pattern for each kind, as parts of a mixture")
+        for path in paths:
+            if not path.stat().st_size:
+                yield problem(run, "dataset_name", f"{path} is empty", "a file with rows in it")
+
+
+@rule
+@of_train_py
+def the_splits_can_be_read(run):
+    """datasets reads files as `train`, and knows no part of a stream: `Bad split: train[:95%]`."""
+    parts, evaluates = parts_of(run["dataset_name"]), run["eval_strategy"] != "no"
+    files = [part for part, _ in _of_files(run)]
+    has = "a single file has only train" if len(files) == 1 else "files have only train"
+    for part in parts or [Part("")]:
+        asked = {"dataset_name" if part.split else "dataset_train_split": part.split or run["dataset_train_split"]}
+        asked |= {"dataset_test_split": run["dataset_test_split"] or "train"} if evaluates else {}
+        for name, split in asked.items():
+            pieces = {piece.partition("[")[0].strip() for piece in split.split("+")}
+            if pieces - {"train"} and part in files:
+                fix = "train" if run["dataset_streaming"] else "train, or a slice of it: 'train[:95%]'"
+                yield problem(run, name, f"there is no split {split!r}: {has}", fix)
+            elif run["dataset_streaming"] and re.search(r"[\[+]", split):
+                what = f"{split!r} is a part of the data by its number of rows, which a stream does not know"
+                yield problem(run, name, what, f"one whole split; to evaluate, {_SPLIT_FILES}")
+    if files == parts != [] and evaluates and not run["dataset_test_split"]:
+        yield run.with_source(nothing_to_evaluate_on(has, run["dataset_streaming"]))
+
+
+def _of_files(run: RunSpec) -> list[tuple[Part, list[Path]]]:
+    """The parts that are files, and these."""
+    return [(part, files) for part in parts_of(run["dataset_name"]) if (files := files_of(part.name))]
+
+
+def nothing_to_evaluate_on(has: str, streams: bool = False) -> Problem:
+    """A problem with data that has no test split, and that a run wants to evaluate on."""
+    slices = "--dataset_test_split 'train[95%:]' --dataset_train_split 'train[:95%]'"
+    return Problem(
+        "dataset_test_split",
+        f"there is nothing to evaluate on: {has}, no test and no validation",
+        f"{_SPLIT_FILES if streams else slices}, or --eval_strategy no",
+    )
+
+
+# --- The model's folder ---------------------------------------------------------------------------
+
+_AUTO_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
+_TOKENIZERS = (
+    "tokenizer*", "*vocab*", "merges.txt", "dict.txt", "*.model", "*.spm", "*.tiktoken", "*.codes", "tekken.json",
+)  # fmt: skip
+
+
+def _type(run: RunSpec) -> str:
+    """The `model_type`; empty if it is unknown."""
+    return str(known_config(run).get("model_type") or "")
+
+
+def _about_model(run: RunSpec, what: str, fix: str) -> Problem:
+    return problem(run, "model_name_or_path", what, fix)
+
+
+@rule
+@of_train_py
+def the_model_is_a_folder(run):
+    """Libraries look for a missing path on the Hub, and say that the repository is not found."""
+    name = run["model_name_or_path"]
+    if not name or run.place.is_elsewhere or model_folder(name):
+        return
+    if existing_path(name):
+        yield _about_model(run, f"{name} is a file", "the folder that holds config.json and the weights")
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        yield _about_model(run, f"there is no folder {name}", "an existing folder, or a Hub id")
+
+
+@rule
+@of_train_py
+def the_folder_holds_a_model(run):
+    """`OSError: no file named model.safetensors found`, or a tokenizer without any vocabulary."""
+    folder = model_folder(run["model_name_or_path"])
+    if folder is None or run.place.is_elsewhere:
+        return
+    what, fix = "", ""
+    if not (folder / "config.json").is_file():
+        what, fix = "has no config.json", "a folder that save_pretrained wrote"
+        if (folder / "adapter_config.json").is_file():
+            what = "holds LoRA adapters without their base model"
+            fix = f"`recipes merge {folder}`, then --model_name_or_path {folder / 'merged'}"
+    elif not has_weights(folder) and not run["from_scratch"]:
+        what = "has a config.json and no weights"
+        fix = "a folder with model.safetensors too; or --from_scratch, for random weights"
+    elif not any(path.is_file() for pattern in _TOKENIZERS for path in folder.glob(pattern)):
+        # BERT's tokenizer, for example, is loaded with five tokens, and all text is unknown to it.
+        what, fix = "has no tokenizer", "tokenizer.save_pretrained into the same folder"
+    if what:
+        yield _about_model(run, f"the folder {folder} {what}", fix)
+
+
+@rule
+@of_train_py
+def the_weights_are_whole(run):
+    """`SafetensorError: incomplete metadata, file not fully covered`, and others of that kind. A
+    download may have left a pointer or a web page in its place.
+    """
+    folder = model_folder(run["model_name_or_path"])
+    if folder is None or run.place.is_elsewhere or run["from_scratch"]:
+        return
+    for file in weight_files(folder):
+        if found := damage(file):
+            yield _about_model(run, f"{file} {found[0]}", found[1])
+
+
+# --- The type and the task ------------------------------------------------------------------------
+
+
+@rule
+@of_train_py
+def the_model_can_do_the_task(run):
+    """`Transformers does not recognize this architecture`, `Unrecognized configuration class ...`,
+    or it would run the model's own code.
+    """
+    name, kind, task, known = run["model_name_or_path"], _type(run), run["task"], models.known_types()
+    if name is None or model_config(run) is None or not known or models.model_class(kind, task):
+        return
+    if kind not in known and run.model is not None:
+        return  # a configuration that was loaded is one that transformers, or a script, knows
+    code = _AUTO_CLASSES.get(task) if kind in known else "AutoConfig"
+    if code in mapping(known_config(run).get("auto_map")):
+        if not run["trust_remote_code"]:
+            yield problem(
+                run, "trust_remote_code", f"{name} comes with Python code", "read it, then --trust_remote_code"
+            )
+    elif not kind:
+        yield _about_model(run, f"{name} has no model_type in its config.json", "the one that save_pretrained wrote")
+    elif kind not in known:
+        what = f"{name} has the type {kind!r}, which transformers {version('transformers')} does not know"
+        say = problem if not run.place.is_elsewhere else advice  # there may be another transformers there
+        yield say(run, "model_name_or_path", what, "pip install --upgrade transformers, or another model")
+    elif code:
+        others = [f"--task {other}, or " for other in _AUTO_CLASSES if models.model_class(kind, other)]
+        yield _about_model(run, f"transformers has no {kind} model for {task}", f"{''.join(others)}another model")
+
+
+@rule
+@of_train_py
+def a_language_model_is_a_decoder(run):
+    """An encoder loads, and its loss falls: it sees the tokens that it has to predict."""
+    config, kind = known_config(run), _type(run)
+    if run["model_name_or_path"] is None or run["task"] != "causal_lm" or not models.model_class(kind, "masked_lm"):
+        return
+    if not config_value(config, "is_encoder_decoder") and not config_value(config, "is_decoder"):
+        what = f"{run['model_name_or_path']} is an encoder ({kind}): it sees the tokens it has to predict"
+        yield _about_model(run, what, "a decoder, or --task sequence_classification")
+
+
+@rule
+@of_train_py
+def sequences_fit_the_model(run):
+    """`IndexError: index out of range in self`, or a device-side assert in the embedding.
+
+    A length that the user did not write is lowered instead.
+    """
+    positions = max_positions(known_config(run))
+    if positions and run.explicit("max_length") and run["max_length"] > positions:
+        what = f"{run['max_length']} tokens are more than the {positions} positions the model has"
+        yield problem(run, "max_length", what, f"--max_length {positions} or less")
+
+
+@rule
+@of_train_py
+def separate_examples_need_positions(run):
+    """The examples of a packed row see each other, and nothing says so.
+
+    Only position_ids tell a model where an example begins: BLOOM has none. A layer with a state
+    (Mamba, linear attention, LFM2's convolution) carries it from one example into the next; only
+    kernels for GPUs read cu_seq_lens. Other models have positions and ignore them: train.py tries
+    it. A recipe's own packing is switched off instead.
+    """
+    packs = run["packing"] and run["packing_strategy"] == "bfd" and run.explicit("packing")
+    if run["task"] != "causal_lm" or not (packs or run["padding_free"]) or not _mixes_examples(run):
+        return
+    what = f"a {_type(run)} model lets the examples of a row see each other"
+    if run["padding_free"]:
+        yield problem(run, "padding_free", what, "--padding_free false")
+    else:
+        yield problem(run, "packing", what, "--packing_strategy wrapped, or --packing false")
+
+
+def _mixes_examples(run: RunSpec) -> bool:
+    """True if the model has no position_ids, or a layer with a state."""
+    kind = _type(run)
+    name = models.model_class(kind, "causal_lm")
+    layers = text_config(known_config(run)).get("layer_types") or ()
+    carries = any(layer == "linear_attention" or "attention" not in str(layer) for layer in layers)
+    return bool(
+        carries or of_class(run, "_is_stateful") or (name and models.has_argument(kind, name, "position_ids") is False)
+    )
+
+
+# --- Stored weights -------------------------------------------------------------------------------
+
+_ONLY_WITH_ADAPTERS = ("bitsandbytes", "gptq", "awq")  # of other methods, Trainer and the loader decide
+
+
+@rule
+@of_train_py
+def stored_weights_can_be_trained(run):
+    """`You cannot perform fine-tuning on purely quantized models`, once they are loaded."""
+    method, title = stored_as(run), f"{run['model_name_or_path']} has weights quantised with {stored_as(run)}"
+    if run["load_in_4bit"] and method not in ("", "bitsandbytes"):
+        # `The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`
+        yield problem(run, "load_in_4bit", f"{title}, which bitsandbytes cannot load", "leave it out")
+    elif not run["use_peft"] and method in _ONLY_WITH_ADAPTERS:
+        yield _about_model(run, f"{title}, which only train with adapters", "--use_peft")
+
+
+def stored_as(run: RunSpec) -> str:
+    """The quantisation of the model's weights, as transformers names it; empty if there is none."""
+    section = mapping(known_config(run).get("quantization_config"))
+    return "" if run["from_scratch"] else str(section.get("quant_method") or "")
+
+
+# --- LoRA -----------------------------------------------------------------------------------------
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
+def _has_experts(config: Mapping[str, Any]) -> bool:
+    """True if some layer certainly has experts: only what is written counts."""
+    count = next((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), 0)
+    dense, layers = config.get("first_k_dense_replace") or 0, config.get("num_hidden_layers")
+    every = not config.get("mlp_only_layers") and config.get("decoder_sparse_step") in (None, 1)
+    return count > 1 and every and (not dense or (isinstance(layers, int) and dense < layers))
+
+
+def _targets(run: RunSpec) -> list[str]:
+    """The modules that LoRA is asked to adapt, by their last names; empty for all-linear."""
+    wanted = run["lora_target_modules"] or []
+    return [] if wanted == ["all-linear"] else [target.rpartition(".")[2] for target in wanted]
+
+
+@rule
+@of_train_py
+def lora_adapts_modules_of_the_model(run):
+    """train.py refuses a module that the loaded model does not have; so does peft.
+
+    Models with experts are left to train.py: transformers fuses their weights as it loads them.
+    """
+    folder = model_folder(run["model_name_or_path"])
+    if not run["use_peft"] or not _targets(run) or not folder or _has_experts(text_config(known_config(run))):
+        return
+    names = tensor_names(folder)
+    parts = {part for name in names for part in name.split(".")}
+    absent = [target for target in _targets(run) if parts and target not in parts | {"lm_head"}]  # may be tied
+    if absent:
+        modules = sorted({name.split(".")[-2] for name in names if name.endswith("_proj.weight")})
+        fix = f"some of {' '.join(modules)}" if modules else "modules of this model, or all-linear"
+        yield problem(run, "lora_target_modules", f"the model has no module {', '.join(absent)}", fix)
+
+
+@rule
+@of_train_py
+def lora_on_the_head_gets_gradients(run):
+    """The adapter never changes: Liger's fused loss multiplies by `lm_head.weight`, which is the
+    frozen weight alone under peft. Under DDP unused parameters are an error in the second step.
+    """
+    if run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run):
+        what = "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone"
+        fix = "leave lm_head out, or --liger_kernel_config '{\"fused_linear_cross_entropy\": false}'"
+        yield problem(run, "lora_target_modules", what, fix)
+
+
+@rule
+@of_train_py
+def experts_take_plain_adapters(run):
+    """`lora.ParamWrapper does not work with lora_dropout != 0.`, or `with use_dora=True.`"""
+    in_experts = models.targets_in_experts(_type(run)) if _has_experts(text_config(known_config(run))) else frozenset()
+    chosen = in_experts & set(_targets(run) or in_experts)
+    for name, fix in (("lora_dropout", "--lora_dropout 0"), ("use_dora", "leave it out")):
+        if run["use_peft"] and run[name] and chosen:
+            fix = f"{fix}, or --lora_target_modules without {', '.join(sorted(chosen))}"
+            yield problem(run, name, f"peft has none for experts, as those of {_type(run)}", fix)
+
+
+@rule
+@of_train_py
+def experts_are_not_quantised(run):
+    """bitsandbytes quantises linear layers, and transformers keeps all experts of a layer in one
+    tensor that is none: nine tenths of a model may stay in `dtype`.
+    """
+    if run["load_in_4bit"] and not stored_as(run) and _has_experts(text_config(known_config(run))):
+        what = f"leaves the experts of a {_type(run)} model in {run['dtype']}: only linear layers are quantised"
+        fix = "--dtype bfloat16, with or without 4 bits, and plan with that"
+        yield advice(run, "load_in_4bit", what, fix)
+
+
+@rule
+@of_train_py
+def liger_evaluates_plain_labels(run):
+    """`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."""
+    if run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run):
+        what = "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it"
+        yield problem(run, "use_liger_kernel", what, "--use_liger_kernel false, or --label_smoothing_factor 0")
+
+
+def fuses_the_loss(run: RunSpec) -> bool:
+    """True if Liger computes a language model's loss from its hidden states, without logits."""
+    asked = run["use_liger_kernel"] and run["task"] == "causal_lm"
+    fused = mapping(run["liger_kernel_config"]).get("fused_linear_cross_entropy", True)
+    return bool(asked and fused and _type(run) in models.types_with_fused_loss())
+
+
+def what_peft_accepts(message: str, dora: bool = False) -> str:
+    """What to write after peft has refused a model with this message, with DoRA or without."""
+    fix = "--lora_target_modules with other modules of the model"
+    if "DoRA" in message or (dora and "ParamWrapper" in message):  # experts have neither dropout nor DoRA
+        return f"{fix}, or --lora_dropout 0 without --use_dora"
+    return f"--lora_dropout 0, or {fix}" if "dropout" in message else fix
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+_LEAVE_OUT = "leave it out: the model's default is the best one that it supports"
+_FLASH_PACKAGES = {
+    2: ("flash_attn", "flash-attn"),
+    3: ("flash_attn_interface", "flash-attn-3"),
+    4: ("flash_attn", "flash-attn-4"),
+}
+# The names that types of models have for the dropout of their attention.
+_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
+_HEADS = ("head_dim", "global_head_dim", "swa_head_dim", "qk_head_dim", "v_head_dim")
+
+
+def _flash_version(name: str) -> int:
+    """2 of `flash_attention_2` and of `kernels-community/flash-attn2`; 0 for anything else."""
+    found = re.search(r"flash[-_]att(?:entio)?n[-_]?(\d)", name)
+    return int(found[1]) if found else 0
+
+
+@rule
+def attention_is_known(run):
+    """`ValueError: Specified attn_implementation="..." is not supported`, once data is loaded."""
+    name = run["attn_implementation"]
+    if name and "/" not in name and name not in legal.names("attn_implementation"):  # a kernel of the Hub is org/name
+        known = [known for known in legal.names("attn_implementation") if "|" not in known]
+        fix = nearest(name.lower(), known) or "one of " + ", ".join(known) + ", or a kernel of the Hub: org/name"
+        yield problem(run, "attn_implementation", f"there is no implementation {name!r}", fix)
+
+
+@rule
+def attention_fits_the_model(run):
+    """`ValueError: BloomForCausalLM does not support an attention implementation through ...`
+
+    FlashAttention 2 and 3 take heads up to 256 (flash_api.cpp) and fail in the first step. Gemma 4
+    has some of 512. Newer ones drop the model's dropout without a word (read in their sources).
+    """
+    name, text = run["attn_implementation"] or "", text_config(known_config(run))
+    flash = _flash_version(name)
+    kind = "flash_attn" if flash else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
+    layers = map(mapping, [text, *mapping(text.get("per_layer_config")).values()])
+    heads = max((layer[key] for layer in layers for key in _HEADS if isinstance(layer.get(key), int)), default=0)
+    if kind and of_class(run, f"_supports_{kind}") is False:
+        yield problem(run, "attn_implementation", f"{name} is not supported by models of type {_type(run)}", _LEAVE_OUT)
+    elif flash in (2, 3) and heads > 256:
+        what = f"{name} takes heads up to 256, and the model has some of {heads}"
+        yield problem(run, "attn_implementation", what, _LEAVE_OUT)
+    if flash > 2 and (dropout := next((text[key] for key in _DROPOUTS if text.get(key)), 0)):
+        what = f"{name} has no dropout, and the model's attention has {dropout}"
+        yield advice(run, "attn_implementation", what, "flash_attention_2, or 0.0 in the model's config.json")
+
+
+@rule
+def attention_fits_the_machine(run):
+    """`FlexAttention does not support backward on CPU`, `FlashAttention only supports Ampere GPUs`,
+    `only support fp16 and bf16 data type`: all in the first step.
+
+    FlashAttention 3 is written for Hopper, 4 for Hopper and Blackwell. Version 3 trains on Ampere
+    if it was built for it, and on nothing after Hopper:
+    https://github.com/Dao-AILab/flash-attention/issues/1049 and 1853.
+    """
+    name, card = run["attn_implementation"] or "", run.hardware.capability
+    flash, here = _flash_version(name), f"the GPU has compute capability {'.'.join(map(str, card))}"
+    package, distribution = _FLASH_PACKAGES.get(flash, ("", "")) if "/" not in name else ("kernels", "kernels")
+    has_kernels = not package or available(run, "kernels") or available(run, package)  # `kernels` loads them all
+    if not on_gpu(run):
+        if flash or name == "flex_attention":
+            what = f"{name} does not train on a CPU"
+            yield problem(run, "attn_implementation", what, "sdpa or eager, or leave it out")
+    elif flash and card < (8, 0):
+        yield problem(run, "attn_implementation", f"needs compute capability 8.0: {here}", "sdpa, or leave it out")
+    elif flash == 3 and card[0] > 9:
+        what = f"FlashAttention 3 has kernels for Hopper, and none for later cards: {here}"
+        yield problem(run, "attn_implementation", what, "flash_attention_2 or flash_attention_4")
+    elif flash > 2 and card[0] < 9:
+        say = advice if run.place.is_elsewhere or has_kernels else problem
+        what = f"FlashAttention {flash} is written for Hopper: {here}"
+        yield say(run, "attn_implementation", what, "flash_attention_2")
+    elif not has_kernels:
+        yield missing(run, "attn_implementation", distribution, f"{name} needs the package {distribution}")
+    if flash and on_gpu(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
+        fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
+        yield problem(run, "attn_implementation", "computes in 16 bits only, and this run in fp32", fix)

@@ -1,0 +1,411 @@
+"""The probe: constructs what a training constructs, and reports what the libraries refuse.
+
+It needs no GPU and joins no process group: what only a card decides is left to the rules. A
+construction that fails is a problem in the library's own words, with the source of the value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from recipes import legal
+from recipes.errors import Problem, UserError
+from recipes.legal.libraries import ABSENT
+from recipes.quiet import silence
+from recipes.rules.facts import (
+    accelerator_config,
+    deepspeed_file,
+    deepspeed_section,
+    fsdp_version,
+    in_json,
+    is_true,
+    json_source,
+    known_config,
+    mapping,
+    on_gpu,
+    uses_deepspeed,
+    uses_fsdp,
+)
+from recipes.run import RunSpec
+from recipes.run.engine_sources import launch_environment
+
+_STEPS = 1000  # of a training whose length only its data tell
+# Variables that announce other processes, for which a construction would wait.
+_OF_RANKS = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_COMM_|MV2_COMM_|MPI_LOCAL")
+
+
+def probe(run: RunSpec, *, launched: bool | None = None) -> list[Problem]:
+    """The problems that the installed libraries have with a run; importing them takes seconds.
+
+    With `launched` (by default as the run's place says) a launcher has started this process: its
+    variables are there, and its own parsing is skipped. Leaves nothing behind, neither variables
+    nor the state of accelerate and transformers.
+    """
+    found: list[Problem] = []
+    with silence(), _state_as_before():
+        _construct(run, run.place.launched if launched is None else launched, found)
+    return found
+
+
+def require_constructible(run: RunSpec) -> None:
+    """Raises `UserError` with everything that the libraries refuse."""
+    if found := probe(run):
+        raise UserError(*found)
+
+
+def probe_in_child(run: RunSpec) -> list[Problem]:
+    """`probe` in a child process, where its imports, its noise and its crashes stay."""
+    import multiprocessing  # `recipes check` without --deep need not wait for it
+
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    output, printed = os.pipe()
+    child = context.Process(target=_answer, args=(run, sender, printed), daemon=True)
+    child.start()
+    sender.close()
+    os.close(printed)
+    with os.fdopen(output, errors="replace") as stream:
+        noise = stream.read().split("\n")  # until the child ends: its answer is smaller than a pipe's buffer
+    child.join()
+    if child.exitcode == 0:
+        return receiver.recv()
+    last = next((line.strip() for line in reversed(noise) if line.strip()), "without a word")
+    what = f"the libraries ended the process that tried them (exit code {child.exitcode}): {last[:300]}"
+    return [Problem("probe", what, "reinstall the library that it names", "the installed libraries")]
+
+
+def _answer(run: RunSpec, sender: Any, printed: int) -> None:
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # others need packages
+        sys.modules.update(ABSENT | {"peft": None})
+    sender.send(probe(run))
+
+
+@contextlib.contextmanager
+def _state_as_before() -> Iterator[None]:
+    """Restores what the libraries keep for a whole process, as if nothing had been constructed."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations import deepspeed
+
+    kept: list[Any] = [state._shared_state for state in (AcceleratorState, GradientState, PartialState)] + [os.environ]
+    before, weak_reference = [dict(content) for content in kept], deepspeed._hf_deepspeed_config_weak_ref
+    for state in kept[:-1]:
+        state.clear()
+    for name in filter(_OF_RANKS.match, list(os.environ)):
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = weak_reference
+        for content, was in zip(kept, before, strict=True):
+            content.clear()
+            content.update(was)
+
+
+def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
+    """Construct one thing after the other, as far as each needs the one before; add to `found`."""
+
+    @contextlib.contextmanager
+    def attempt(file: str = "", content: Mapping[str, Any] | None = None, about: str = "") -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not (isinstance(error, ImportError) and run.place.is_elsewhere):  # it may be installed there
+                found.append(refused_by_library(run, error, file, content or {}, about))
+
+    yaml, args, optimizer, config = run.outer_engine or run.engine, None, None, {}
+    of_engine = (run.engine.source, run.engine.raw) if run.engine.kind in ("deepspeed", "fsdp") else ("", {})
+    if run["deepspeed"] or deepspeed_section(run).get("deepspeed_config_file"):
+        of_engine = (json_source(run), deepspeed_file(run) or {})
+    elif run["fsdp"] and run["fsdp_config"]:
+        own = run["fsdp_config"]
+        of_engine = (own if isinstance(own, str) else "--fsdp_config", mapping(own))
+    if yaml.raw and Path(yaml.source).is_file() and not launched and not run.place.own_script:
+        with attempt(yaml.source, yaml.raw):
+            os.environ.update(_launch(run))
+        if found:
+            return
+    _enter_engine(run)
+    with attempt(*of_engine):
+        args = _arguments(run)
+    if args is None:
+        return
+    with attempt(about="report_to"):
+        _check_loading(args)
+    with attempt(*of_engine):
+        _check_sizes(run, args, found)
+    with attempt(*of_engine):
+        _check_plugins(args)
+    with attempt(*of_engine):
+        config = _deepspeed_config(run, args, found) if args.deepspeed_plugin else {}
+    with attempt(about="optim_args adam_beta1 adam_beta2 optim"):
+        optimizer = _optimizer(args)
+    with attempt(*of_engine if config else ("", {}), about="lr_scheduler_kwargs lr_scheduler_type"):
+        if optimizer is not None:
+            _schedule(args, optimizer, config)
+
+
+# --- Constructions, in the order of a training ----------------------------------------------------
+
+
+def _launch(run: RunSpec) -> Mapping[str, str]:
+    """The variables that `accelerate launch` makes of the YAML (its `launch_command`)."""
+    from accelerate.commands import launch
+    from accelerate.utils import launch as environments
+
+    yaml, nodes = run.outer_engine or run.engine, run.world_size // max(1, run.local_world_size)
+    words = ["--config_file", yaml.source, "--machine_rank", "1"]  # rank 0 of several looks for a free port
+    if yaml.num_processes is not None and yaml.num_processes != yaml.raw.get("num_processes"):
+        words += ["--num_processes", str(yaml.num_processes)]
+    if nodes > 1:
+        words += ["--num_machines", str(nodes), "--main_process_ip", "127.0.0.1"]
+    if yaml.raw.get("main_process_port") is None:
+        words += ["--main_process_port", "0"]  # one that is free now
+    parsed = launch.launch_command_parser().parse_args([*words, "train.py"])
+    args, defaults, precision_of_file = launch._validate_launch_command(parsed)
+    if args.use_deepspeed:
+        names = [*defaults.deepspeed_config.keys(), *(["mixed_precision"] if precision_of_file else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(names)
+        return environments.prepare_deepspeed_cmd_env(args)[1]
+    if args.multi_gpu or args.use_fsdp or args.use_megatron_lm:
+        return environments.prepare_multi_gpu_env(args)
+    return environments.prepare_simple_launcher_cmd_env(args)[1]
+
+
+def _enter_engine(run: RunSpec) -> None:
+    """The variables of the engine that trains, which may be another than the launched one."""
+    shards = {"ACCELERATE_USE_DEEPSPEED": uses_deepspeed(run), "ACCELERATE_USE_FSDP": uses_fsdp(run)}
+    for name in [name for name, used in shards.items() if not used]:
+        os.environ.pop(name, None)
+    if any(shards.values()) and not shards.keys() & set(os.environ) and not run["deepspeed"] and not run["fsdp"]:
+        os.environ.update(launch_environment(run.engine))
+    for name in ("FSDP_SYNC_MODULE_STATES", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        if os.environ.get(name, "").lower() == "true":
+            os.environ[name] = "false"  # it asks for the current card
+
+
+def _arguments(run: RunSpec) -> Any:
+    """TrainingArguments on a CPU, in a world of the run's size that nobody joins."""
+    from transformers import TrainingArguments
+
+    class Unjoined(TrainingArguments):
+        world_size = property(lambda self: run.world_size)
+
+    # A card decides over tf32, a process group over ddp_backend and a configured state.
+    given = {name: value for name, value in run.training_arguments().items() if name not in ("tf32", "ddp_backend")}
+    if is_true(accelerator_config(run).get("use_configured_state")):
+        given["accelerator_config"] = {**accelerator_config(run), "use_configured_state": False}
+    if run["deepspeed"] and (content := deepspeed_file(run)):
+        given["deepspeed"] = _with_defaults(content).config
+    return Unjoined(**{**copy.deepcopy(given), "use_cpu": True})
+
+
+def _check_loading(args: Any) -> None:
+    """A DataLoader of one row, and the names of the trackers."""
+    from torch.utils.data import DataLoader
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    names = ("num_workers", "persistent_workers", "multiprocessing_context", "prefetch_factor")
+    DataLoader([0], **{name: getattr(args, f"dataloader_{name}") for name in names})  # type: ignore[arg-type]
+    get_reporting_integration_callbacks(args.report_to)
+
+
+def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
+    """The ParallelismConfig of arguments or variables. One that does not fit processes and engine
+    is a problem of its own in `found`.
+    """
+    from accelerate import DistributedType, ParallelismConfig
+
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+        config = ParallelismConfig()
+    if config is None:
+        return
+    type_ = DistributedType.MULTI_GPU if on_gpu(run) else DistributedType.MULTI_CPU
+    type_ = DistributedType.FSDP if uses_fsdp(run) else DistributedType.DEEPSPEED if uses_deepspeed(run) else type_
+    engine = {"is_fsdp2": fsdp_version(run) == 2, "multi_device": type_ == DistributedType.MULTI_GPU}
+    try:
+        config._validate_accelerator(
+            SimpleNamespace(num_processes=run.world_size, distributed_type=type_, **engine)  # type: ignore[arg-type]
+        )
+    except ValueError as error:
+        fix = "sizes that fit the processes, under FSDP2; or leave it out"
+        found.append(Problem("parallelism_config", str(error), fix, run.engine.parallelism.source))
+
+
+def _check_plugins(args: Any) -> None:
+    """The plugins that the Accelerator builds from arguments and variables."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, TorchDynamoPlugin
+
+    GradientAccumulationPlugin(**{**(args.accelerator_config.gradient_accumulation_kwargs or {}), "num_steps": 1})
+    if args.torch_compile:
+        TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+    if args.fsdp_plugin_args is not None:
+        FullyShardedDataParallelPlugin(**{**args.fsdp_plugin_args, "sync_module_states": False})
+    elif "ACCELERATE_USE_FSDP" in os.environ:
+        FullyShardedDataParallelPlugin()
+
+
+def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str, Any]:
+    """The finished DeepSpeed JSON. DeepSpeed's own class reads it if nothing contradicts.
+
+    A value that contradicts the arguments is a problem of its own in `found`.
+    """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from transformers.integrations.deepspeed import propagate_args_to_deepspeed
+
+    class Config(DeepSpeedConfig):
+        def _configure_train_batch_size(self) -> None:
+            # Processes that share a model by autotp_size count each, those of a sequence do not.
+            self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
+            super()._configure_train_batch_size()
+
+    plugin, written = args.deepspeed_plugin, HfDeepSpeedConfig(deepspeed_file(run) or {})
+    tensor = max(1, plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0))
+    plugin.set_mixed_precision(args.mixed_precision)
+    if not run["deepspeed"]:
+        if written.config:
+            plugin.hf_ds_config = _with_defaults(plugin.deepspeed_config)
+        propagate_args_to_deepspeed(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)), args)
+    config, content = plugin.hf_ds_config, plugin.hf_ds_config.config
+    for name in ("total_num_steps", "warmup_num_steps") if args.max_steps <= 0 else ():
+        if written.get_value(f"scheduler.params.{name}") is not None:
+            content["scheduler"]["params"][name] = "auto"  # only the data tell
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=known_config(run).get("hidden_size") or 1))
+    try:
+        config.trainer_config_finalize(args, model, args.max_steps if args.max_steps > 0 else _STEPS)
+    except ValueError:
+        if not config.mismatches:
+            raise
+    for line in (line.removeprefix("- ") for line in config.mismatches):
+        path = line.removeprefix("ds ").partition("=")[0]
+        section, _, name = path.rpartition(".")
+        line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # a fraction, as written
+        what = line if written.get_value(path) is not None or not written.config else f"is left out, so {line}"
+        found.append(in_json(run, path, what, f'"{name}": "auto"' + f" in {section}" * bool(section)))
+    if not config.mismatches:
+        if not run["deepspeed"]:  # accelerate adds the batch to a file that its YAML names
+            content.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
+        Config(copy.deepcopy(content))
+    return content
+
+
+def _with_defaults(content: dict[str, Any]) -> Any:
+    """A DeepSpeed JSON in which DeepSpeed's own values stand for those that it leaves out.
+
+    Trainer fills in "auto", and compares a value that is written. One that is not has DeepSpeed's
+    default, whatever the arguments say: an optimizer's lr of 0.001, a warm-up of 1000 steps.
+    """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    config = HfDeepSpeedConfig(content)
+    defaults = {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, "bf16.enabled": False, "fp16.enabled": False}
+    for section, class_of in (("optimizer", _optimizer_class), ("scheduler", _scheduler_class)):
+        if section in config.config:
+            parameters = inspect.signature(class_of(config.config[section])).parameters.values()
+            defaults |= {f"{section}.params.{one.name}": one.default for one in parameters if one.default != one.empty}
+    highest = "scheduler.params.warmup_max_lr"
+    if config.get_value(highest, defaults.get(highest)) is not None:
+        defaults.pop("optimizer.params.lr", None)  # the schedule sets it
+    for path, value in defaults.items():
+        section, name = config.find_config_node(path)
+        if section is not None:
+            section.setdefault(name, list(value) if isinstance(value, tuple) else value)
+    return config
+
+
+def _optimizer_class(section: dict[str, Any]) -> Any:
+    """The class that DeepSpeed takes on a GPU; on a CPU it takes others with the same defaults."""
+    import torch
+    from deepspeed.ops import adam, lamb, lion
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    name, params = section["type"], section.setdefault("params", {})
+    own = {"adam": adam.FusedAdam, "adamw": adam.FusedAdam, "lamb": lamb.FusedLamb, "lion": lion.FusedLion}
+    if name.lower() in own and not params.get("torch_adam"):
+        return own[name.lower()]
+    of_torch = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad"}.get(name.lower(), name)
+    unknown = [object] if name.lower() in DEEPSPEED_OPTIMIZERS else []  # of the package mup, and DeepSpeed's own
+    return getattr(torch.optim, of_torch, *unknown)
+
+
+def _scheduler_class(section: dict[str, Any]) -> Any:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    return getattr(lr_schedules, section["type"], None) or getattr(torch.optim.lr_scheduler, section["type"])
+
+
+def _optimizer(args: Any) -> Any:
+    """The optimizer of one small layer, as `Trainer.create_optimizer` builds it."""
+    import torch
+    from transformers import Trainer
+    from transformers.trainer_optimizer import is_optimizer_factory
+
+    model = torch.nn.Linear(1, 1)
+    cls, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    if is_optimizer_factory(cls):
+        return cls()(model, **settings)
+    weights: Any = [{"params": list(model.parameters()), "weight_decay": args.weight_decay}]
+    for name in ("params", "model", "optimizer_dict"):
+        weights = settings.pop(name, weights)
+    return cls(weights, **settings)
+
+
+def _schedule(args: Any, optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Trainer's learning rate schedule, or that of a DeepSpeed JSON (`_scheduler_from_config`)."""
+    from transformers import get_scheduler
+
+    steps = args.max_steps if args.max_steps > 0 else _STEPS
+    settings, warmup = args.lr_scheduler_kwargs, args.get_warmup_steps(steps)
+    if "scheduler" not in config:
+        get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, scheduler_specific_kwargs=settings)
+    else:
+        _scheduler_class(config["scheduler"])(optimizer, **config["scheduler"]["params"])
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def refused_by_library(
+    run: RunSpec, error: Exception, file: str = "", content: Mapping[str, Any] | None = None, about: str = ""
+) -> Problem:
+    """A problem about the first name in an error's message that the user wrote: a setting, or a key
+    or value in the `content` of the YAML or JSON `file`. `about`: the settings, with spaces between
+    them, of which the user wrote one if the message names none.
+    """
+    text = " ".join(str(error).split()).partition(" [type=")[0]  # pydantic's own words for programmers
+    what, words = f"{text[:400]} ({type(error).__name__})", re.findall(r"\w+", text)
+    named = [name for word in words for name in (word, f"dataloader_{word}") if name in legal.trainer_fields()]
+    subject = next((name for name in named if run.explicit(name)), "")
+    if not subject and file:
+        items, lower = list(_items(content or {})), {word.lower() for word in words if not word.isdigit()}
+        named = [key for key, _ in items if any(key == word or key.endswith(f"_{word}") for word in lower)]
+        named += [key for key, value in items if str(value).lower() in lower]
+        return Problem(next(iter(named), Path(file).name), what, f"correct {file}", file)
+    subject = subject or next((name for name in about.split() if run.explicit(name)), "")
+    subject = subject or next((name for name in named if "_" in name), "")
+    if subject:
+        return Problem(subject, what, "another value, or leave it out", run.setting(subject).source)
+    files = [name for name in ("deepspeed", "fsdp_config", "accelerator_config") if run.explicit(name)]
+    fix = f"correct what --{files[0]} names" if files else "leave out the flags that it is about"
+    return Problem("TrainingArguments", what, fix, "transformers")
+
+
+def _items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a file and of its sections."""
+    for key, value in content.items():
+        yield str(key), value
+        yield from _items(value) if isinstance(value, Mapping) else ()

@@ -1,0 +1,342 @@
+"""Rules about training itself that need more than one expression: nested settings, precision and
+the card, optimizer and schedule, evaluation, checkpoints. The others, such as bf16's and tf32's,
+are rows in `table`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes import legal
+from recipes.errors import Problem
+from recipes.legal.schema import package_folder
+from recipes.rules.facts import (
+    accelerator_config,
+    advice,
+    available,
+    deepspeed_file,
+    deepspeed_section,
+    fsdp_section,
+    fsdp_version,
+    gradient_accumulation_kwargs,
+    in_yaml,
+    is_true,
+    mapping,
+    missing,
+    mixed_precision,
+    of_train_py,
+    on_gpu,
+    problem,
+    rule,
+    uses_deepspeed,
+    uses_fsdp,
+    zero_stage,
+)
+from recipes.rules.table import advice as advice_row
+from recipes.rules.table import error, setting_is_read
+from recipes.run import RunSpec, Settings, nearest
+from recipes.run.files import read_json
+from recipes.run.metrics import METRICS, smaller_is_better
+from recipes.run.recorded import began_from
+
+# --- Nested settings ------------------------------------------------------------------------------
+
+
+@rule
+def nested_settings_are_known(run):
+    """fsdp_config accepts any key silently; elsewhere a misspelt one fails in the first step."""
+    fsdp = {str(key).removeprefix("fsdp_") for key in mapping(run["fsdp_config"])}
+    checkpointing = mapping(run["gradient_checkpointing_kwargs"])
+    nested = (
+        ("accelerator_config", accelerator_config(run), "accelerator_config"),
+        ("accelerator_config", gradient_accumulation_kwargs(run), "gradient_accumulation_kwargs"),
+        ("gradient_checkpointing_kwargs", checkpointing, "gradient_checkpointing_kwargs"),
+        ("fsdp_config", fsdp, "fsdp_config"),
+    )
+    for name, keys, section in nested:
+        known = legal.names(section) if keys and setting_is_read(run, name) else ()
+        for key in sorted(set(keys) - set(known)) if known else ():
+            fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
+            yield problem(run, name, f"has no key {key!r}", fix)
+
+
+@rule
+def nested_files_can_be_read(run):
+    """`FileNotFoundError`, in every rank; and until then rules judge a run without that file."""
+    for name in ("deepspeed", "fsdp_config", "accelerator_config"):
+        value = run[name]
+        if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
+            continue
+        if what := read_json(value)[1]:
+            yield problem(run, name, what, "a JSON object, or the path of a JSON file that holds one")
+
+
+# Import names that differ from the name in `report_to`. An empty one needs no package.
+_REPORT_MODULES = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": ""}
+
+
+@rule
+def reports_go_somewhere(run):
+    """`... is not supported, only ... are supported`, once model and data are loaded."""
+    asked, known = run["report_to"], legal.names("report_to")
+    for name in [asked] if isinstance(asked, str) else asked or []:
+        module = _REPORT_MODULES.get(name, name)
+        if name in ("all", "none"):
+            continue
+        if name not in known:
+            near = " ".join(name.split(",")) if "," in name else nearest(name, known)
+            fix = f"--report_to {near}" if near else "one of none, " + ", ".join(known)
+            yield problem(run, "report_to", f"{name!r} is not an integration that Trainer reports to", fix)
+        elif module and not any(available(run, one) for one in (module, "tensorboardX")[: 1 + (name == "tensorboard")]):
+            yield missing(run, "report_to", module, f"{name} needs the package {module}")
+
+
+# --- Compilation, precision and the card ----------------------------------------------------------
+
+
+@rule
+def yaml_compiles_what_the_arguments_do_not(run):
+    """A dynamo backend in the YAML compiles despite `torch_compile=False`; DeepSpeed ignores it."""
+    backend = run.engine.dynamo_backend
+    if backend == "no":
+        return
+    if run.engine.kind == "deepspeed":
+        yield in_yaml(run, "dynamo_config", "is ignored under DeepSpeed", "--torch_compile", "advice")
+    elif not run["torch_compile"]:
+        what = f"{backend} compiles a run whose torch_compile is off"
+        from_a_file = "remove it from the YAML" if run.engine.raw else "unset ACCELERATE_DYNAMO_BACKEND"
+        yield in_yaml(run, "dynamo_config", what, f"{from_a_file}, or --torch_compile")
+
+
+@rule
+def yaml_precision_agrees_with_arguments(run):
+    """`mixed_precision: bf16` in the YAML turns bf16 on, despite `bf16=False`.
+
+    TrainingArguments that say fp16 or bf16 win over the YAML: as asked, if the user wrote them.
+    """
+    asked = "bf16" if run["bf16"] else "fp16" if run["fp16"] else "no"
+    given = run.engine.mixed_precision
+    if given in ("no", asked) or (given == "fp8" and asked == "no") or given not in ("bf16", "fp16", "fp8"):
+        return
+    if given != "fp8" and asked != "no" and run.explicit(asked):
+        yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "mixed_precision: 'no'", "advice")
+        return
+    fix = f"mixed_precision: 'no', or --{given} for the run"
+    if given == "fp8":
+        fix = f"mixed_precision: '{asked}', or --{asked} false for fp8"
+    what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"
+    yield in_yaml(run, "mixed_precision", what, fix)
+
+
+@rule
+def deepspeed_evaluates_as_it_trains(run):
+    """A type of evaluations becomes that of the training, if the JSON of `--deepspeed` has it."""
+    for name in ("bf16", "fp16") if run["deepspeed"] else ():
+        enabled = mapping((deepspeed_file(run) or {}).get(name)).get("enabled")
+        if run[f"{name}_full_eval"] and mixed_precision(run) != name and enabled not in (None, False):
+            what = "DeepSpeed evaluates in the type that it trains in, which the arguments do not ask for"
+            yield problem(run, f"{name}_full_eval", what, f"leave it out, or --{name} with no other type")
+
+
+@rule
+def fp8_needs_sm89(run):
+    """`insufficient for FP8 mixed precision training ... Will use FP16 instead.`, in a log."""
+    card = run.hardware.capability
+    if "fp8" in (mixed_precision(run), run.engine.mixed_precision) and on_gpu(run) and card < (8, 9):
+        what = f"fp8 needs compute capability 8.9, and the GPU has {card[0]}.{card[1]}"
+        yield in_yaml(run, "mixed_precision", what, "mixed_precision: 'no'")
+
+
+@rule
+def torch_has_kernels_for_the_card(run):
+    """`no kernel image is available for execution on the device`, at the first kernel.
+
+    Since torch 2.11 only the cu126 wheels hold kernels for cards before Turing, such as the V100:
+    https://github.com/pytorch/pytorch/pull/175253
+    """
+    numbers = [int(part) for part in re.findall(r"\d+", legal.version("torch") or "")[:2]]
+    cuda = _cuda_of_torch()
+    if not on_gpu(run) or run.hardware.capability >= (7, 5) or numbers < [2, 11] or cuda == "12.6":
+        return
+    what = f"torch {numbers[0]}.{numbers[1]} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
+    fix = "a torch built for CUDA 12.6, as its installation page offers"
+    severity = "error" if cuda and not run.place.is_elsewhere else "advice"  # another torch may be installed there
+    yield Problem("gpu", what, fix, "torch's release notes", severity)
+
+
+def _cuda_of_torch() -> str:
+    """The CUDA version that torch is built for, such as 12.6; empty without CUDA or torch."""
+    folder = package_folder("torch")
+    try:
+        text = (folder or Path()).joinpath("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    return "".join(re.findall(r"^cuda\b[^=]*= '([\d.]+)'", text, flags=re.M))
+
+
+# --- Optimizer and schedule -----------------------------------------------------------------------
+
+
+@rule
+def warmup_ends_before_the_run(run):
+    """The learning rate never reaches its value: silently.
+
+    Where epochs say how long the run is, train.py asks once it has the data.
+    """
+    if run["max_steps"] > 0:
+        yield from warmup_within(run, run["max_steps"])
+
+
+def warmup_within(run: RunSpec, steps: int) -> Iterator[Problem]:
+    """Advice about a warm-up that does not end within `steps` optimizer steps."""
+    warmup = run["warmup_steps"] if run["warmup_steps"] >= 1 else round(run["warmup_steps"] * steps)
+    if setting_is_read(run, "warmup_steps") and run.explicit("warmup_steps") and warmup >= steps:
+        what = f"{warmup:g} steps of warm-up do not end before the run, which has {steps}"
+        yield advice(run, "warmup_steps", what, f"fewer than {steps}, or a value below 1 for a fraction of the run")
+
+
+# --- The best model -------------------------------------------------------------------------------
+
+
+@rule
+@of_train_py
+def best_metric_is_reported(run):
+    """`KeyError: The metric_for_best_model ... which is not found`, after the first evaluation."""
+    wanted = run["metric_for_best_model"]
+    if not wanted or run["eval_strategy"] == "no":
+        return
+    known = ["loss"]
+    if run["task"] == "sequence_classification" and not run["prediction_loss_only"]:
+        kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data will tell
+        known += dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])
+    speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
+    name = wanted.removeprefix("eval_")
+    if name not in (*known, *speeds):
+        near = [metric for metric in known if metric.startswith(f"{name}_")] or [nearest(wanted, known)]
+        fix = " or ".join(metric for metric in near if metric) or " or ".join(known)
+        yield problem(run, "metric_for_best_model", f"{wanted} is not reported", fix)
+
+
+def _smaller_is_better(run: Settings) -> bool | None:
+    return smaller_is_better(run["metric_for_best_model"] or "loss")
+
+
+def _looks_the_wrong_way(run: RunSpec) -> bool:
+    """True for a schedule that waits for the best metric to get worse."""
+    if run["lr_scheduler_type"] not in ("reduce_lr_on_plateau", "greedy") or _smaller_is_better(run) is None:
+        return False
+    return mapping(run["lr_scheduler_kwargs"]).get("mode", "min") == ("max" if _smaller_is_better(run) else "min")
+
+
+def _better(run: Settings) -> str:
+    return f"{'smaller' if _smaller_is_better(run) else 'greater'} {run['metric_for_best_model'] or 'loss'}"
+
+
+# --- Checkpoints and the Hub ----------------------------------------------------------------------
+
+
+def pushed_to(run: Settings) -> str:
+    """The repository's name as Trainer chooses it, with or without its owner."""
+    return run["hub_model_id"] or Path(run["output_dir"]).absolute().name
+
+
+def _is_repository(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _resumes_from_nothing(run: RunSpec) -> bool:
+    """True if the checkpoint is missing. A run that began there has checkpoints of its own."""
+    wanted = run["resume_from_checkpoint"]
+    if not wanted or str(wanted).lower() == "true" or run["fresh"]:
+        return False
+    return not os.path.isdir(wanted) and not began_from(run["output_dir"] or "", wanted)  # noqa: PTH112, Path.is_dir raises for a name too long for a path
+
+
+def _saves_in_shards(run: RunSpec) -> bool:
+    """True for FSDP's SHARDED_STATE_DICT, which accelerate takes for FSDP2 if a YAML has none."""
+    default = "SHARDED_STATE_DICT" if fsdp_version(run) == 2 else "FULL_STATE_DICT"
+    saved_as = str(fsdp_section(run).get("state_dict_type") or default).upper()
+    return uses_fsdp(run) and saved_as in ("SHARDED_STATE_DICT", "3")  # its number in torch's StateDictType
+
+
+@rule
+def zero3_saves_whole_weights(run):
+    """Otherwise ZeRO-3 writes a warning instead of model.safetensors: there is nothing to load.
+
+    So does DeepSpeed's tensor parallelism, at any stage, whose checkpoints `zero_to_fp32.py` cannot
+    read either. train.py saves a whole model at the end all the same.
+    """
+    divided = zero_stage(run) == 3 or (uses_deepspeed(run) and run.engine.parallelism.autotp not in (0, 1))
+    if not divided or run["save_strategy"] == "no":
+        return
+    if (content := deepspeed_file(run)) is not None:
+        key, section = "stage3_gather_16bit_weights_on_model_save", mapping(content.get("zero_optimization"))
+        gathered = section.get(key, section.get(key.removeprefix("stage3_")))
+        fix = f'"{key}": true below "zero_optimization"'
+    else:
+        key = "zero3_save_16bit_model"
+        launched = run.place.environment.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL")
+        gathered = deepspeed_section(run).get(key) if run.engine.raw else launched
+        fix = f"{key}: true"
+    if not is_true(gathered):
+        yield in_yaml(run, key, "is off: checkpoints will not have a model.safetensors", fix, "advice")
+
+
+# --- Rules of one expression ----------------------------------------------------------------------
+
+_WORKS_WITH_OFFLOAD = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit")
+
+
+def _replaces_the_optimizer(run: RunSpec) -> bool:
+    """True if ZeRO's offload runs DeepSpeedCPUAdam, whatever `optim` says."""
+    content = deepspeed_file(run) or {}
+    if not uses_deepspeed(run) or "optimizer" in content or content.get("zero_force_ds_cpu_optimizer") is False:
+        return False
+    section = mapping(content.get("zero_optimization")).get("offload_optimizer")
+    device = section.get("device") if isinstance(section, dict) else run.engine.offload_optimizer
+    return device not in (None, "none")
+
+
+ROWS = (
+    error("offload_needs_adamw", "optim",
+          lambda run: _replaces_the_optimizer(run) and run["optim"] not in _WORKS_WITH_OFFLOAD,
+          "{optim} fails, or is replaced by DeepSpeedCPUAdam, under ZeRO's optimizer offload", "--optim adamw_torch",
+          "Offload runs DeepSpeedCPUAdam: it silently replaces SGD and 8-bit Adam, and others crash."),
+    advice_row("every_evaluation_is_saved", "save_steps",
+               lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == run["save_strategy"] == "steps"
+               and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],
+               "{save_steps:g} saves fewer models than are evaluated, and maybe not the best",
+               "leave it out: saving follows evaluation",
+               "Trainer loads the best model that was saved: an older one than the best, or none at all."),
+    advice_row("best_is_the_better_value", "greater_is_better",
+               lambda run: _smaller_is_better(run) is not None and run["greater_is_better"] == _smaller_is_better(run)
+               and (run["load_best_model_at_end"] or run["save_strategy"] == "best" or run["early_stopping_patience"]),
+               lambda run: f"is {str(run['greater_is_better']).lower()}, but a {_better(run)} is better",
+               "leave it out", "The worst model is kept as the best, and early stopping waits for a worse one."),
+    advice_row("plateaus_look_the_right_way", "lr_scheduler_type", _looks_the_wrong_way,
+               lambda run: f"looks the other way: a {_better(run)} is better",
+               lambda run: f"lr_scheduler_kwargs with mode: {'min' if _smaller_is_better(run) else 'max'}",
+               "With mode `min`, the default, the learning rate falls while the accuracy rises."),
+    error("a_push_names_a_repository", "hub_model_id",
+          lambda run: run["push_to_hub"] and run["output_dir"] and not _is_repository(pushed_to(run)),
+          lambda run: f"{pushed_to(run)!r} is not the name of a repository",
+          "--hub_model_id [OWNER/]NAME, of letters, digits, dots, - and _",
+          "`HFValidationError: Repo id must use alphanumeric chars`, once model and data are loaded."),
+    error("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
+          "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",
+          "`Can't find a valid checkpoint at ...`, after model and data are loaded."),
+    error("sharded_checkpoints_hold_the_optimizer", "save_only_model",
+          lambda run: run["save_only_model"] and _saves_in_shards(run), "needs whole weights",
+          lambda run: f"{'' if run['fsdp'] else 'fsdp_'}state_dict_type: FULL_STATE_DICT in fsdp_config",
+          "`save_only_model option is not compatible with FSDP state dict type`, once the model is loaded."),
+)  # fmt: skip

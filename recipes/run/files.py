@@ -1,0 +1,126 @@
+"""Files that a user names: where they are, and the settings in their YAML or JSON."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from recipes.errors import mistake
+from recipes.legal.schema import Json, hf_home
+
+
+def expanded(name: str | Path) -> Path:
+    """The path with ~ expanded. The name of an unknown user stays, where Path.expanduser raises."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111
+
+
+def existing_path(name: str | None) -> Path | None:
+    """The file or folder of this name; None if there is none here."""
+    path = expanded(name or "")
+    return path if name and os.path.exists(path) else None  # noqa: PTH110, Path.exists raises for a long name
+
+
+def nearest(name: object, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar of `names`; empty if none is similar (difflib's ratio, from 0 to 1)."""
+    return next(iter(difflib.get_close_matches(str(name), list(names), n=1, cutoff=cutoff)), "")
+
+
+def shipped(name: str, folder: str = "accelerate_configs") -> Path:
+    """A shipped Accelerate YAML: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / folder / name
+    return inside if inside.exists() else package.parent / folder / name
+
+
+def launch_with(name: str) -> str:
+    """The start of a command that launches with a shipped YAML, as a person would type it."""
+    path = shipped(name)
+    near = path.is_relative_to(Path.cwd())
+    return f"accelerate launch --config_file {path.relative_to(Path.cwd()) if near else path}"
+
+
+def find_yaml(name: str | Path, subject: str = "--accelerate_config", beside: str = "", source: str = "") -> Path:
+    """The Accelerate YAML at a path, relative to the folder of the file `beside`; or if there is
+    none, the shipped one of that name.
+
+    Raises `UserError` about `subject` for anything else.
+    """
+    path = existing_path(str(Path(beside).parent / expanded(name)))
+    if path and not path.is_dir():
+        return path
+    known, stem = [file.stem for file in sorted(shipped("").glob("*.yaml"))], str(name).removesuffix(".yaml")
+    if stem in known:
+        return shipped(f"{stem}.yaml")
+    fix = nearest(stem, known, 0.7) or f"the path of an existing file, or one of {', '.join(known)}"
+    raise mistake(subject, f"there is no file {name}, and no shipped YAML of that name", fix, source)
+
+
+def default_accelerate_config(environment: Mapping[str, str]) -> Path | None:
+    """The user's own default, which `accelerate launch` reads if it is given no YAML."""
+    names = ("default_config.yaml", "default_config.json")
+    return next((file for name in names if (file := hf_home(environment) / "accelerate" / name).is_file()), None)
+
+
+# --- YAML and JSON --------------------------------------------------------------------------------
+
+
+def read_yaml(path: str | Path, subject: str, as_text: bool = False) -> Json:
+    """The mapping in a YAML file. Raises `UserError` about the flag `subject` if there is none.
+
+    With `as_text` every value is text, as it was written: `8:00:00` is otherwise 28800 to YAML.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise mistake(subject, f"{path} cannot be read: {reason}", "the path of an existing YAML file") from None
+    content = yaml_content(text, str(path), subject, as_text) or {}
+    if not isinstance(content, dict):
+        what = f"{path} holds a {type(content).__name__}, not settings"
+        raise mistake(subject, what, "one `name: value` on each line")
+    return content
+
+
+def yaml_content(text: str, path: str, subject: str, as_text: bool = False) -> Any:
+    """The content of a YAML text. Raises `UserError` about `subject` if it is not valid."""
+    import yaml
+
+    try:
+        return yaml.load(text, _loader(as_text))
+    except KeyError as error:
+        raise mistake(subject, f"{path} has {error.args[0]!r} twice", "write it once", path) from None
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # `2026-13-13` is no date
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise mistake(subject, f"{path} is not valid YAML{line}", "one `name: value` on each line") from None
+
+
+@cache
+def _loader(as_text: bool) -> Any:
+    """PyYAML's safe loader, or the one of texts, but `KeyError` for a key that is given twice."""
+    import yaml
+
+    class Loader(yaml.BaseLoader if as_text else yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node, deep=False):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise KeyError(twice[0])
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def read_json(file: str | Path) -> tuple[Json | None, str]:
+    """The object in a JSON file and an empty text; or None, and what is wrong with the file."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError:
+        return None, f"{file} cannot be read"
+    except (ValueError, RecursionError) as error:
+        return None, f"{file} is not valid JSON: {error}"
+    return (content, "") if isinstance(content, dict) else (None, f"{file} holds a {type(content).__name__}")

@@ -1,0 +1,75 @@
+"""NVIDIA GPUs by name, for planning a run on a card that this machine does not have.
+
+A card has three sizes: what it is sold as, what nvidia-smi shows as its total, and what CUDA and
+torch can allocate. The driver keeps the difference of the last two, a quarter to nine tenths of a
+GiB, so a plan must fit the third: `torch_bytes`, the least that was seen, since it varies with the
+driver. ECC is as shipped: on for data centre cards, where it costs GDDR6 a sixteenth of the memory,
+off for RTX A6000 and RTX 6000 Ada.
+
+Peaks are for dense matrices with fp32 accumulation at the boost clock: half of what a datasheet
+shows "with sparsity". The table is known_gpus.csv: sizes in MiB, as nvidia-smi and torch print
+them, where the total was seen, and where the peak is from.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.errors import mistake
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """`gigabytes` is the size on the box, `torch_bytes` the memory that torch can allocate.
+
+    `peak_flops` is FLOP/s in bf16, None for a card without it, which has `peak_fp16_flops` instead.
+    """
+
+    name: str
+    gigabytes: int
+    torch_bytes: int
+    capability: tuple[int, int]
+    peak_flops: float | None
+    peak_fp16_flops: float | None
+
+
+def find(name: str) -> KnownGpu:
+    """The card that a user or a driver calls `name`. "H100" and "H200" alone are the SXM modules.
+
+    Raises `UserError` for a name that is not in the catalogue, or belongs to several cards.
+    """
+    chip, gigabytes = _read(name)
+    same_chip = [gpu for gpu in CATALOGUE if _read(gpu.name)[0] == chip]
+    cards = [gpu for gpu in same_chip if gigabytes in (None, gpu.gigabytes)]
+    if len(cards) == 1:
+        return cards[0]
+    if cards:
+        names = " or ".join(gpu.name for gpu in cards)
+        raise mistake("gpu", f"{name!r} is the name of {len(cards)} cards", f"write {names}")
+    fix = f"one of {', '.join(gpu.name for gpu in same_chip or CATALOGUE)}; or for `recipes plan` --gpu_memory GB"
+    raise mistake("gpu", f"{name!r} is not in the catalogue", fix)
+
+
+def _read(name: str) -> tuple[str, int | None]:
+    """The chip and the size in GB, if any, of a card: ("a100", 80) of "NVIDIA A100-SXM4-80GB"."""
+    spelling = re.sub(r"[^a-z0-9]+", " ", name.lower())
+    size = re.search(r"\b(\d{2,3}) ?(gi?b?)?\b", spelling)
+    if size:
+        spelling = spelling.replace(size[0], " ", 1)
+    chip = re.sub(r"nvidia|tesla|geforce|rtx|generation|tensor core|gpu|sxm\d?|hbm\d?e?| ", "", spelling)
+    if not chip.startswith(("h", "v")):  # only of these chips is the PCIe card another product
+        chip = chip.removesuffix("pcie")
+    return chip, int(size[1]) if size else None
+
+
+def _card(row: dict[str, str]) -> KnownGpu:
+    major, minor = map(int, row["capability"].split("."))
+    peaks = [float(row[name]) * 1e12 if row[name] else None for name in ("bf16_tflops", "fp16_tflops")]
+    return KnownGpu(row["name"], int(row["gigabytes"]), int(row["torch_mib"]) << 20, (major, minor), *peaks)
+
+
+with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
+    CATALOGUE = tuple(map(_card, csv.DictReader(_table)))

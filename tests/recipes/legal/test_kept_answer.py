@@ -1,0 +1,119 @@
+"""The libraries are imported once after an install, in a process of its own; its answer is kept."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.running import ROOT
+from tests.support.waiting import PATIENCE, wait_for
+
+CODE = "from recipes import legal; import sys; print(len(legal.settings()), 'torch' in sys.modules)"
+
+
+def start(home, *packages, code=CODE, options=()):
+    """A process that asks for the legal settings, with `packages` before the installed ones."""
+    path = os.pathsep.join(map(str, [ROOT, *packages]))
+    environment = {**os.environ, "HF_HOME": str(home), "PYTHONPATH": path}
+    return subprocess.Popen(
+        [sys.executable, *options, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=home.parent,
+        env=environment,
+    )
+
+
+def ask(home, *packages, **others):
+    """Its output, and what it printed to stderr."""
+    return start(home, *packages, **others).communicate(timeout=PATIENCE)
+
+
+def kept_in(home):
+    (file,) = (home / "accelerate-recipes").glob("legal-*.json")
+    return file
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Two processes at once on an empty cache: the cache, and the output and stderr of each."""
+    home = tmp_path_factory.mktemp("first") / "hf"
+    both = [start(home), start(home)]
+    return home, [process.communicate(timeout=PATIENCE) for process in both]
+
+
+@pytest.fixture
+def home(first, tmp_path):
+    """A copy of the cache with the answer in it."""
+    file = kept_in(first[0])
+    copy = tmp_path / "hf" / "accelerate-recipes" / file.name
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(file.read_bytes())
+    return tmp_path / "hf"
+
+
+def test_two_processes_ask_once_and_one_of_them_prints_why_it_takes_seconds(first):
+    (output, errors), (other, others_errors) = first[1]
+    assert output == other != ""
+    (line,) = (errors + others_errors).splitlines()
+    assert "once after an install" in line
+
+
+def test_a_kept_answer_is_read_in_silence_and_without_torch(first, home):
+    output, errors = ask(home)
+    assert output == first[1][0][0] and output.endswith("False\n") and errors == ""
+
+
+def test_a_damaged_answer_is_asked_again(home):
+    file = kept_in(home)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:5000])
+    ask(home)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_costs_only_time(first, tmp_path):
+    home = tmp_path / "hf"
+    home.write_text("a file, so that no folder can be below it")
+    assert ask(home)[0] == first[1][0][0]
+
+
+@pytest.mark.slow
+def test_after_a_killed_writer_the_next_process_asks(first, tmp_path):
+    home = tmp_path / "hf"
+    killed = start(home)
+    wait_for("a lock", lambda: list(home.glob("accelerate-recipes/*.lock")))
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=PATIENCE)
+    assert ask(home)[0] == first[1][0][0]
+
+
+# --- A library that is missing or broken ----------------------------------------------------------
+
+MISSING = "libcudart.so.13: cannot open shared object file"
+FAILURES = {
+    "an error": (f"raise ImportError({MISSING!r})", f"ImportError: {MISSING}"),
+    "a signal": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal 11"),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), FAILURES.values(), ids=FAILURES)
+def test_a_torch_that_cannot_be_imported_is_the_answer(content, said, home, tmp_path):
+    """Also where an answer of another torch is kept."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(content)
+    code = "from launch.cli import main; import sys; sys.exit(main(['check']))"
+    process = start(home, tmp_path, code=code)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2 and said in errors and "Fix: reinstall" in errors and "Traceback" not in errors
+
+
+def test_a_missing_library_is_named_with_its_install_command(home):
+    code = "from recipes.errors import UserError\nfrom recipes.legal import schema\n"
+    code += "try: schema.facts()\nexcept UserError as error: print(error)"
+    output, _ = ask(home, code=code, options=["-S"])  # no installed packages at all
+    assert output.startswith("torch: is not installed") and "Fix: pip install torch." in output

@@ -1,0 +1,330 @@
+"""Rules about data, models, adapters and attention, and what happens without them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from recipes.legal.models import targets_in_experts
+from recipes.rules.check import check
+from recipes.rules.data_and_model import attention_fits_the_machine
+from recipes.run import here, resolve
+from tests.support.real_failures import assert_fires, tiny_llama
+from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, machine, model, resolved, weights
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+ROW = '{"text": "a"}\n'
+STREAM = "--dataset_streaming --max_steps 9"
+OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+QLORA, SCRATCH = "--load_in_4bit --use_peft", "--from_scratch"
+INDEX = {"m/model.safetensors.index.json": {"weight_map": {"a": "model-00001-of-00002.safetensors"}}}
+Q_PROJ = {"m/model.safetensors": weights("q_proj.weight")}
+EXPERTS = model(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=4)
+HYBRID = model(model_type="lfm2", layer_types=["conv", "full_attention"])
+FLASH = "--attn_implementation flash_attention_2"
+FLEX, SDPA = "--attn_implementation flex_attention", "--attn_implementation sdpa"
+ON_A100 = {"hardware": machine(A100)}
+B200 = Gpu("NVIDIA B200", (10, 0), 180 << 30)
+NO_FLASH = ("flash_attn", "flash_attn_interface", "kernels")
+SMOOTHED = "--use_liger_kernel --label_smoothing_factor 0.1"
+LIGER = "--use_peft --use_liger_kernel --lora_target_modules q_proj lm_head"
+
+
+def without(*names: str, **config) -> dict:
+    return {name: content for name, content in model(**config).items() if name.partition("/")[2] not in names}
+
+
+def stored(method: str) -> dict:
+    return model(quantization_config={"quant_method": method})
+
+
+def data(flags: str, **files: str) -> Run:
+    return Run(f"--dataset_name {flags}", files={name.replace("__", "."): content for name, content in files.items()})
+
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "the_data_exists": (Run("--dataset_name d.csv"), data("d.csv", d__csv="text\na\n")),
+    "a_data_file_can_be_read": (data("d.xlsx", d__xlsx="a"), data("d.jsonl", d__jsonl=ROW)),
+    "the_splits_can_be_read": (
+        data(f"d.jsonl {EVAL}", d__jsonl=ROW),
+        data(
+            f"d.jsonl {EVAL} --dataset_test_split train[95%:] --dataset_train_split train[:10]+train[20:95%]",
+            d__jsonl=ROW,
+        ),
+    ),
+    "the_model_is_a_folder": (Run(MODEL), Run(MODEL, files=model())),
+    "the_folder_holds_a_model": (Run(MODEL, files=without("model.safetensors")), Run(MODEL, files=model())),
+    "the_weights_are_whole": (
+        Run(MODEL, files=model() | {"m/model.safetensors": weights()[:-1]}),
+        Run(MODEL, files=model()),
+    ),
+    "the_model_can_do_the_task": (
+        Run(f"{MODEL} {CLASSIFY}", files=model(model_type="mamba")),
+        Run(f"{MODEL} {CLASSIFY}", files=model(model_type="llama")),
+    ),
+    "a_language_model_is_a_decoder": (
+        Run(MODEL, files=model(model_type="bert")),
+        Run(f"{MODEL} {CLASSIFY}", files=model(model_type="bert")),
+    ),
+    "sequences_fit_the_model": (
+        Run(f"{MODEL} --max_length 129", files=model()),
+        Run(f"{MODEL} --max_length 128", files=model()),
+    ),
+    "separate_examples_need_positions": (
+        Run(f"{MODEL} --packing", files=HYBRID),
+        Run(f"{MODEL} --packing --packing_strategy wrapped", files=HYBRID),
+    ),
+    "stored_weights_can_be_trained": (
+        Run(MODEL, files=stored("gptq")),
+        Run(f"{MODEL} --use_peft", files=stored("gptq")),
+    ),
+    "lora_adapts_modules_of_the_model": (
+        Run(f"{MODEL} --use_peft --lora_target_modules foo", files=model() | Q_PROJ),
+        Run(f"{MODEL} --use_peft --lora_target_modules q_proj lm_head", files=model() | Q_PROJ),
+    ),
+    "lora_on_the_head_gets_gradients": (
+        Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),
+        Run(f'{MODEL} {LIGER} --liger_kernel_config {{"fused_linear_cross_entropy":false}}', files=model(), **ON_A100),
+    ),
+    "experts_take_plain_adapters": (
+        Run(f"--use_peft {MODEL}", files=EXPERTS),
+        Run(f"--use_peft --lora_dropout 0 {MODEL}", files=EXPERTS),
+    ),
+    "experts_are_not_quantised": (Run(f"{QLORA} {MODEL}", files=EXPERTS), Run(f"{QLORA} {MODEL}", files=model())),
+    "liger_evaluates_plain_labels": (
+        Run(f"{SMOOTHED} {EVAL} {MODEL}", files=model(), **ON_A100),
+        Run(f"{SMOOTHED} {EVAL} {MODEL}", files=model(model_type="gpt2"), **ON_A100),  # no fused loss
+    ),
+    "attention_is_known": (Run("--attn_implementation SDPA"), Run(SDPA)),
+    "attention_fits_the_model": (
+        Run(f"{SDPA} {MODEL}", files=model(model_type="bloom")),
+        Run(f"{SDPA} {MODEL}", files=model(model_type="gpt-sw3")),  # GPT-2's class
+    ),
+    "attention_fits_the_machine": (Run(FLEX), Run(FLEX, **ON_A100)),
+}
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("the_data_exists", Run("--dataset_name ./no"), "dataset_name"),
+    ("the_data_exists", data("d/*.jsonl", **{"d/a.csv": ""}), "dataset_name"),
+    ("a_data_file_can_be_read", data("d/*", **{"d/a.csv": "a", "d/b.jsonl": ROW}), "dataset_name"),
+    ("a_data_file_can_be_read", data("d.jsonl", d__jsonl=""), "dataset_name"),
+    ("the_splits_can_be_read", data("d.jsonl --dataset_train_split validation", d__jsonl=ROW), "train_split"),
+    ("the_splits_can_be_read", data(f"d.jsonl e.jsonl {EVAL}", d__jsonl=ROW, e__jsonl=ROW), "test_split"),
+    ("the_splits_can_be_read", Run(f"--dataset_name d {STREAM} --dataset_train_split train[:95%]"), "train_split"),
+    ("the_splits_can_be_read", Run(f"{STREAM} {EVAL} --dataset_test_split test+dev"), "test_split"),
+    ("the_model_is_a_folder", Run(f"{MODEL}/config.json", files=model()), "model_name"),
+    ("the_folder_holds_a_model", Run(MODEL, files={"m/adapter_config.json": {}}), "model_name"),
+    ("the_folder_holds_a_model", Run(MODEL, files=without("tokenizer.json", model_type="bert")), "model_name"),
+    ("the_weights_are_whole", Run(MODEL, files=without("model.safetensors") | INDEX), "model_name"),
+    ("the_weights_are_whole", Run(MODEL, files=model() | {"m/model.safetensors": "version https://git-lfs"}), "model"),
+    ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="lama")), "model_name"),
+    ("the_model_can_do_the_task", Run(MODEL, files=model(model_type=None)), "model_name"),
+    ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="own", auto_map=OWN_CODE)), "trust_remote_code"),
+    ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="vit", auto_map=OWN_CODE)), "trust_remote_code"),
+    ("sequences_fit_the_model", Run(f"{MODEL} --max_length 600", files=without(model_type="roberta")), "max_length"),
+    *(
+        ("separate_examples_need_positions", Run(f"{MODEL} {flag}", files=model(model_type=kind)), flag[2:])
+        for kind, flag in (("bloom", "--packing"), ("qwen3_next", "--packing"), ("mamba", "--padding_free"))
+    ),
+    ("stored_weights_can_be_trained", Run(f"{MODEL} {QLORA}", files=stored("gptq")), "load_in_4bit"),
+    ("experts_take_plain_adapters", Run(f"--use_peft --use_dora --lora_dropout 0 {MODEL}", files=EXPERTS), "use_dora"),
+    ("experts_take_plain_adapters", Run(f"{MODEL} --use_peft --lora_target_modules down_proj", files=EXPERTS), "drop"),
+    (
+        "attention_fits_the_model",
+        Run(f"--attn_implementation flash_attention_4 {MODEL}", files=model(attention_dropout=0.1)),
+        "attn_implementation",
+    ),
+    *(
+        ("attention_fits_the_machine", run, "attn_implementation")
+        for run in (
+            Run(FLASH),
+            Run("--attn_implementation kernels-community/flash-attn2"),
+            Run(f"{FLASH} --use_cpu", **ON_A100),
+            Run(FLASH, hardware=machine(T4)),
+            Run(f"{FLASH} --recipe baseline", **ON_A100),  # in fp32
+            Run(FLASH, **ON_A100, missing=NO_FLASH),
+            Run("--attn_implementation org/kernel", missing=NO_FLASH, **ON_A100),
+        )
+    ),
+]
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    ("the_data_exists", Run("--dataset_name somebody/reviews")),
+    ("the_data_exists", Run("--dataset_name ./nothing", elsewhere=frozenset())),
+    ("a_data_file_can_be_read", data("d/*", **{"d/a.csv": "a", "d/b.csv.gz": "b"})),
+    ("the_splits_can_be_read", data("d.jsonl --dataset_test_split test", d__jsonl=ROW)),  # nothing evaluates
+    ("the_splits_can_be_read", data(f"d {EVAL}", **{"d/a.jsonl": ROW})),
+    ("the_splits_can_be_read", Run(f"--dataset_name d {STREAM} --dataset_train_split en")),
+    ("the_model_is_a_folder", Run("--model_name_or_path somebody/model")),
+    ("the_model_is_a_folder", Run("--model_name_or_path /data/model", elsewhere=frozenset())),
+    ("the_folder_holds_a_model", Run(f"{MODEL} {SCRATCH}", files=without("model.safetensors"))),
+    ("the_model_can_do_the_task",
+     Run(f"{MODEL} --trust_remote_code", files=model(model_type="own", auto_map=OWN_CODE))),
+    ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bert", is_decoder=True))),
+    ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bart"))),
+    ("sequences_fit_the_model", Run(MODEL, files=model())),  # lowered from 1024
+    ("separate_examples_need_positions", Run(f"{MODEL} --padding_free", files=model(model_type="gpt2"))),
+    ("separate_examples_need_positions", Run(f"--recipe fast {MODEL}", files=HYBRID)),  # train.py leaves packing out
+    ("separate_examples_need_positions",
+     Run(f"{MODEL} --packing", files=model(layer_types=["sliding_attention", "full_attention"]))),
+    ("stored_weights_can_be_trained", Run(MODEL, files=stored("fp8"))),
+    ("stored_weights_can_be_trained", Run(f"{MODEL} {SCRATCH}", files=stored("gptq"))),
+    ("experts_take_plain_adapters", Run(f"--use_peft --lora_target_modules q_proj {MODEL}", files=EXPERTS)),
+    ("lora_on_the_head_gets_gradients", Run(f"{MODEL} {LIGER}", files=model(model_type="gpt2"), **ON_A100)),
+    ("attention_is_known", Run("--attn_implementation org/kernel@main:forward")),
+    ("attention_fits_the_machine", Run(f"{FLASH} --recipe baseline --dtype bfloat16", **ON_A100)),
+    ("attention_fits_the_machine", Run(FLASH, **ON_A100, missing=("flash_attn",))),  # the package kernels has it
+]  # fmt: skip
+
+
+# --- Models as the libraries load them ------------------------------------------------------------
+
+
+def test_a_bert_without_its_tokenizer_knows_no_word(tmp_path):
+    from transformers import BertConfig
+
+    BertConfig().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert set(tokenizer("a fine day", add_special_tokens=False)["input_ids"]) == {tokenizer.unk_token_id}
+    (tmp_path / "model.safetensors").touch()
+    assert_fires("the_folder_holds_a_model", {"model_name_or_path": str(tmp_path)})
+
+
+SMALL = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3_5_text", {**LINEAR, "intermediate_size": 32, "head_dim": 16}),
+        ("lfm2", {"intermediate_size": 32, "layer_types": ["conv", "full_attention"]}),
+        ("mamba2", {"head_dim": 16, "num_heads": 4, "state_size": 8, "n_groups": 1}),
+        ("llama", {"intermediate_size": 32}),
+    ],
+)
+def test_layers_with_a_state_carry_one_example_into_the_next(kind, config, tmp_path):
+    import torch
+
+    torch.manual_seed(0)
+    configuration = AutoConfig.for_model(kind, **SMALL, **config)
+    network = AutoModelForCausalLM.from_config(configuration).eval()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    said = [
+        network(input_ids=torch.tensor([[*first, 9, 8, 7, 6]]), use_cache=False, position_ids=positions).logits[0, 4:]
+        for first in ([1, 2, 3, 4], [5, 6, 7, 8])
+    ]
+    mixes = not torch.equal(*said)
+    configuration.save_pretrained(tmp_path)
+    found = check(resolved(["--model_name_or_path", str(tmp_path), "--packing"]))
+    assert ["see each other" in problem.what for problem in found if problem.subject == "packing"] == [True] * mixes
+    assert mixes == (kind != "llama")
+
+
+# --- Adapters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")])
+def test_bitsandbytes_leaves_fused_experts_as_they_are(kind, count, tmp_path):
+    from transformers import BitsAndBytesConfig
+
+    sizes = {count: 4, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(kind, **SMALL, **sizes, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    in_4_bits = dict(quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map={"": "cpu"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", **in_4_bits)
+    types = {name: str(weight.dtype) for name, weight in loaded.named_parameters() if "layers.0" in name}
+    assert {types[name] for name in types if ".experts." in name and "bias" not in name} == {"torch.float32"}
+    assert {types[name] for name in types if name.endswith("o_proj.weight")} == {"torch.uint8"}
+    assert_fires("experts_are_not_quantised", {"model_name_or_path": str(tmp_path), "load_in_4bit": True})
+
+
+def test_an_adapter_on_the_head_is_outside_of_the_heads_weight():
+    """Liger's fused loss multiplies the hidden states by `lm_head.weight`, as this test does."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules=["lm_head", "q_proj"], init_lora_weights=False))
+    inner = adapted.get_base_model()
+    hidden = inner.model(torch.arange(8).view(1, -1)).last_hidden_state
+    (hidden @ inner.lm_head.weight.T).sum().backward()
+    trained = {name: weight.grad is not None for name, weight in adapted.named_parameters() if "lora_" in name}
+    assert {name.split(".lora_")[0].split(".")[-1]: seen for name, seen in trained.items()} == {
+        "lm_head": False,
+        "q_proj": True,
+    }
+
+
+@pytest.mark.parametrize("how", [{"lora_dropout": 0.1}, {"use_dora": True}])
+def test_peft_refuses_dropout_and_dora_for_the_experts_that_its_tables_name(how):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SMALL))
+    assert targets_in_experts("mixtral")
+    with pytest.raises(ValueError, match="does not work with"):
+        get_peft_model(network, LoraConfig(target_modules="all-linear", **how))
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), [("bloom", "sdpa"), ("gpt2", "flex_attention"), ("gemma2", "sdpa")])
+def test_a_model_that_does_not_support_it(kind, name, tmp_path):
+    config = AutoConfig.for_model(kind, vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ValueError, match="does not support an attention implementation"):
+        AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    assert_fires("attention_fits_the_model", {"attn_implementation": name, "model_name_or_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4"])
+def test_gemma_4_has_global_layers_with_heads_of_512(kind, tmp_path):
+    config = AutoConfig.for_model(kind)
+    config.save_pretrained(tmp_path)
+    layers = config.get_text_config().to_dict()["per_layer_config"]
+    assert {layer["head_dim"] for layer in layers.values()} == {512}
+    settings = {"attn_implementation": "flash_attention_2", "model_name_or_path": str(tmp_path)}
+    assert_fires("attention_fits_the_model", settings, gpu=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("version", "card", "missing", "severity", "fix"),
+    [
+        (3, H100, (), [], ""),
+        (3, A100, (), ["advice"], "flash_attention_2"),  # somebody has built it for this card
+        (3, A100, NO_FLASH, ["error"], "flash_attention_2"),
+        (3, B200, (), ["error"], "flash_attention_2 or flash_attention_4"),
+        (4, B200, (), [], ""),
+        (4, A100, NO_FLASH, ["error"], "flash_attention_2"),
+    ],
+)
+def test_newer_flash_attention_is_for_newer_cards(version, card, missing, severity, fix, tmp_path, monkeypatch):
+    asked = f"--attn_implementation flash_attention_{version} --bf16"
+    run = Run(asked, hardware=machine(card), missing=missing).resolve(tmp_path, monkeypatch)
+    found = list(attention_fits_the_machine(run))
+    assert ([problem.severity for problem in found], "".join(problem.fix for problem in found)) == (severity, fix)
+
+
+# --- One judgement, before the start and after the download ---------------------------------------
+
+
+def test_a_hub_model_is_judged_by_the_same_rules_once_its_configuration_is_known():
+    run = resolve(["--model_name_or_path", "somebody/model", "--max_length", "600"], here(environment={}))
+    assert not [problem for problem in check(run) if problem.severity == "error"]
+    loaded = replace(run, model={"model_type": "bert", "max_position_embeddings": 512})
+    errors = {problem.subject for problem in check(loaded) if problem.severity == "error"}
+    assert errors == {"model_name_or_path", "max_length"}
+
+
+def test_a_script_of_ones_own_loads_its_own_model():
+    run = resolve([], here(trained_by="script"), settings={"task": "causal_lm", "max_length": 4096})
+    assert not check(run)

@@ -1,0 +1,455 @@
+"""Rules about engines, and what really happens to the runs that they report."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.rules.check import problems_by_rule
+from recipes.run import here, resolve
+from recipes.run.files import shipped
+from tests.support.real_failures import (
+    ZERO_2,
+    arguments,
+    assert_fires,
+    launched,
+    losses,
+    report_of_deepspeed,
+    run_launch_command,
+    run_ranks,
+    tiny_llama,
+    torchrun,
+    train,
+)
+from tests.support.runs import CLASSIFY, DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, yaml
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+TWO = ds_json(tensor_parallel={"autotp_size": 2})
+SCATTERS = '--accelerator_config {"gradient_accumulation_kwargs":{"sync_each_batch":true}}'
+OFFLOADED = '--fsdp true --fsdp_config {"cpu_offload":true}'
+CHECKPOINTED = "fsdp_activation_checkpointing: true"
+REENTRANT_FLAGS = '--gradient_checkpointing --gradient_checkpointing_kwargs {"use_reentrant":true}'
+STATIC_FLAGS = "--ddp_static_graph true --gradient_accumulation_steps 2"
+BY_LAYER = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+ADDRESS = ("main_process_ip: h", "main_process_port: 29500")
+NO_STAGE = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
+RANGE_TEST = {"scheduler": {"type": "LRRangeTest", "params": {}}}
+
+
+def version_2(*lines: str) -> str:
+    return fsdp("fsdp_version: 2", *lines)
+
+
+def on_gpus(argv: str = "", **run) -> Run:
+    """On a CPU the same run is plain DDP, and no rule about FSDP fires."""
+    return Run(argv, **{"hardware": TWO_GPUS, **run})
+
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "several_processes_on_a_cpu_need_use_cpu": (Run("--use_cpu false", world=2), Run("--use_cpu true", world=2)),
+    "single_engine_starts_one_process": (Run(yaml=yaml("'NO'"), world=2), Run(yaml=yaml("MULTI_GPU"), world=2)),
+    "each_process_has_a_gpu": (on_gpus(world=4), on_gpus(world=4, yaml=yaml("MULTI_GPU", "num_machines: 2"))),
+    "machines_share_the_processes": (
+        Run(yaml=yaml("MULTI_GPU", "num_machines: 3", *ADDRESS), world=4),
+        Run(yaml=yaml("MULTI_GPU", "num_machines: 2", *ADDRESS), world=4)),
+    "recipe_has_its_own_engine": (
+        on_gpus("--recipe memory", yaml="sharded.yaml"), Run("--recipe memory", yaml="memory_zero3.yaml")),
+    "one_engine_is_asked_for": (
+        Run("--recipe memory --fsdp full_shard", yaml="memory.yaml"), Run("--recipe memory", yaml="memory.yaml")),
+    "fsdp_needs_ranks_with_gpus": (Run(yaml="sharded.yaml"), on_gpus(yaml="sharded.yaml")),
+    "static_graph_needs_accumulation_one": (
+        Run(STATIC_FLAGS, world=2), Run("--ddp_static_graph true --gradient_accumulation_steps 1", world=2)),
+    "reentrant_checkpointing_needs_find_unused_off": (
+        Run(f"--ddp_find_unused_parameters true {REENTRANT_FLAGS}"),
+        Run("--ddp_find_unused_parameters true --gradient_checkpointing")),
+    "ddp_settings_need_ddp": (
+        Run("--recipe memory --ddp_bucket_cap_mb 50", yaml="memory.yaml"),
+        Run("--ddp_bucket_cap_mb 50", yaml="standard.yaml")),
+    "bf16_compression_needs_nccl": (Run("--ddp_comm_hook bf16", world=2), Run("--ddp_comm_hook fp16", world=2)),
+    "backends_have_their_processes": (Run("--recipe baseline --ddp_backend gloo"), Run("--ddp_backend gloo", world=2)),
+    "backends_have_their_hardware": (Run("--ddp_backend nccl", world=2), on_gpus("--ddp_backend nccl", world=2)),
+    "nccl_timeout_is_an_argument": (Run(environment={"NCCL_TIMEOUT": "60"}), Run(environment={"NCCL_DEBUG": "INFO"})),
+    "yaml_keys_are_known": (Run(yaml=deepspeed("zero_stge: 3")), Run(yaml=deepspeed("zero_stage: 3"))),
+    "sections_are_read": (
+        Run(yaml=yaml("MULTI_GPU", "fsdp_config:", "  fsdp_version: 2")),
+        Run(yaml=yaml("FSDP", "fsdp_config:", "  fsdp_version: 2"))),
+    "no_is_quoted": (
+        Run(yaml=yaml("MULTI_GPU", "mixed_precision: no")), Run(yaml=yaml("MULTI_GPU", "mixed_precision: 'no'"))),
+    "offload_happens": (
+        Run(yaml=deepspeed("zero_stage: 3", "offload_param_device: nvme", "offload_param_nvme_path: /nvme")),
+        Run(yaml=deepspeed("zero_stage: 3", "offload_param_device: cpu"))),
+    "deepspeed_json_keys_are_known": (
+        Run(DS, files=ds_json(gradient_cliping=1.0)), Run(DS, files=ds_json(gradient_clipping=1.0))),
+    "sixteen_bits_are_trained_by_a_stage": (
+        Run(f"{DS} --bf16", files=ds_json(**NO_STAGE)), Run(DS, files=ds_json(zero_optimization={"stage": 0}))),
+    "the_schedule_has_the_rate": (
+        Run(f"{DS} --learning_rate 3e-3", files=ds_json(**RANGE_TEST)), Run(DS, files=ds_json(**RANGE_TEST))),
+    "tensor_parallelism_fits_the_run": (Run(f"{DS} --use_peft", files=TWO, world=2), Run(DS, files=TWO, world=2)),
+    "sequences_and_models_are_not_divided": (
+        Run(yaml=groups("DEEPSPEED", sp=2), world=2), Run(yaml=groups("DEEPSPEED", sp=1), world=2)),
+    "replicas_and_shards_need_fsdp": (
+        on_gpus(yaml=groups("MULTI_GPU", dp_shard=2), world=2), on_gpus(yaml=groups(dp_shard=2), world=2)),
+    "fsdp2_is_chosen_with_its_own_keys": (
+        on_gpus(yaml=version_2("fsdp_sharding_strategy: NO_SHARD")), on_gpus(yaml=fsdp("version: 2"))),
+    "fsdp2_shards_layer_by_layer": (
+        on_gpus(yaml=version_2("fsdp_auto_wrap_policy: NO_WRAP")), on_gpus(yaml="sharded.yaml")),
+    "the_model_has_the_layers_to_wrap": (
+        on_gpus(yaml=version_2("fsdp_transformer_layer_cls_to_wrap: GPT2Block")),
+        on_gpus(yaml=version_2("fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"))),
+    "fsdp2_scatters_every_micro_batch": (
+        on_gpus("--gradient_accumulation_steps 2", world=2, yaml="sharded.yaml"),
+        on_gpus(f"--gradient_accumulation_steps 2 {SCATTERS}", world=2, yaml="sharded.yaml")),
+    "fsdp2_shards_are_known_to_the_optimizer": (
+        on_gpus("--recipe sharded --optim adamw_bnb_8bit", yaml="sharded.yaml"),
+        on_gpus("--recipe sharded --optim adamw_torch_fused", yaml="sharded.yaml")),
+    "offloaded_gradients_are_clipped_over_gloo": (
+        on_gpus(OFFLOADED, world=2), on_gpus(f"{OFFLOADED} --max_grad_norm 0", world=2)),
+    "fsdp_recomputes_once_and_the_same": (
+        on_gpus("--gradient_checkpointing", yaml=version_2(CHECKPOINTED)),
+        on_gpus("--gradient_checkpointing", yaml=version_2("fsdp_activation_checkpointing: false"))),
+}  # fmt: skip
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("each_process_has_a_gpu", on_gpus("--recipe baseline"), "num_processes"),
+    ("recipe_has_its_own_engine", Run("--recipe sharded", yaml="standard.yaml"), "recipe"),
+    ("one_engine_is_asked_for", on_gpus(DS, yaml="sharded.yaml", files=ds_json()), "deepspeed"),
+    ("one_engine_is_asked_for", Run(DS, yaml=deepspeed("deepspeed_config_file: other.json"),
+                                    files={**ds_json(), "other.json": ZERO_2}), "deepspeed"),
+    ("fsdp_needs_ranks_with_gpus", Run("--fsdp full_shard", yaml="standard.yaml", world=2), "fsdp"),
+    ("fsdp_needs_ranks_with_gpus", Run("--recipe baseline --fsdp full_shard"), "fsdp"),
+    ("yaml_keys_are_known", Run(yaml=yaml("MULTI_GPU", "static_graph: true")), "static_graph"),
+    ("yaml_keys_are_known", Run(yaml=yaml("FSDP", "parallelism_config:", "  tp_size: 2")), "tp_size"),
+    ("no_is_quoted", Run(yaml=yaml("NO")), "distributed_type"),
+    ("sixteen_bits_are_trained_by_a_stage", Run("--bf16", yaml=deepspeed("zero_stage: 0")), "zero_stage"),
+    ("tensor_parallelism_fits_the_run",
+     Run(f"{DS} {CLASSIFY} --eval_strategy epoch", files=TWO, world=2), "eval_strategy"),
+    ("tensor_parallelism_fits_the_run",
+     Run(f"{DS} --average_tokens_across_devices false", files=TWO, world=2), "average_tokens_across_devices"),
+    ("tensor_parallelism_fits_the_run",
+     Run(f'{DS} --accelerator_config {{"dispatch_batches":true}}', files=TWO, world=2), "accelerator_config"),
+    ("sequences_and_models_are_not_divided", on_gpus(yaml=groups(cp=2), world=2), "cp_size"),
+    ("sequences_and_models_are_not_divided", Run(yaml=groups("MULTI_GPU", tp=2), world=2), "tp_size"),
+    ("fsdp2_is_chosen_with_its_own_keys", on_gpus(yaml=fsdp("fsdp_offload_params: true")), "fsdp_version"),
+    ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--fsdp true --optim lion_8bit", world=2), "optim"),
+    ("fsdp_recomputes_once_and_the_same",
+     on_gpus("--use_peft --model_name_or_path m", yaml=version_2(CHECKPOINTED)), "activation_checkpointing"),
+]  # fmt: skip
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    ("recipe_has_its_own_engine", on_gpus("--recipe sharded", yaml="sharded.yaml")),
+    ("one_engine_is_asked_for", Run(DS, yaml=deepspeed("deepspeed_config_file: ds.json"), files=ds_json())),
+    ("fsdp_needs_ranks_with_gpus", on_gpus("--fsdp full_shard", yaml="standard.yaml", world=2)),
+    # one process; accumulation that reduces in every micro-step; an engine that has no graph
+    ("static_graph_needs_accumulation_one", Run(STATIC_FLAGS)),
+    ("static_graph_needs_accumulation_one", Run(f"{STATIC_FLAGS} {SCATTERS}", world=2)),
+    ("static_graph_needs_accumulation_one", Run("--ddp_static_graph true", world=2, yaml="memory.yaml")),
+    ("reentrant_checkpointing_needs_find_unused_off",  # a static graph knows which parameters it uses
+     Run(f"--ddp_find_unused_parameters true --ddp_static_graph true {REENTRANT_FLAGS}")),
+    ("yaml_keys_are_known", Run(yaml=version_2("fsdp_ignored_modules: lm_head"))),
+    ("sections_are_read", Run(yaml=yaml("DEEPSPEED", "deepspeed_config:"))),
+    ("fsdp2_shards_are_known_to_the_optimizer", on_gpus("--optim adafactor", yaml=fsdp("fsdp_version: 1"))),
+    ("offloaded_gradients_are_clipped_over_gloo", on_gpus(world=2, yaml=version_2("fsdp_offload_params: true"))),
+]  # fmt: skip
+
+
+# --- Processes and DDP ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type_", ["'NO'", "MULTI_CPU"])
+def test_no_and_multi_cpu_start_one_process(type_, write_yaml, monkeypatch):
+    from accelerate.commands import launch
+
+    started = []
+    monkeypatch.setattr(launch, "simple_launcher", started.append)
+    file = write_yaml(type_)
+    run_launch_command(file)
+    assert [args.num_processes for args in started] == [2]  # one command, though two were asked for
+    assert_fires("single_engine_starts_one_process", {}, world=2, config=file)
+
+
+@pytest.mark.slow
+def test_two_ranks_without_use_cpu_train_two_models(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    assert torchrun(tmp_path, {"use_cpu": False}).count("TRAINED 1 ") == 2
+    assert_fires("several_processes_on_a_cpu_need_use_cpu", {"use_cpu": False}, world=2)
+
+
+@pytest.mark.slow
+def test_fsdp_on_a_cpu_is_plain_ddp(tmp_path):
+    output = torchrun(tmp_path, {}, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    assert output.count("TRAINED 2 MULTI_CPU DistributedDataParallel") == 2
+    assert_fires("fsdp_needs_ranks_with_gpus", {}, world=2, config=shipped("sharded.yaml"))
+
+
+def test_ddp_settings_wrap_nothing_in_one_process(tmp_path):
+    trainer = train(tmp_path, ddp_bucket_cap_mb=1)
+    assert type(trainer.model_wrapped) is type(trainer.model)
+    assert_fires("ddp_settings_need_ddp", {"recipe": "baseline", "ddp_bucket_cap_mb": 1})
+
+
+def timeout_of_the_world() -> timedelta:
+    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_TIMEOUT", "7")
+    arguments(tmp_path, use_cpu=False, ddp_timeout=77)
+    assert timeout_of_the_world() == timedelta(seconds=77)
+    assert_fires("nccl_timeout_is_an_argument", {}, environment={"NCCL_TIMEOUT": "7"})
+
+
+STATIC = {"ddp_static_graph": True, "gradient_accumulation_steps": 2}
+
+
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    "ddp_find_unused_parameters": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "settings", "processes", "message"),
+    [
+        ("static_graph_needs_accumulation_one", STATIC, 2, "expect_autograd_hooks_ INTERNAL ASSERT FAILED"),
+        ("reentrant_checkpointing_needs_find_unused_off", REENTRANT, 1, "Expected to mark a variable ready only once"),
+        ("backends_have_their_hardware", {"ddp_backend": "nccl"}, 1, "nccl is not available"),
+    ],
+)
+def test_ranks_fail(rule, settings, processes, message, tmp_path):
+    output = torchrun(tmp_path, settings, processes)
+    assert message in output and "TRAINED" not in output
+    assert_fires(rule, settings, world=processes)
+
+
+@pytest.mark.slow
+def test_bf16_compression_on_a_cpu_is_a_type_error(tmp_path):
+    script = tmp_path / "hook.py"
+    script.write_text(
+        "import torch\n"
+        "from accelerate import DistributedDataParallelKwargs, DDPCommunicationHookType, PartialState\n"
+        "PartialState(cpu=True)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16).register_comm_hook(model)\n",
+        encoding="utf-8",
+    )
+    assert "TypeError: BF16 all reduce communication hook required" in run_ranks([str(script)], 1)
+    assert_fires("bf16_compression_needs_nccl", {"ddp_comm_hook": "bf16"}, world=2)
+
+
+# --- The Accelerate YAML --------------------------------------------------------------------------
+
+SECTIONS_OF_ANOTHER_TYPE = [
+    ["fsdp_config:", "  fsdp_version: 2"],
+    ["deepspeed_config:", "  zero_stage: 3"],
+    ["megatron_lm_config:", "  megatron_lm_tp_degree: 2"],
+]
+
+
+@pytest.mark.parametrize("section", SECTIONS_OF_ANOTHER_TYPE, ids=lambda lines: lines[0])
+def test_a_section_of_another_type_changes_nothing(section, write_yaml):
+    plain = launched(write_yaml("MULTI_GPU"))
+    file = write_yaml("MULTI_GPU", *section)
+    assert launched(file) == plain
+    assert_fires("sections_are_read", {}, config=file)
+
+
+def test_a_misspelt_zero_stage_trains_with_stage_two(write_yaml, monkeypatch):
+    from accelerate.utils import DeepSpeedPlugin
+
+    file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stge: 3")
+    environment = launched(file)
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in environment
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", raising=False)
+    assert DeepSpeedPlugin().zero_stage == 2
+    assert_fires("yaml_keys_are_known", {}, config=file)
+
+
+def test_a_misspelt_fsdp_version_trains_with_fsdp1(write_yaml):
+    file = write_yaml("FSDP", "fsdp_config:", "  fsdp_verion: 2")
+    assert launched(file)["FSDP_VERSION"] == "1"
+    assert_fires("yaml_keys_are_known", {}, config=file)
+    assert_fires("fsdp2_is_chosen_with_its_own_keys", {}, config=file)
+
+
+def test_an_nvme_path_never_reaches_the_processes(write_yaml):
+    path = "  offload_optimizer_nvme_path: /local_nvme"
+    file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 3", "  offload_optimizer_device: nvme", path)
+    environment = launched(file)
+    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == "nvme"
+    assert "/local_nvme" not in environment.values()
+    assert_fires("offload_happens", {}, config=file)
+
+
+def torchrun_arguments(file: Path):
+    """What `accelerate launch --config_file FILE` would start torchrun with."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
+    prepare_multi_gpu_env(args)
+    return args
+
+
+def test_three_processes_on_two_machines_start_one_each(write_yaml):
+    address = ["main_process_ip: 127.0.0.1", "main_process_port: 29876"]
+    file = write_yaml("MULTI_GPU", "num_machines: 2", *address, processes=3)
+    args = torchrun_arguments(file)
+    assert (args.nnodes, args.nproc_per_node) == ("2", "1")
+    assert_fires("machines_share_the_processes", {"global_batch_size": 12}, world=3, config=file)
+
+
+def test_machines_without_an_address_look_for_one_named_none(write_yaml):
+    file = write_yaml("MULTI_GPU", "num_machines: 2", "machine_rank: 1")
+    assert torchrun_arguments(file).rdzv_endpoint == "None:29500"
+    assert_fires("machines_share_the_processes", {}, world=2, config=file)
+
+
+# --- The DeepSpeed JSON ---------------------------------------------------------------------------
+
+
+AUTO = dict.fromkeys(["train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"], "auto")
+
+
+def zero(stage: int, **zero_optimization) -> dict:
+    return {**AUTO, "zero_optimization": {"stage": stage, **zero_optimization}}
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "checkpoint-2").iterdir())
+
+
+def in_shards(trainer) -> int:
+    return sum(hasattr(weight, "ds_tensor") for weight in trainer.model.parameters())
+
+
+def zero_report(folder: Path) -> dict:
+    """What ZeRO saves, and how many parameters it has in shards."""
+    offload, saves = {"offload_param": {"device": "cpu"}}, dict(save_strategy="steps", save_steps=2)
+    zero2 = train(folder / "zero2", deepspeed=zero(2, **offload))
+    zero3 = train(folder / "zero3", deepspeed=zero(3, **offload), **saves)
+    train(folder / "whole", deepspeed=zero(3, stage3_gather_16bit_weights_on_model_save=True), **saves)
+    shards = {"zero2": in_shards(zero2), "zero3": in_shards(zero3)}
+    return {"in shards": shards, "saved": saved(folder / "zero3"), "saved whole": saved(folder / "whole")}
+
+
+@pytest.fixture(scope="module")
+def zero_trained(tmp_path_factory) -> dict:
+    pytest.importorskip("deepspeed")
+    return report_of_deepspeed(zero_report, tmp_path_factory.mktemp("zero"))
+
+
+@pytest.mark.slow
+def test_zero3_saves_no_weights_unless_it_is_told_to_gather_them(zero_trained):
+    assert "model.safetensors" in zero_trained["saved whole"]
+    assert "model.safetensors" not in zero_trained["saved"]
+    assert_fires("zero3_saves_whole_weights", {"deepspeed": zero(3)})
+
+
+@pytest.mark.slow
+def test_zero2_leaves_parameters_alone_that_it_was_told_to_offload(zero_trained, write_yaml):
+    in_shards = zero_trained["in shards"]
+    assert in_shards["zero3"] and not in_shards["zero2"]
+    file = write_yaml("DEEPSPEED", "deepspeed_config:", "  zero_stage: 2", "  offload_param_device: cpu")
+    assert_fires("offload_happens", {}, config=file)
+
+
+# --- FSDP -----------------------------------------------------------------------------------------
+
+
+# rule, settings beside --fsdp, Trainer's message
+FAILS_WITH_SHARDS = [
+    ("fsdp_recomputes_once_and_the_same",
+     dict(gradient_checkpointing=True, fsdp_config={"activation_checkpointing": True}), "can't both be set to True"),
+    ("weights_alone_cannot_find_the_best",
+     dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
+     "FSDP can't be used with `save_only_model`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "settings", "message"), FAILS_WITH_SHARDS)
+def test_trainer_refuses(rule, settings, message, gpu_rank, tmp_path):
+    settings = {"fsdp": "full_shard", **settings}
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, evaluates=True, use_cpu=False, **settings)
+    assert_fires(rule, settings, world=2, gpu=(8, 0))
+
+
+NEEDS_WHOLE = "not compatible with FSDP state dict type"
+# rule, lines of the YAML, settings, the message
+LAUNCHES = [
+    ("fsdp2_shards_layer_by_layer", ("fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "fsdp_min_num_params: 100"), {},
+     "does not support containers that do not implement forward"),
+    ("the_model_has_the_layers_to_wrap", (BY_LAYER, "fsdp_transformer_layer_cls_to_wrap: GPT2Block"), {},
+     "Could not find the transformer layer class GPT2Block"),
+    ("fsdp2_shards_are_known_to_the_optimizer", (BY_LAYER,), {"optim": "adafactor"},
+     "got mixed torch.Tensor and DTensor"),
+    ("fsdp2_shards_are_known_to_the_optimizer", (BY_LAYER,), {"optim": "adamw_bnb_8bit"},
+     "does not have a sharding strategy"),
+    ("sharded_checkpoints_hold_the_optimizer", (BY_LAYER,), {"save_only_model": True}, NEEDS_WHOLE),
+    ("sharded_checkpoints_hold_the_optimizer",  # the arguments' section counts with --fsdp only
+     (BY_LAYER, "fsdp_state_dict_type: SHARDED_STATE_DICT"),
+     {"save_only_model": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, NEEDS_WHOLE),
+]  # fmt: skip
+
+
+@pytest.fixture
+def train_launched(gpu_rank, write_yaml, monkeypatch, tmp_path):
+    """Trains in the environment that `accelerate launch` makes of an FSDP2 YAML."""
+
+    def start(*lines: str, **settings):
+        file = write_yaml("FSDP", "fsdp_config:", *(f"  {line}" for line in ("fsdp_version: 2", *lines)), processes=1)
+        for name, value in launched(file).items():
+            if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP":
+                monkeypatch.setenv(name, value)
+        return file, lambda **more: train(tmp_path, use_cpu=False, **settings, **more)
+
+    return start
+
+
+@pytest.mark.parametrize(("rule", "lines", "settings", "message"), LAUNCHES)
+def test_a_launch_fails(rule, lines, settings, message, train_launched):
+    file, start = train_launched(*lines, **settings)
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=message):
+        start()
+    named = {"model_name_or_path": "m"} if "SIZE_BASED" in str(lines) else {}
+    assert_fires(rule, {**settings, **named}, config=file, gpu=(8, 0))
+
+
+def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_says(train_launched, monkeypatch):
+    settings = {"save_only_model": True, "fsdp": True}
+    file, start = train_launched(BY_LAYER, "fsdp_state_dict_type: SHARDED_STATE_DICT", **settings)
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    plugin = start().accelerator.state.fsdp_plugin
+    assert (plugin.fsdp_version, plugin.state_dict_type.name) == (2, "FULL_STATE_DICT")
+    run = resolve(place=here(accelerate_config=str(file), hardware=TWO_GPUS, environment={}), settings=settings)
+    assert "sharded_checkpoints_hold_the_optimizer" not in dict(problems_by_rule(run))
+
+
+def test_words_of_version_1_change_nothing(train_launched):
+    _, plain = train_launched(BY_LAYER)
+    expected = losses(plain(logging_steps=1))
+    file, start = train_launched(BY_LAYER, "fsdp_sharding_strategy: NO_SHARD", "fsdp_forward_prefetch: true")
+    assert losses(start(logging_steps=1)) == expected
+    assert_fires("fsdp2_is_chosen_with_its_own_keys", {}, config=file, gpu=(8, 0))
+
+
+def recomputed(train_launched, *lines, **settings):
+    _, start = train_launched(BY_LAYER, *lines, **settings)
+    model = tiny_llama(attention_dropout=0.5, attn_implementation="eager")
+    return losses(start(model=model, logging_steps=1, max_steps=4, learning_rate=1e-2))
+
+
+def test_only_trainers_checkpointing_recomputes_the_same_dropout(train_launched):
+    plain = recomputed(train_launched)
+    assert recomputed(train_launched, gradient_checkpointing=True) == plain
+    assert recomputed(train_launched, CHECKPOINTED) != plain

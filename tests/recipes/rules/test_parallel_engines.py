@@ -1,0 +1,147 @@
+"""What engines that divide a model or its sequences train, beside plain DDP at the same batch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.parallel import ranks
+from tests.support.real_failures import assert_fires, torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_state")]
+
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+ZERO_2 = {**AUTO, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 2}}
+ADAM_IN_BF16 = {"optim": "adamw_torch", "learning_rate": 0.1, "bf16": True}
+TENSOR = {**ZERO_2, "tensor_parallel": {"autotp_size": 2}}
+SHARDED = {"fsdp": "full_shard", "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+SDPA = {"PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa"}
+
+
+def of(micro, **settings):
+    """Settings with a global batch of 8 in two micro-batches."""
+    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": 2, **settings}
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """Plain DDP on two ranks."""
+    reports, output = ranks(tmp_path_factory.mktemp("ddp"), 2, settings=of(2))
+    assert len(reports) == 2, output
+    return reports[0]
+
+
+def assert_equal(report, ddp):
+    assert report["loss"] == pytest.approx(ddp["loss"], abs=1e-5)
+    assert report["grad_norm"] == pytest.approx(ddp["grad_norm"], rel=1e-5)
+    assert report["global_batch"] == 8
+
+
+@pytest.mark.parametrize(("processes", "micro"), [(2, 4), (4, 2)])
+def test_deepspeeds_tensor_parallelism_trains_what_ddp_trains(processes, micro, ddp, tmp_path):
+    reports, output = ranks(tmp_path, processes, settings=of(micro, deepspeed=TENSOR))
+    assert len(reports) == processes, output
+    assert_equal(reports[0], ddp)
+    assert reports[0]["own"] < 0.7 * ddp["own"]
+
+
+def test_replicas_of_shards_train_what_ddp_trains(ddp, tmp_path):
+    """With accelerate's refusal of a CPU lifted."""
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    reports, output = ranks(tmp_path, 4, settings=of(1, **SHARDED), sizes=sizes, lift=True)
+    assert len(reports) == 4, output
+    assert_equal(reports[0], ddp)
+    assert reports[0]["own"] * 2 == ddp["own"]
+
+
+def test_a_script_that_loads_a_model_in_parts_trains_what_ddp_trains(ddp, tmp_path):
+    """With accelerate's refusal of a CPU lifted."""
+    reports, output = ranks(tmp_path, 2, settings=of(4), sizes={"tp_size": 2}, tp_plan="auto", lift=True)
+    assert len(reports) == 2, output
+    assert_equal(reports[0], ddp)
+    assert reports[0]["own"] < 0.7 * ddp["own"]
+
+
+def test_deepspeeds_sequence_parallelism_doubles_gradients_and_weighs_micro_batches_alike(ddp, tmp_path):
+    reports, output = ranks(tmp_path, 2, settings=of(4, deepspeed=ZERO_2), sizes={"sp_size": 2}, variables=SDPA)
+    assert len(reports) == 2, output
+    assert reports[0]["grad_norm"][0] / ddp["grad_norm"][0] == pytest.approx(2, rel=0.05)
+    assert abs(reports[0]["loss"][0] - ddp["loss"][0]) > 1e-4
+    config = {"parallelism_config": _config(sp_size=2), "deepspeed": ZERO_2}
+    assert_fires("sequences_and_models_are_not_divided", config, world=2)
+
+
+def _config(**sizes):
+    from accelerate import ParallelismConfig
+
+    return ParallelismConfig(**sizes)
+
+
+FAILS = [
+    (
+        "sequences_and_models_are_not_divided",
+        dict(settings=SHARDED, sizes={"cp_size": 2}, lift=True),
+        "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered",
+    ),
+    (
+        "sequences_and_models_are_not_divided",
+        dict(settings={}, sizes={"tp_size": 2}, lift=True),
+        "Model should undergo tensor parallel before passing it to accelerate",
+    ),
+    (
+        "tensor_parallelism_fits_the_run",
+        dict(settings={"deepspeed": {**TENSOR, "zero_optimization": {"stage": 3}}}),
+        "Check batch related parameters. train_batch_size is not equal to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "request_", "message"), FAILS, ids=[case[0] for case in FAILS])
+def test_two_ranks_fail(rule, request_, message, tmp_path):
+    reports, output = ranks(tmp_path, 2, **request_)
+    assert message in output and not reports
+    settings = json.loads(json.dumps(request_["settings"]))
+    if "sizes" in request_:
+        settings["parallelism_config"] = _config(**request_["sizes"])
+    # With accelerate's refusal of a CPU lifted, the ranks behave as on GPUs.
+    assert_fires(rule, settings, world=2, gpu=(8, 0) if request_.get("lift") else None)
+
+
+def test_without_a_sum_over_the_group_tensor_parallelism_doubles_losses(ddp, tmp_path):
+    reports, output = ranks(tmp_path, 2, settings=of(4, deepspeed=TENSOR, average_tokens_across_devices=False))
+    assert len(reports) == 2, output
+    assert reports[0]["loss"][0] == pytest.approx(2 * ddp["loss"][0], rel=1e-5)
+
+
+def test_dispatched_batches_under_tensor_parallelism_are_twice_as_large(tmp_path):
+    settings = {"deepspeed": TENSOR, "max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 4}
+    steps = []
+    for dispatch in (False, True):
+        folder = tmp_path / str(dispatch)
+        folder.mkdir()
+        reports, output = ranks(folder, 2, settings={**settings, "accelerator_config": {"dispatch_batches": dispatch}})
+        assert len(reports) == 2, output
+        steps.append(len(reports[0]["loss"]))
+    assert steps == [8, 4]  # of the same 32 examples
+
+
+def test_stage_0_in_bf16_trains_other_losses_than_ddp_and_stage_1(tmp_path):
+    second = {}
+    for stage in (None, 0, 1):
+        folder = tmp_path / str(stage)
+        folder.mkdir()
+        config = {"deepspeed": {**ZERO_2, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage}}}
+        reports, output = ranks(folder, 2, settings=of(2, **ADAM_IN_BF16, **({} if stage is None else config)))
+        assert len(reports) == 2, output
+        second[stage] = reports[0]["loss"][1]
+    assert abs(second[0] - second[None]) > 10 * abs(second[1] - second[None])
+    config = {"deepspeed": {**ZERO_2, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}}
+    assert_fires("sixteen_bits_are_trained_by_a_stage", {"bf16": True, **config}, world=2)
+
+
+def test_the_launchs_fsdp_is_dropped_beside_deepspeed(tmp_path):
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    output = torchrun(tmp_path, {"deepspeed": ZERO_2}, DS_ACCELERATOR="cpu", **variables)
+    assert output.count("TRAINED 2 DEEPSPEED DeepSpeedEngine") == 2, output
+    assert_fires("one_engine_is_asked_for", {"deepspeed": ZERO_2}, world=2, environment=variables)

@@ -1,0 +1,270 @@
+"""The probe: what the installed libraries refuse, in their words, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recipes.catalog import RECIPES
+from recipes.errors import Problem
+from recipes.rules.check import check
+from recipes.rules.probe import _optimizer_class, probe, probe_in_child, refused_by_library
+from recipes.run import here, resolve
+from recipes.run.files import shipped
+from recipes.run.hardware import Hardware
+from tests.support.real_failures import ZERO_2
+from tests.support.running import ROOT
+from tests.support.runs import DS, TWO_GPUS, Run, deepspeed, ds_json, fsdp, groups, yaml
+
+BASELINE = "--recipe baseline"
+
+
+def gpus(*lines: str, argv: str = "") -> Run:
+    return Run(argv, yaml=fsdp("fsdp_version: 2", *lines), hardware=TWO_GPUS)
+
+
+def gpus_in(world: int, **sizes) -> Run:
+    return Run(yaml=groups(**sizes), hardware=TWO_GPUS, world=world)
+
+
+def scheduler(**section) -> Run:
+    return Run(DS, files=ds_json(scheduler=section))
+
+
+# a run, the subject of the problem, and the library's sentence
+BY_LAUNCHER = [
+    (Run(yaml=yaml("multi_gpu")), "distributed_type", "'multi_gpu' is not a valid DistributedType"),
+    (Run(yaml="compute_environment: LOCAL\ndistributed_type: 'NO'\nnum_processes: 1\n"), "num_processes",
+     "had unknown keys (['num_processes'])"),
+    (Run(yaml=yaml("MULTI_GPU", "mixed_precision: bfloat16")), "mixed_precision", "Unknown mixed_precision mode"),
+    (Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")), "gpu_ids", "Less than two GPU ids were configured"),
+    (Run(yaml=yaml("MULTI_GPU", processes=None), world=None), "accelerate.yaml", "manually pass in `--num_processes`"),
+    (Run(yaml=yaml("DEEPSPEED", "deepspeed_config: ds.json")), "accelerate.yaml", "has no attribute 'keys'"),
+    (gpus("fsdp_sync_module_states: false"), "fsdp_sync_module_states", "set `--fsdp_sync_module_states` to `True`"),
+    (Run(yaml=yaml("MULTI_GPU", "dynamo_config:", "  dynamo_backend: inductr")), "dynamo_backend",
+     "Unknown dynamo backend: INDUCTR"),
+]  # fmt: skip
+BY_ARGUMENTS = [
+    (Run(f"{BASELINE} --fp16 --bf16"), "fp16", "At most one of fp16 and bf16"),
+    (Run(f"{BASELINE} --dataloader_prefetch_factor 2"), "dataloader_prefetch_factor", "can only be set when"),
+    (Run(f"{BASELINE} --dataloader_persistent_workers"), "dataloader_persistent_workers",
+     "persistent_workers option needs"),
+    (Run(f"{BASELINE} --report_to tensorbord"), "report_to", "tensorbord is not supported"),
+    (Run(f"{BASELINE} --adam_beta1 1.0"), "adam_beta1", "Invalid beta parameter"),
+    (Run(f"{BASELINE} --optim_args rank"), "optim_args", "not enough values to unpack"),
+    (Run(f"{BASELINE} --lr_scheduler_type warmup_stable_decay"), "lr_scheduler_type", "num_decay_steps"),
+    (Run(f'{BASELINE} --lr_scheduler_type linear --lr_scheduler_kwargs {{"num_cycles":2}}'), "lr_scheduler_kwargs",
+     "unexpected keyword argument 'num_cycles'"),
+]  # fmt: skip
+BY_FSDP = [
+    (Run("--fsdp zero3", world=2), "fsdp", "Unknown `fsdp` option: zero3"),
+    (Run("--fsdp hybrid_shard", world=2), "fsdp", "only available with FSDP1"),
+    (gpus("fsdp_reshard_after_forward: FULL_SHARD"), "fsdp_reshard_after_forward", "invalid truth value full_shard"),
+    (gpus("fsdp_state_dict_type: LOCAL_STATE_DICT"), "fsdp_state_dict_type", "does not support LOCAL_STATE_DICT"),
+    (gpus("fsdp_activation_checkpointing_offload: true"), "fsdp_activation_checkpointing_offload",
+     "requires `activation_checkpointing=True`"),
+    (Run(yaml=groups(dp_shard=0), hardware=TWO_GPUS, world=2), "parallelism_config_dp_shard_size",
+     "dp_shard_size must be at least 1"),
+    (gpus_in(4, dp_replicate=2, dp_shard=4), "parallelism_config", "total_size (8) does not match num_processes (4)"),
+    (gpus_in(2, dp_replicate=2), "parallelism_config", "no dimension for FSDP to shard across"),
+    (gpus_in(2, version=1, dp_shard=2), "parallelism_config", "is only compatible DistributedType.FSDP (version 2)"),
+    (Run(yaml=groups("MULTI_GPU", dp_shard=2), world=2), "parallelism_config", "but got DistributedType.MULTI_CPU"),
+]  # fmt: skip
+BY_DEEPSPEED = [
+    (Run(yaml=deepspeed("zero_stage: 5")), "zero_stage", "Input should be 0, 1, 2"),
+    (Run(yaml=deepspeed("deepspeed_config_file: ds.json", "zero_stage: 2"), files=ds_json()), "ds.json",
+     "the following accelerate config variables will be ignored"),
+    (Run(DS, yaml="memory.yaml", files=ds_json()), "ds.json", "the following accelerate config variables"),
+    (Run(yaml=deepspeed("deepspeed_config_file: ds.json")), "ds.json", "Expected a string path to an existing"),
+    (Run(DS, files={"ds.json": ZERO_2}), "ds.json", "Either train_batch_size or train_micro_batch_size_per_gpu"),
+    (Run(DS, files=ds_json(zero_optimization={"stge": 2})), "stge", "Extra inputs are not permitted"),
+    (Run(f"{DS} --bf16", files=ds_json(fp16={"enabled": True}, bf16={"enabled": True})), "bf16", "cannot be set to"),
+    (scheduler(type="WarmupLr", params={}), "type", "no attribute 'WarmupLr'"),
+    (scheduler(type="WarmupLR"), "ds.json", "'params' (KeyError)"),
+    (scheduler(type="WarmupCosineLR", params={}), "type", "missing 1 required positional argument"),
+    (scheduler(type="WarmupLR", params={"warmup_steps": 5}), "warmup_steps", "unexpected keyword argument"),
+    (Run(DS, files=ds_json(optimizer={"type": "Foo", "params": {}})), "type", "no attribute 'Foo'"),
+]  # fmt: skip
+
+
+def adam(**section) -> dict:
+    return ds_json(gradient_clipping="auto", optimizer={"type": "AdamW", **section})
+
+
+def warmup(**params) -> dict:
+    params = {"total_num_steps": "auto", **params}
+    return ds_json(gradient_clipping="auto", scheduler={"type": "WarmupDecayLR", "params": params})
+
+
+# DeepSpeed's own value of what the JSON leaves out, beside that of the arguments.
+BY_DEFAULT = [
+    (Run(f"{DS} --max_grad_norm 0.5", files=ds_json()), "gradient_clipping", "is left out, so ds gradient"),
+    (Run(f"{DS} --bf16", files=ds_json(bf16={})), "bf16.enabled", "so ds bf16.enabled=False vs hf bf16"),
+    (Run(f"{DS} --learning_rate 3e-3", files=adam()), "optimizer.params.lr", "lr=0.001 vs hf learning_rate=0.003"),
+    (
+        Run(DS, files=adam(params={"lr": "auto", "torch_adam": True})),  # torch's own has another default
+        "optimizer.params.weight_decay",
+        "weight_decay=0.01 vs hf weight_decay=0.0",
+    ),
+    (Run(f"{DS} --warmup_steps 0.1", files=warmup(warmup_max_lr="auto")), "scheduler.params.warmup_num_steps",
+     "warmup_num_steps=1000 vs hf warmup_steps=0.1"),
+    (Run(DS, files=warmup(warmup_num_steps="auto")), "scheduler.params.warmup_max_lr", "=0.001 vs hf learning_rate"),
+]  # fmt: skip
+# The value in the JSON or YAML, beside that of the arguments.
+BY_COMPARISON = [
+    (Run(DS, files=ds_json(gradient_accumulation_steps=3)), "gradient_accumulation_steps", "vs hf"),
+    (Run(DS, files=ds_json(train_batch_size=99)), "train_batch_size", "=99 vs hf train_batch_size (calculated)=16"),
+    (Run(DS, files=ds_json(optimizer={"type": "Adam", "params": {"lr": 0.3}})), "optimizer.params.lr", "lr=0.3 vs hf"),
+    (Run(yaml=deepspeed("gradient_clipping: 0.5")), "gradient_clipping", "=0.5 vs hf max_grad_norm=1.0"),
+    (Run("--bf16_full_eval", yaml=deepspeed()), "bf16.enabled", "=False vs hf bf16|bf16_full_eval=True"),
+    (Run(DS, files=ds_json(tensor_parallel={"autotp_size": 2}, train_batch_size=16), world=2), "train_batch_size",
+     "=16 vs hf train_batch_size (calculated)=32"),
+]  # fmt: skip
+REFUSED = [*BY_LAUNCHER, *BY_ARGUMENTS, *BY_FSDP, *BY_DEEPSPEED, *BY_DEFAULT, *BY_COMPARISON]
+
+
+@pytest.mark.parametrize(("run", "subject", "sentence"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+def test_the_library_says_what_it_refuses(run, subject, sentence, tmp_path, monkeypatch):
+    found = probe(run.resolve(tmp_path, monkeypatch))
+    assert any(sentence in problem.what for problem in found), found
+    assert subject in [problem.subject for problem in found if sentence in problem.what]
+    assert all(problem.fix and problem.source and "\n" not in problem.what for problem in found)
+
+
+def test_all_contradictions_of_a_json_are_reported_at_once(tmp_path, monkeypatch):
+    run = Run(DS, files=ds_json(gradient_accumulation_steps=3, gradient_clipping=0.5)).resolve(tmp_path, monkeypatch)
+    assert [str(problem) for problem in probe(run)] == [
+        "gradient_accumulation_steps: ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=4 (ds.json)."
+        ' Fix: "gradient_accumulation_steps": "auto".',
+        "gradient_clipping: ds gradient_clipping=0.5 vs hf max_grad_norm=1.0 (ds.json)."
+        ' Fix: "gradient_clipping": "auto".',
+    ]
+
+
+def test_the_setting_that_is_refused_is_named_with_its_source():
+    run = resolve(["--warmup_steps", "-1"], here(hardware=Hardware(), environment={}))
+    (problem,) = probe(run)
+    assert (problem.subject, problem.source, problem.severity) == ("warmup_steps", "command line", "error")
+    assert "ValueError" in problem.what and problem.fix == "another value, or leave it out"
+
+
+def test_a_refusal_that_names_no_setting_is_handed_on_as_it_is():
+    run = resolve([], here(hardware=Hardware(), environment={}))
+    found = refused_by_library(run, ValueError("The config of your backend is not available"))
+    assert (found.subject, found.source) == ("TrainingArguments", "transformers")
+    assert found.what == "The config of your backend is not available (ValueError)"
+
+
+# --- What is not refused --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("hardware", [Hardware(), TWO_GPUS], ids=["CPU", "GPUs"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_can_be_constructed(recipe, hardware, world):
+    config = str(shipped(RECIPES[recipe]().engine))
+    argv, processes = ["--recipe", recipe], 1 if recipe == "baseline" else world
+    run = resolve(argv, here(processes, hardware=hardware, environment={}, accelerate_config=config))
+    assert probe(run) == []
+
+
+def test_a_state_that_the_training_configures_before_its_arguments_is_not_missed(tmp_path, monkeypatch):
+    run = Run('--accelerator_config {"use_configured_state":true}').resolve(tmp_path, monkeypatch)
+    assert probe(run) == []
+
+
+def test_a_group_of_processes_that_shares_a_model_counts_each_of_them(tmp_path, monkeypatch):
+    shared = {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 2}}
+    assert probe(Run(DS, files=ds_json(**shared), world=4).resolve(tmp_path, monkeypatch)) == []
+
+
+LEFT_OUT_RIGHTLY = [
+    Run(f"{DS} --bf16", files=ds_json()),  # accelerate adds the section
+    Run(f"{DS} --learning_rate 3e-3", files=adam(params={"lr": "auto"})),
+    Run(DS, files=adam(type="SGD", params={"lr": "auto"})),
+    Run(  # the schedule sets the rate
+        f"{DS} --learning_rate 3e-3",
+        files={"ds.json": {**adam()["ds.json"], **warmup(warmup_max_lr="auto", warmup_num_steps="auto")["ds.json"]}},
+    ),
+    gpus_in(4, dp_replicate=2, dp_shard=2),
+]
+
+
+@pytest.mark.parametrize("run", LEFT_OUT_RIGHTLY, ids=lambda run: run.argv)
+def test_what_trains_as_asked_may_be_left_out(run, tmp_path, monkeypatch):
+    assert probe(run.resolve(tmp_path, monkeypatch)) == []
+
+
+@pytest.mark.parametrize("cls", ["FusedAdam", "DeepSpeedCPUAdam"])
+def test_the_defaults_of_deepspeeds_adam_are_those_of_both_classes(cls):
+    real = inspect.signature(getattr(pytest.importorskip("deepspeed.ops.adam"), cls)).parameters
+    known = inspect.signature(_optimizer_class({"type": "AdamW"})).parameters
+    assert all(known[name].default == real[name].default for name in ("lr", "betas", "eps", "weight_decay"))
+
+
+def test_what_only_a_card_takes_is_left_to_the_rules():
+    run = resolve(["--tf32", "true", "--ddp_backend", "nccl"], here(2, hardware=TWO_GPUS, environment={}))
+    assert probe(run) == [] and not [found for found in check(run) if found.severity == "error"]
+
+
+def test_a_package_that_may_be_where_the_run_goes_is_not_missed_here(tmp_path, monkeypatch):
+    words = "--recipe baseline --optim schedule_free_adamw"
+    assert "schedulefree" in probe(Run(words).resolve(tmp_path, monkeypatch))[0].what
+    assert probe(Run(words, elsewhere=frozenset()).resolve(tmp_path, monkeypatch)) == []
+
+
+def test_a_launched_process_is_not_parsed_again(tmp_path, monkeypatch):
+    run = Run(yaml=yaml("MULTI_GPU", "gpu_ids: '0'")).resolve(tmp_path, monkeypatch)
+    assert probe(run) and probe(run, launched=True) == []
+
+
+# --- What stays behind ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("yaml_file", ["standard.yaml", "memory_zero3.yaml", "sharded.yaml"])
+def test_nothing_stays_behind(yaml_file, tmp_path, monkeypatch):
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
+        monkeypatch.setenv(name, value)
+    run = Run(yaml=yaml_file, hardware=TWO_GPUS, world=2).resolve(tmp_path, monkeypatch)
+    states = [state._shared_state for state in (AcceleratorState, GradientState, PartialState)]
+    before = dict(os.environ), [dict(state) for state in states]
+    assert probe(run) == []
+    assert (dict(os.environ), [dict(state) for state in states]) == before
+    assert not is_deepspeed_zero3_enabled()
+
+
+def test_a_states_content_is_there_again_afterwards(fresh_state):
+    from accelerate.state import PartialState
+
+    state = PartialState(cpu=True)
+    assert probe(resolve(["--recipe", "fast"], here(hardware=Hardware(), environment={}))) == []
+    assert state.device.type == "cpu" and PartialState().num_processes == 1
+
+
+def test_the_child_imports_the_libraries_and_its_parent_does_not(tmp_path):
+    code = (
+        "import sys\n"
+        "from recipes.rules.probe import probe_in_child\n"
+        "from recipes.run import resolve\n"
+        "found = probe_in_child(resolve(['--warmup_steps', '-1']))\n"
+        "print([problem.subject for problem in found], 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout.strip(), done.stderr) == ("['warmup_steps'] False", "")
+
+
+def test_a_child_that_dies_is_reported_with_its_last_line(monkeypatch):
+    def dies(run):
+        os.write(2, b"libcudart.so: cannot open shared object file\n")
+        os._exit(7)
+
+    monkeypatch.setattr("recipes.rules.probe.probe", dies)
+    (problem,) = probe_in_child(resolve([], here(hardware=Hardware(), environment={})))
+    assert isinstance(problem, Problem) and "(exit code 7): libcudart.so: cannot open" in problem.what

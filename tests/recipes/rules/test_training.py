@@ -1,0 +1,261 @@
+"""Rules about training that are functions, and what happens without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes.rules import training
+from recipes.rules.training import best_metric_is_reported
+from recipes.run import here, resolve
+from recipes.run.hardware import Gpu, Hardware
+from tests.support.real_failures import BY_NAME, arguments, assert_fires, launched, tiny_llama, train
+from tests.support.runs import (
+    A100,
+    BEST,
+    CLASSIFY,
+    DS,
+    EVAL,
+    H100,
+    SGD,
+    TWO_GPUS,
+    Run,
+    deepspeed,
+    ds_json,
+    fsdp,
+    machine,
+    resolved,
+    yaml,
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0), 16 << 30)
+PLATEAU = f"--lr_scheduler_type reduce_lr_on_plateau {EVAL}"
+MISSPELT = '--gradient_checkpointing --gradient_checkpointing_kwargs {"use_rentrant":false}'
+DYNAMO = ("dynamo_config:", "  dynamo_backend: inductor")
+FP8 = yaml("'NO'", "mixed_precision: fp8")
+
+# rule -> a run in which it fires, and the nearest one in which it does not
+CASES = {
+    "nested_settings_are_known": (Run(MISSPELT), Run(MISSPELT.replace("rentrant", "reentrant"))),
+    "nested_files_can_be_read": (Run(DS), Run(DS, files=ds_json())),
+    "reports_go_somewhere": (Run("--report_to wandb", missing=("wandb",)), Run("--report_to wandb")),
+    "yaml_compiles_what_the_arguments_do_not": (
+        Run(yaml=yaml("MULTI_GPU", *DYNAMO)), Run("--torch_compile", yaml=yaml("MULTI_GPU", *DYNAMO))),
+    "yaml_precision_agrees_with_arguments": (
+        Run("--bf16 false", yaml=yaml("MULTI_GPU", "mixed_precision: bf16")),
+        Run("--bf16 true", yaml=yaml("MULTI_GPU", "mixed_precision: bf16"))),
+    "deepspeed_evaluates_as_it_trains": (
+        Run(f"{DS} --bf16_full_eval", files=ds_json(bf16={"enabled": "auto"})),
+        Run(f"{DS} --bf16_full_eval", files=ds_json())),
+    "fp8_needs_sm89": (
+        Run("--bf16 false --fp16 false", yaml=FP8, hardware=machine(A100)),
+        Run("--bf16 false --fp16 false", yaml=FP8, hardware=machine(H100))),
+    "torch_has_kernels_for_the_card": (Run(hardware=machine(V100)), Run(hardware=machine(A100))),
+    "offload_needs_adamw": (
+        Run(f"--recipe memory {SGD}", yaml="memory.yaml"),
+        Run("--recipe memory --optim adamw_torch_fused", yaml="memory.yaml")),
+    "warmup_ends_before_the_run": (Run("--warmup_steps 10 --max_steps 10"), Run("--warmup_steps 9 --max_steps 10")),
+    "every_evaluation_is_saved": (
+        Run(f"{BEST} {EVAL} --eval_steps 5 --save_steps 10"), Run(f"{BEST} {EVAL} --eval_steps 5")),
+    "best_metric_is_reported": (
+        Run(f"{EVAL} {BEST} --metric_for_best_model f1"), Run(f"{EVAL} {BEST} --metric_for_best_model eval_loss")),
+    "best_is_the_better_value": (
+        Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better true"),
+        Run(f"{EVAL} {BEST} --metric_for_best_model loss --greater_is_better false")),
+    "plateaus_look_the_right_way": (
+        Run(f"{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy"),
+        Run(f'{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy --lr_scheduler_kwargs {{"mode":"max"}}')),
+    "a_push_names_a_repository": (
+        Run("--push_to_hub --hub_model_id my/own/model"), Run("--push_to_hub --hub_model_id my/own-model")),
+    "resume_starts_from_something": (
+        Run("--resume_from_checkpoint outputs/checkpoint-7"), Run("--resume_from_checkpoint true")),
+    "sharded_checkpoints_hold_the_optimizer": (
+        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: SHARDED_STATE_DICT"), hardware=TWO_GPUS),
+        Run("--save_only_model", yaml=fsdp("fsdp_state_dict_type: FULL_STATE_DICT"), hardware=TWO_GPUS)),
+    "zero3_saves_whole_weights": (
+        Run(yaml=deepspeed("zero_stage: 3")), Run(yaml=deepspeed("zero_stage: 3", "zero3_save_16bit_model: true"))),
+}  # fmt: skip
+
+# rule, another run in which it fires, a part of the subject
+ALSO_FIRES = [
+    ("nested_settings_are_known", Run('--accelerator_config {"even_batch":true}'), "accelerator_config"),
+    ("yaml_precision_agrees_with_arguments", Run("--bf16", yaml=FP8), "mixed_precision"),
+    ("yaml_compiles_what_the_arguments_do_not", Run(yaml=deepspeed() + "\n".join(DYNAMO)), "dynamo_config"),
+    ("zero3_saves_whole_weights",  # in a JSON without a section for ZeRO, too
+     Run(DS, files={"ds.json": {"tensor_parallel": {"autotp_size": 2}}}, world=2), "stage3_gather_16bit_weights"),
+]  # fmt: skip
+
+# rule, another run that is legal
+LEGAL_AFTER_ALL = [
+    ("nested_settings_are_known", Run('--fsdp_config {"verion":2}')),  # fsdp_config_is_read speaks of it
+    ("yaml_precision_agrees_with_arguments", Run("--bf16 false", yaml=FP8)),
+    ("offload_needs_adamw", Run(f"{DS} {SGD}", files=ds_json(zero_force_ds_cpu_optimizer=False))),
+    ("offload_needs_adamw", Run(f"--recipe memory {SGD}", yaml=deepspeed("zero_stage: 2"))),
+    ("warmup_ends_before_the_run", Run("--max_steps 2")),  # the demonstration's own warm-up
+    ("best_metric_is_reported", Run(f"{CLASSIFY} {EVAL} {BEST} --metric_for_best_model r2")),  # the data will tell
+    ("best_is_the_better_value", Run(f"{EVAL} --greater_is_better true")),  # nothing reads it
+]
+
+
+# --- What really happens --------------------------------------------------------------------------
+
+
+def test_a_misspelt_key_fails_once_the_model_is_loaded(tmp_path):
+    settings = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_rentrant": False})
+    with pytest.raises(ValueError, match="use_rentrant"):
+        train(tmp_path, **settings)
+    assert_fires("nested_settings_are_known", settings)
+
+
+def test_unknown_fsdp_keys_pass_the_constructor(tmp_path):
+    settings = dict(fsdp="full_shard", fsdp_config={"fsdp_verion": 2})
+    assert "verion" in arguments(tmp_path, **settings).fsdp_config
+    assert_fires("nested_settings_are_known", settings)
+
+
+@pytest.mark.parametrize(("name", "error"), [("tensorbord", ValueError), ("clearml", RuntimeError)])
+def test_trainer_reports_to_what_it_knows_and_finds(name, error, tmp_path):
+    arguments(tmp_path, report_to=name)  # the constructor says nothing
+    with pytest.raises(error, match=r"is not supported|to be installed"):
+        train(tmp_path, report_to=name)
+    assert_fires("reports_go_somewhere", {"report_to": name})
+
+
+def test_mixed_precision_in_the_yaml_turns_bf16_on_behind_the_arguments(write_yaml, tmp_path, monkeypatch):
+    file = write_yaml("'NO'", "mixed_precision: bf16", processes=1)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched(file)["ACCELERATE_MIXED_PRECISION"])
+    trainer = train(tmp_path)
+    assert (trainer.args.bf16, trainer.accelerator.mixed_precision) == (False, "bf16")
+    assert_fires("yaml_precision_agrees_with_arguments", {"bf16": False}, config=file)
+
+
+def test_a_precision_that_the_user_writes_wins_over_the_yaml(tmp_path, write_yaml, monkeypatch):
+    file = write_yaml("MULTI_GPU", "mixed_precision: fp16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert arguments(tmp_path, bf16=True).mixed_precision == "bf16"
+    run = resolve(["--bf16"], here(accelerate_config=str(file), hardware=Hardware(), environment={}))
+    (problem,) = BY_NAME["yaml_precision_agrees_with_arguments"](run)
+    assert problem.severity == "advice" and "--bf16 wins" in problem.what
+
+
+def test_dynamo_in_the_yaml_compiles_behind_the_arguments(write_yaml, tmp_path, monkeypatch):
+    file = write_yaml("'NO'", "dynamo_config:", "  dynamo_backend: eager", processes=1)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", launched(file)["ACCELERATE_DYNAMO_BACKEND"])
+    trainer = train(tmp_path)
+    assert not trainer.args.torch_compile
+    assert trainer.accelerator.state.dynamo_plugin.backend.value == "EAGER"
+    assert_fires("yaml_compiles_what_the_arguments_do_not", {}, config=file)
+
+
+def test_fp8_becomes_fp16_on_an_older_card(write_yaml, monkeypatch):
+    """Only which card and which packages there are is a stand-in."""
+    import torch
+    from accelerate import Accelerator
+
+    monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi, which accelerate asks first
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    assert Accelerator(cpu=True).mixed_precision == "fp16"
+    file = write_yaml("'NO'", "mixed_precision: fp8", processes=1)
+    assert_fires("fp8_needs_sm89", {"bf16": False, "fp16": False}, config=file, gpu=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("torch", "cuda", "severity"),
+    [("2.13.0", "13.0", "error"), ("2.13.0", "12.6", None), ("2.13.0+cpu", "", "advice"), ("2.10.0", "12.8", None)],
+)
+def test_torch_for_a_v100_is_built_for_cuda_12_6(torch, cuda, severity, monkeypatch):
+    monkeypatch.setattr("recipes.legal.version", lambda package: torch)
+    monkeypatch.setattr(training, "_cuda_of_torch", lambda: cuda)
+    run = resolve([], here(hardware=machine(V100), environment={}))
+    found = list(BY_NAME["torch_has_kernels_for_the_card"](run))
+    assert [problem.severity for problem in found] == ([severity] if severity else [])
+
+
+def test_the_cuda_version_is_the_one_that_torch_reports():
+    import torch
+
+    assert training._cuda_of_torch() == (torch.version.cuda or "")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "adamw_mode"), [("SGD", False), ("Adam", False), ("AdamW", True), ("bnb8bit", False)]
+)
+def test_offload_replaces_the_optimizer_silently(optimizer, adamw_mode, monkeypatch):
+    """Accelerate's own decision; only the class that would be compiled from C++ is a stand-in."""
+    adam = pytest.importorskip("deepspeed.ops.adam")
+    import torch
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
+
+    monkeypatch.setattr(adam, "DeepSpeedCPUAdam", lambda groups, **options: ("DeepSpeedCPUAdam", options["adamw_mode"]))
+    weight = [torch.nn.Parameter(torch.ones(1))]
+    if optimizer == "bnb8bit":
+        chosen = pytest.importorskip("bitsandbytes").optim.AdamW(weight, lr=0.1, optim_bits=8)
+    else:
+        chosen = getattr(torch.optim, optimizer)(weight, lr=0.1)
+    assert map_pytorch_optim_to_deepspeed(chosen) == ("DeepSpeedCPUAdam", adamw_mode)
+    named = {"SGD": "sgd", "bnb8bit": "adamw_bnb_8bit"}.get(optimizer)
+    if named:
+        assert_fires("offload_needs_adamw", {"recipe": "memory", "optim": named})
+
+
+def test_a_warmup_longer_than_the_run_never_ends(tmp_path):
+    settings = dict(max_steps=2, warmup_steps=10, logging_steps=1)
+    history = train(tmp_path, **settings).state.log_history
+    assert [entry["learning_rate"] for entry in history if "learning_rate" in entry] == [0, 5e-6]
+    assert_fires("warmup_ends_before_the_run", settings)
+
+
+EVERY_STEP = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+
+
+def test_the_worst_model_is_the_best_one(tmp_path):
+    settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True, **EVERY_STEP)
+    trainer = train(tmp_path, evaluates=True, learning_rate=1e-2, **settings)
+    seen = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.state.best_metric == max(seen) > min(seen)
+    assert_fires("best_is_the_better_value", settings)
+
+
+def test_a_plateau_in_the_wrong_direction_lowers_the_rate_of_a_falling_loss(tmp_path):
+    settings = dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"mode": "max", "patience": 0})
+    every_step = dict(eval_strategy="steps", eval_steps=1, logging_steps=1, max_steps=4)
+    history = train(tmp_path, evaluates=True, **settings, **every_step).state.log_history
+    rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
+    seen = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert seen == sorted(seen, reverse=True) and rates[-1] < rates[0] / 50
+    assert_fires("plateaus_look_the_right_way", {**settings, **every_step})
+
+
+@pytest.mark.parametrize("needed", [dict(save_strategy="best"), dict(load_best_model_at_end=True)])
+def test_a_metric_that_nobody_reports_fails_after_the_first_evaluation(needed, tmp_path):
+    settings = {**EVERY_STEP, **needed, "metric_for_best_model": "foo"}
+    with pytest.raises(KeyError, match="not found in the evaluation metrics"):
+        train(tmp_path, evaluates=True, **settings)
+    assert_fires("best_metric_is_reported", settings)
+
+
+def test_the_fix_of_a_metric_names_those_that_begin_alike():
+    (found,) = best_metric_is_reported(resolved(f"{CLASSIFY} {EVAL} --metric_for_best_model f1"))
+    assert found.fix == "f1_macro or f1_weighted or f1_micro"
+
+
+def test_a_best_model_that_was_not_saved_is_not_loaded(tmp_path):
+    """The first evaluation is the best here: its step has no checkpoint, so none is loaded."""
+    settings = dict(EVERY_STEP, save_steps=2, load_best_model_at_end=True, metric_for_best_model="loss")
+    state = train(tmp_path, evaluates=True, greater_is_better=True, **settings).state
+    assert (state.best_global_step, state.best_model_checkpoint) == (1, None)
+    assert_fires("every_evaluation_is_saved", settings)
+
+
+def test_a_name_that_the_hub_does_not_take_fails_when_the_trainer_is_built(tmp_path):
+    from huggingface_hub.errors import HFValidationError
+    from transformers import Trainer
+
+    settings = {"push_to_hub": True, "hub_model_id": "my own model", "hub_token": "mine"}
+    with pytest.raises(HFValidationError):
+        Trainer(tiny_llama(), arguments(tmp_path, **settings))
+    assert_fires("a_push_names_a_repository", settings)

@@ -28,6 +28,10 @@ class Shortage:
     free_bytes: int | None
 
 
+class AboveLimit(MemoryError):
+    """The process holds more memory than its limit before anything is limited."""
+
+
 # --- Limit, peak, free ---------------------------------------------------------------------------
 
 
@@ -35,7 +39,8 @@ def limit(limit_bytes: int, cuda: bool) -> None:
     """Let this process take at most `limit_bytes` from now on, including what it holds already.
 
     Linux limits the RAM that a process reserves, and thread stacks reserve far more than they use.
-    So the limit is on what is reserved on top of what is resident now.
+    So the limit is on what is reserved on top of what is resident now. Raises `AboveLimit` if the
+    process holds more already: under such a limit Python could not even report it.
     """
     if cuda:
         import torch
@@ -45,7 +50,9 @@ def limit(limit_bytes: int, cuda: bool) -> None:
     elif sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         now = psutil.Process().memory_info()
-        soft = max(now.data + limit_bytes - now.rss, 0)
+        if now.rss > limit_bytes:
+            raise AboveLimit
+        soft = now.data + limit_bytes - now.rss
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
@@ -113,6 +120,8 @@ def shortage(error: BaseException) -> Shortage:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    if isinstance(error, AboveLimit):
+        return Shortage(None, 0)
     text = f"{error} {error.__cause__ or ''}"
     if _of_gpu(error):
         return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))

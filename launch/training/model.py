@@ -27,6 +27,7 @@ from transformers.integrations.deepspeed import initialize_weights_zero3
 
 from launch.data.demo import demo_config, demo_tokenizer
 from launch.data.load import Data
+from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
@@ -63,9 +64,9 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
             _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
         )
         tokenizer("a")  # compares its length with model_max_length, which may be anything
-    except MemoryError:
-        raise
     except Exception as error:  # its parsers raise anything for a damaged file
+        if ran_out(error):
+            raise
         raise unloadable(run, "tokenizer", error) from None
     if tokenizer.pad_token is None:
         # A new token would resize the embeddings.
@@ -194,6 +195,8 @@ def _construction_error(run: Settings, config: PreTrainedConfig) -> Exception | 
     except ImportError:
         return None
     except Exception as error:
+        if ran_out(error):
+            raise
         return error
     return None
 
@@ -209,6 +212,8 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
     try:
         model = _built(run, config)
     except Exception as error:
+        if ran_out(error):
+            raise
         if run["attn_implementation"] and isinstance(error, UNLOADABLE):
             raise without_attention(" ".join(str(error).split())) from None
         raise (wrong_config(run, error) if run["model_name_or_path"] else error) from None
@@ -251,7 +256,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         name = _expanded(run["model_name_or_path"])
         model, info = _auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        if ran_out(error):
             raise
         if "ignore_mismatched_sizes" in str(error):
             raise other_sizes(run, read_config(run).num_labels != config.num_labels) from None

@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/fit": 500,
     "launch/host": 2265,
     "launch/jobs": 2590,
-    "launch/output": 2620,
+    "launch/output": 2430,
     "launch/scaling": 1630,
     "launch/training": 3260,
 }

@@ -1,7 +1,7 @@
-"""What can be told of a checkpoint that has no manifest: plain Trainer or DeepSpeed has written it,
-or an older version of this program.
+"""A checkpoint without a manifest, as plain Trainer or DeepSpeed writes it: are the files that a
+resume needs there, and can they be read?
 
-Its files are judged as far as they tell, and nothing in them is executed.
+Nothing in the files is executed.
 """
 
 from __future__ import annotations
@@ -14,69 +14,115 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from launch.output import manifest
-from launch.output.shards import saved_object, shard_faults
 from launch.output.trainer_state import state_faults
-from launch.terminal import plural
 
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_CONFIGS = ("config.json", "adapter_config.json")  # a resume reads them, if only for a version
-_RANK_STATE = re.compile(r"rng_state_(\d+)\.pth")
 _SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-# Entries that Trainer reads from these files when it resumes.
-_ENTRIES = {"optimizer.pt": {"state", "param_groups"}, "scheduler.pt": {"last_epoch"}}
-_RANDOM_ENTRIES = {"python", "numpy", "cpu"}
+_CONFIGS = ("config.json", "adapter_config.json")  # a resume reads them, if only for a version
+_STATES = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
+_END_OF_ZIP, _END_BYTES = b"PK\5\6", 22
 
 
 def faults_in_part(path: Path, step: int | None, deepspeed: bool) -> list[str]:
-    """What the files of a checkpoint without a manifest tell.
+    """What is missing or cannot be read, one line each. `step` is the folder's, or None.
 
     The number of processes that wrote it is read from its own files. Weights alone, as
-    `save_only_model` leaves them, are valid. `step` is that of the folder's name, if it has one.
+    `save_only_model` leaves them, are valid.
     """
-    if odd := [name for name in manifest.listed(path) if not (path / name).is_file() and not (path / name).is_dir()]:
+    names = manifest.listed(path)
+    if odd := [name for name in names if not (path / name).is_file() and not (path / name).is_dir()]:
         return [f"{name} is not a file" for name in odd]  # to open a pipe would take forever
-    result = state_faults(path, step) + _config_faults(path)
-    if deepspeed and ((path / "latest").exists() or any(path.glob("global_step*"))):
-        return result + _deepspeed_faults(path) + _rng_faults(path)
-    if any(path.glob("pytorch_model_fsdp*")) or any(path.glob("optimizer_*")):
-        return result + _fsdp_faults(path) + _torch_faults(path, ["scheduler.pt"]) + _rng_faults(path)
-    result += _weight_faults(path)
-    if holds_weights_alone(path):
-        return result
-    return result + _torch_faults(path, ["optimizer.pt", "scheduler.pt"]) + _rng_faults(path)
+    try:
+        needed = _needed(path, deepspeed)
+    except ValueError as error:
+        return [str(error)]
+    result = state_faults(path, step)
+    for pattern in [*needed, *(name for name in _CONFIGS if name in names)]:
+        files = sorted(path.glob(pattern))
+        result += [fault for file in files if (fault := _fault(file))] if files else [f"{pattern} is missing"]
+    return result
 
 
 def holds_weights_alone(path: Path) -> bool:
-    """Whether no state was ever meant to be beside the weights, by the arguments of the run.
+    """True if there is no state beside the weights: a resume starts with a new optimizer."""
+    return not any(True for pattern in _STATES for _ in path.glob(pattern))
 
-    Whoever passes weights on may leave the arguments out.
+
+def _needed(path: Path, deepspeed: bool) -> list[str]:
+    """Names or patterns of the files that a resume by this kind of engine reads.
+
+    Raises `ValueError` with the fault if a file that names others cannot be read.
     """
-    states = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
-    if any(True for pattern in states for _ in path.glob(pattern)):
-        return False
-    arguments = path / "training_args.bin"
-    return not arguments.exists() or _saved_only_model(arguments)
+    names = [file.name for file in path.iterdir()]
+    ranks = [int(found[1]) for name in names if (found := re.fullmatch(r"rng_state_(\d+)\.pth", name))]
+    random = [f"rng_state_{rank}.pth" for rank in range(max(ranks) + 1)] if ranks else ["rng_state.pth"]
+    if deepspeed and any(name == "latest" or name.startswith("global_step") for name in names):
+        folder = _deepspeed_folder(path)
+        shards = [f"{folder}/*zero_pp_rank_{rank}_*_optim_states.pt" for rank in ranks or [0]]
+        return [f"{folder}/*_model_states.pt", *shards, *random]
+    states = ["scheduler.pt", *random]
+    if any(name.startswith(("pytorch_model_fsdp", "optimizer_")) for name in names):
+        for state in ("pytorch_model_fsdp", "optimizer"):
+            states += [f"{state}.bin"] if f"{state}.bin" in names else [f"{state}_0/.metadata", f"{state}_0/*.distcp"]
+        return states
+    return [*_weights(path), *([] if holds_weights_alone(path) else ["optimizer.pt", *states])]
 
 
-def _saved_only_model(arguments: Path) -> bool:
+def _weights(path: Path) -> list[str]:
+    for index in _SHARD_INDEXES:
+        if (path / index).exists():
+            try:
+                return sorted(
+                    {Path(name).name for name in json.loads((path / index).read_text())["weight_map"].values()}
+                )
+            except (OSError, LookupError, ValueError, TypeError, AttributeError):
+                raise ValueError(f"{index} cannot be read") from None
+    weights = [name for name in _WEIGHTS if (path / name).exists()]
+    if not weights:
+        raise ValueError("the weights are missing")
+    return weights
+
+
+def _deepspeed_folder(path: Path) -> str:
     try:
-        return bool(saved_object(arguments)["save_only_model"])
-    except Exception:  # a damaged pickle may hold any byte; before 4.37 there was no such argument
-        return False
+        name = (path / "latest").read_text().strip()
+    except OSError:
+        raise ValueError("latest is missing") from None
+    except UnicodeDecodeError:
+        raise ValueError("latest cannot be read") from None
+    if not re.fullmatch(r"global_step\d+", name) or (path / name).is_symlink():
+        raise ValueError("latest does not name a folder of this checkpoint")
+    return name
 
 
-def _rng_faults(path: Path) -> list[str]:
-    """One random state per rank: `rng_state.pth` of one process, or 0 to the last without a gap."""
-    ranks = sorted(int(number.group(1)) for file in path.iterdir() if (number := _RANK_STATE.fullmatch(file.name)))
-    if not ranks:
-        return _torch_faults(path, ["rng_state.pth"])
-    return _torch_faults(path, [f"rng_state_{rank}.pth" for rank in range(ranks[-1] + 1)])
+def _fault(file: Path) -> str:
+    """What is wrong with a file that is there; empty if nothing is."""
+    if file.suffix == ".json":
+        return "" if _is_json_object(file) else f"{file.name} cannot be read"
+    if file.suffix == ".safetensors":
+        is_whole = _whole_safetensors(file)
+    elif file.suffix == ".distcp":
+        is_whole = _ends_as_zip(file)
+    else:
+        is_whole = file.name == ".metadata" or _whole_zip(file)
+    if not is_whole:
+        return f"{file.name} is cut off or damaged"
+    if file.suffix not in (".pt", ".pth", ".bin") or file.name.endswith("_states.pt"):
+        return ""  # DeepSpeed pickles classes of its own: to load them would run what they name
+    return _refusal_to_load(file)
 
 
-def _config_faults(path: Path) -> list[str]:
-    """A resume reads these files, and ends in an error if they are not JSON objects."""
-    found = [path / name for name in _CONFIGS if (path / name).exists()]
-    return [f"{file.name} cannot be read" for file in found if not _is_json_object(file)]
+def _refusal_to_load(file: Path) -> str:
+    """Why torch does not load the file as in a resume. Its tensors stay on the disk."""
+    import torch
+    from transformers.trainer_pt_utils import safe_globals
+
+    try:
+        with safe_globals():
+            torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # whatever a pickle can raise
+        return f"{file.name} cannot be loaded ({type(error).__name__})"
+    return ""
 
 
 def _is_json_object(file: Path) -> bool:
@@ -86,93 +132,8 @@ def _is_json_object(file: Path) -> bool:
         return False
 
 
-def _weight_faults(path: Path) -> list[str]:
-    for name in _SHARD_INDEXES:
-        if (path / name).exists():
-            return _sharded_faults(path, name)
-    weights = [name for name in _WEIGHTS if (path / name).exists()]
-    if not weights:
-        return ["the weights are missing"]
-    return [fault for name in weights for fault in _file_faults(path / name)]
-
-
-def _sharded_faults(path: Path, index: str) -> list[str]:
-    try:
-        shards = sorted(set(json.loads((path / index).read_text())["weight_map"].values()))
-        shards[0]  # an index that names no shard is damaged
-    except (OSError, LookupError, ValueError, TypeError, AttributeError):
-        return [f"{index} cannot be read"]
-    return _missing(path, shards) or [fault for name in shards for fault in _file_faults(path / name)]
-
-
-def _deepspeed_faults(path: Path) -> list[str]:
-    try:
-        name = (path / "latest").read_text().strip()
-    except OSError:
-        return ["latest is missing"]
-    except ValueError:
-        return ["latest cannot be read"]
-    folder = path / name
-    if not re.fullmatch(r"global_step\d+", name) or folder.is_symlink():
-        return ["latest does not name a folder of this checkpoint"]
-    if not folder.is_dir():
-        return [f"{folder.name} is missing"]
-    files = sorted(folder.glob("*.pt"))
-    shards = [file for file in files if file.name.endswith("_optim_states.pt")]
-    # DeepSpeed pickles its own classes: only loading would tell more, and would run what they name.
-    result = [f"{file.name} is cut off or damaged" for file in files if not _whole_zip(file)]
-    writers = max(1, sum(1 for _ in path.glob("rng_state_*.pth")))
-    if len(shards) != writers:
-        result.append(f"{folder.name} has {plural(len(shards), 'optimizer shard')} of {plural(writers, 'process')}")
-    if not any(file.name.endswith("_model_states.pt") for file in files):
-        result.append(f"{folder.name} has no model states")
-    return result + _torch_faults(path, ["scheduler.pt"] if (path / "scheduler.pt").exists() else [])
-
-
-def _fsdp_faults(path: Path) -> list[str]:
-    """Each state is one file, or a folder with the shards of all ranks."""
-    result = []
-    for name in ("pytorch_model_fsdp", "optimizer"):
-        whole = f"{name}.bin"
-        result += _torch_faults(path, [whole]) if (path / whole).exists() else shard_faults(path / f"{name}_0")
-    return result
-
-
-def _missing(path: Path, names: list[str]) -> list[str]:
-    return [f"{name} is missing" for name in names if not (path / name).exists()]
-
-
-def _torch_faults(path: Path, names: list[str]) -> list[str]:
-    return _missing(path, names) + [
-        fault for name in names if (path / name).exists() for fault in _file_faults(path / name)
-    ]
-
-
-def _file_faults(file: Path) -> list[str]:
-    if file.suffix == ".safetensors":
-        return [] if _whole_safetensors(file) else [f"{file.name} is cut off or damaged"]
-    if not _whole_zip(file):
-        return [f"{file.name} is cut off or damaged"]
-    return _loading_faults(file)
-
-
-def _loading_faults(file: Path) -> list[str]:
-    """What goes wrong when the file is loaded as in a resume. Its tensors stay on the disk."""
-    import torch
-    from transformers.trainer_pt_utils import safe_globals
-
-    try:
-        with safe_globals():
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever a pickle can raise
-        return [f"{file.name} cannot be loaded ({type(error).__name__})"]
-    expected = _RANDOM_ENTRIES if file.name.startswith("rng_state") else _ENTRIES.get(file.name, set())
-    lacking = expected - set(content) if isinstance(content, dict) else expected or {"a dictionary"}
-    return [f"{file.name} lacks {', '.join(sorted(lacking))}"] if lacking else []
-
-
 def _whole_zip(file: Path) -> bool:
-    """Whether every part of a torch.save file still has the checksum it was written with."""
+    """True if every part of a torch.save file still has the checksum it was written with."""
     try:
         with zipfile.ZipFile(file) as archive:
             return archive.testzip() is None
@@ -180,8 +141,15 @@ def _whole_zip(file: Path) -> bool:
         return False
 
 
+def _ends_as_zip(file: Path) -> bool:
+    """True if a .distcp file, which is one torch.save after another, is not cut off."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - _END_BYTES))
+        return stream.read().startswith(_END_OF_ZIP)
+
+
 def _whole_safetensors(file: Path) -> bool:
-    """Whether the header is valid and the file is as long as it says. No tensor is read."""
+    """True if the header is valid and the file is as long as it says. No tensor is read."""
     try:
         with safe_open(file, framework="np"):
             return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -43,6 +44,7 @@ def can_make() -> bool:
 
 
 @pytest.mark.skipif(not can_make(), reason="faults are made as root, in namespaces, with gcc")
+@pytest.mark.skipif("+cpu" not in version("torch"), reason="the fault is a torch without CUDA")
 def test_a_fault_that_is_made_is_named_and_mended():
     command = [sys.executable, "-m", "tests.campaigns.doctor", "--fault", "^CPU-only torch"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

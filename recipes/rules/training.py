@@ -52,8 +52,8 @@ def nested_settings_are_known(run):
             yield problem(run, name, f"has no key {key!r}", fix)
 
 
-# Import names that differ from the name in `report_to`. An empty one needs no package.
-_REPORT_MODULES = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": ""}
+# Modules whose names differ from the name in `report_to`: one of them is needed.
+_REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "tensorboard": "tensorboard tensorboardX"}
 
 
 @rule
@@ -61,9 +61,9 @@ def reports_have_their_packages(run):
     """`... requires ... to be installed`, once model and data are loaded."""
     asked = [run["report_to"]] if isinstance(run["report_to"], str) else run["report_to"] or []
     for name in (name for name in asked if name in legal.names("report_to")):
-        module = _REPORT_MODULES.get(name, name)
-        if module and not any(available(run, one) for one in (module, "tensorboardX")[: 1 + (name == "tensorboard")]):
-            yield missing(run, "report_to", module, f"{name} needs the package {module}")
+        modules = _REPORTED_BY.get(name, name).split()
+        if modules and not any(available(run, module) for module in modules):
+            yield missing(run, "report_to", modules[0], f"{name} needs the package {modules[0]}")
 
 
 @rule

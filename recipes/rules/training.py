@@ -20,6 +20,7 @@ from recipes.rules.facts import (
     deepspeed_section,
     fsdp_section,
     fsdp_version,
+    gradient_accumulation_kwargs,
     in_yaml,
     is_true,
     mapping,
@@ -35,6 +36,7 @@ from recipes.rules.facts import (
 )
 from recipes.rules.table import advice_row, error_row, setting_is_read
 from recipes.run import RunSpec, Settings, nearest
+from recipes.run.files import read_json
 from recipes.run.metrics import METRICS, smaller_is_better
 from recipes.run.recorded import began_from
 
@@ -43,13 +45,29 @@ from recipes.run.recorded import began_from
 
 @rule
 def nested_settings_are_known(run):
-    """fsdp_config accepts any key in silence; of the other, one fails once the model is loaded."""
-    for name in ("fsdp_config", "gradient_checkpointing_kwargs"):
-        keys = {str(key).removeprefix("fsdp_") for key in mapping(run[name])} if setting_is_read(run, name) else set()
-        known = legal.names(name)
-        for key in sorted(keys - {*known}) if known else ():
+    """fsdp_config accepts any key in silence; elsewhere a misspelt one fails in the first step, or
+    the library does not say whose it is.
+    """
+    names = ("accelerator_config", "gradient_checkpointing_kwargs", "fsdp_config")
+    sections = {name: mapping(run[name]) for name in names}
+    sections["gradient_accumulation_kwargs"] = gradient_accumulation_kwargs(run)
+    for section, content in sections.items():
+        name = section if section in names else "accelerator_config"
+        known = legal.names(section) if setting_is_read(run, name) else ()
+        for key in sorted({str(key).removeprefix("fsdp_") for key in content} - {*known}) if known else ():
             fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
             yield problem(run, name, f"has no key {key!r}", fix)
+
+
+@rule
+def nested_files_can_be_read(run):
+    """`FileNotFoundError`, in every rank; and until then rules judge a run without that file."""
+    for name in ("deepspeed", "fsdp_config", "accelerator_config"):
+        value = run[name]
+        if not isinstance(value, str) or value.lstrip().startswith("{") or not setting_is_read(run, name):
+            continue
+        if what := read_json(value)[1]:
+            yield problem(run, name, what, "a JSON object, or the path of a JSON file that holds one")
 
 
 # Modules whose names differ from the name in `report_to`: one of them is needed.

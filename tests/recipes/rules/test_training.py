@@ -36,6 +36,7 @@ FP8 = yaml("'NO'", "mixed_precision: fp8")
 # rule -> a run in which it fires, and the nearest one in which it does not
 CASES = {
     "nested_settings_are_known": (Run(MISSPELT), Run(MISSPELT.replace("rentrant", "reentrant"))),
+    "nested_files_can_be_read": (Run(DS), Run(DS, files=ds_json())),
     "reports_have_their_packages": (Run("--report_to wandb", missing=("wandb",)), Run("--report_to wandb")),
     "fit_chooses_the_micro_batch": (Run("--fit --gradient_accumulation_steps 2"), Run("--fit --global_batch_size 8")),
     "yaml_compiles_what_the_arguments_do_not": (
@@ -77,6 +78,7 @@ CASES = {
 
 # rule, another run in which it fires, a part of the subject
 ALSO_FIRES = [
+    ("nested_settings_are_known", Run('--accelerator_config {"even_batch":true}'), "accelerator_config"),
     ("yaml_precision_agrees_with_arguments", Run("--bf16", yaml=FP8), "mixed_precision"),
     ("yaml_compiles_what_the_arguments_do_not", Run(yaml=deepspeed() + "\n".join(DYNAMO)), "dynamo_config"),
     ("zero3_saves_whole_weights",  # in a JSON without a section for ZeRO, too

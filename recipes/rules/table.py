@@ -159,6 +159,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
     ("from 0 to below 1", lambda value: 0 <= value < 1, "lora_dropout"),
     ("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32, "seed"),
+    ("all, non_padding or no", lambda value: value in (True, False, "all", "non_padding", "no"),
+     "include_num_input_tokens_seen"),  # any other word counts as `all`
     ("at least 2: a token and the one to predict", lambda value: value >= 2, "max_length"),
 )  # fmt: skip
 

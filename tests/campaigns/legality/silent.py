@@ -83,6 +83,7 @@ def _batch_of_one(outcome: Outcome) -> str:
 
 _VALUES: dict[str, str | Callable[[Outcome], str]] = {
     "save_total_limit": lambda outcome: "keeps them all" if outcome.seen[0]["checkpoints"] else "",
+    "include_num_input_tokens_seen": "any other word counts as `all`",
     "eval_delay": "a negative delay means none",
     "eval_steps": "a negative number means logging_steps",
     "label_smoothing_factor": "the labels' weights are negative",

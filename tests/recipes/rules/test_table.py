@@ -131,6 +131,7 @@ RANGES = [
     ("label_smoothing_factor", "", "1.1", "1"),
     ("dataloader_prefetch_factor", "--dataloader_num_workers 1", "0", "1"),
     ("max_length", "", "1", "2"),
+    ("include_num_input_tokens_seen", "", "some", "all"),
 ]
 CASES |= {
     f"{name}_is_in_range": (Run(f"{flags} --{name} {bad}"), Run(f"{flags} --{name} {good}"))

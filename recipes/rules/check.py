@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from recipes.errors import Problem, UserError
 from recipes.rules import data_and_model, engine, table, training
 from recipes.rules.facts import Rule
 from recipes.run import RunSpec
-from recipes.run.files import default_accelerate_config, read_yaml
+from recipes.run.files import default_accelerate_config
 
 RULE_MODULES = (training, engine, data_and_model)
 # The table first; then in the order of the modules, and in each as the rules are written.
 RULES: list[Rule] = [
     *table.ROWS,
-    *(item for module in RULE_MODULES for item in vars(module).values() if getattr(item, "is_rule", False)),
+    *(item for module in RULE_MODULES for item in vars(module).values() if isinstance(item, Rule)),
     *(row for module in RULE_MODULES for row in getattr(module, "ROWS", ())),
 ]
 
@@ -39,9 +38,9 @@ def check(run: RunSpec, accelerate_config_given: bool = True) -> list[Problem]:
 
 def problems_by_rule(run: RunSpec) -> Iterator[tuple[str, Problem]]:
     """Each problem with the name of the rule that found it."""
-    for rule in _rules_for(run):
-        for problem in rule(run):
-            yield rule.__name__, problem
+    for rule in RULES:
+        if not (rule.of_train_py and run.place.own_script):
+            yield from ((rule.name, problem) for problem in rule(run))
     if run.outer_engine is None:
         return
     # The launch reads its YAML, though the recipe starts another engine under it.
@@ -54,11 +53,6 @@ def new_problems(run: RunSpec, before: RunSpec) -> list[Problem]:
     """What is wrong with a run of which more is known now, and was not found before."""
     known = check(before)
     return [problem for problem in check(run) if problem not in known]
-
-
-def _rules_for(run: RunSpec) -> list[Rule]:
-    """All rules; for a script of the user's own, without those about what train.py does."""
-    return [rule for rule in RULES if not (run.place.own_script and getattr(rule, "of_train_py", False))]
 
 
 def require_legal(run: RunSpec) -> list[Problem]:
@@ -74,18 +68,5 @@ def stray_accelerate_config(environment: Mapping[str, str]) -> Iterator[Problem]
     """The default configuration that `accelerate launch` silently reads if it is given none."""
     if file := default_accelerate_config(environment):
         fix = "accelerate launch --config_file FILE, with one of `recipes where`; or `recipes train`"
-        what = f"accelerate launch reads this file if it is given none: {_summary(file)}"
+        what = "accelerate launch reads this file if it is given none"
         yield Problem(str(file), what, fix, "the user's own default", "advice")
-
-
-def _summary(file: Path) -> str:
-    try:
-        content = read_yaml(file, str(file))  # JSON is YAML
-    except UserError:
-        return "it is not valid YAML"
-    named = [
-        f"{name} {content[name]}"
-        for name in ("distributed_type", "mixed_precision", "num_processes")
-        if name in content
-    ]
-    return ", ".join(named) or "it changes nothing of importance"

@@ -34,8 +34,8 @@ from recipes.rules.facts import (
     uses_fsdp,
     zero_stage,
 )
-from recipes.rules.table import advice as advice_row
-from recipes.rules.table import error
+from recipes.rules.table import advice_row
+from recipes.rules.table import error_row as error
 from recipes.run import RunSpec, nearest
 from recipes.run.command_line import belongs
 from recipes.run.engine_sources import SIZES, from_environment, from_yaml

@@ -1,7 +1,8 @@
 """What rules are made of: how to report a problem, and what rules ask about a run.
 
-A rule about a setting whose condition is one expression is a row, in `table` or in the ROWS of
-`engine` and `training`. Any other is a function there or in `data_and_model`:
+A rule about a setting whose condition is one expression is an `error_row` or `advice_row`, in
+`table` or in the ROWS of `engine` and `training`. Any other is a function there or in
+`data_and_model`:
 
     @rule
     def ddp_settings_need_ddp(run):
@@ -9,16 +10,18 @@ A rule about a setting whose condition is one expression is a row, in `table` or
         for name in ...:
             yield advice(run, name, "is ignored: the engine is not DDP", "leave it out")
 
-Its name says what holds in a legal run, its docstring or `why` which failure it prevents. An error
-stops the run, advice does not. A rule never refuses a run that would train as asked: if a setting
-is only ignored, the rule advises. Its test is one entry in CASES of the subject's test file: a run
-in which the rule fires, and the nearest one in which it does not.
+Its name says what holds in a legal run, its docstring or `why` which failure it prevents: other
+training in silence, a hang, or an end after minutes. What the libraries refuse at once is left to
+the probe. An error stops the run, advice does not. A rule never refuses a run that would train as
+asked: if a setting is only ignored, the rule advises. Its test is one entry in CASES of the
+subject's test file: a run in which the rule fires, and the nearest one in which it does not.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
@@ -29,22 +32,35 @@ from recipes.run.engine_sources import deepspeed_json
 from recipes.run.files import Json, read_json
 from recipes.run.local_model import local_config
 
-Rule = Callable[[RunSpec], Iterator[Problem]]
+Judge = Callable[[RunSpec], Iterator[Problem]]
 
 
-def rule(function: Rule) -> Rule:
-    """Marks a function as a rule: `check` collects all that are marked."""
-    function.is_rule = True  # type: ignore[attr-defined]
-    return function
+@dataclass(frozen=True)
+class Rule:
+    """`why` is the failure that the rule prevents, `judge` yields the problems of a run.
 
-
-def of_train_py(function: Rule) -> Rule:
-    """Marks a rule about what train.py does with model, data and metrics.
-
-    A script of the user's own may do otherwise: its factory calls are not judged by such a rule.
+    `of_train_py`: the rule is about what train.py does with model, data and metrics. A script of
+    the user's own may do otherwise, so its factory calls are not judged by such a rule.
     """
-    function.of_train_py = True  # type: ignore[attr-defined]
-    return function
+
+    name: str
+    why: str
+    judge: Judge
+    of_train_py: bool = False
+
+    def __call__(self, run: RunSpec) -> Iterator[Problem]:
+        return self.judge(run)
+
+
+def rule(judge: Judge) -> Rule:
+    """Makes a function a rule: `check` collects all of them."""
+    return Rule(judge.__name__, judge.__doc__ or "", judge, hasattr(judge, "of_train_py"))
+
+
+def of_train_py(judge: Judge) -> Judge:
+    """Marks a function, below `@rule`, as a rule about train.py alone."""
+    judge.of_train_py = True  # type: ignore[attr-defined]
+    return judge
 
 
 def problem(run: RunSpec, subject: str, what: str, fix: str = "") -> Problem:
@@ -76,12 +92,12 @@ def in_json(run: RunSpec, subject: str, what: str, fix: str, severity: str = "er
 
 
 def installed(package: str) -> bool:
-    """Whether a top-level package is installed here. Looks for it without importing it."""
+    """True if a top-level package is installed here. Looks for it without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def available(run: RunSpec, package: str) -> bool:
-    """Whether a package is installed here, or known to be where the run goes."""
+    """True if a package is installed here, or known to be where the run goes."""
     return package in (run.place.packages or ()) or installed(package)
 
 
@@ -147,7 +163,7 @@ def zero_stage(run: RunSpec) -> int:
 
 
 def uses_fsdp(run: RunSpec) -> bool:
-    """Whether FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP; beside
+    """True if FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP; beside
     `--deepspeed`, train.py switches it off.
     """
     return run.hardware.shards and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
@@ -178,11 +194,12 @@ def fsdp_section(run: RunSpec) -> Json:
     if run.engine.kind == "fsdp" and not run.engine.raw:
         written = {key.lower(): value for key, value in run.place.environment.items() if key.startswith("FSDP_")}
         written["transformer_layer_cls_to_wrap"] = written.pop("fsdp_transformer_cls_to_wrap", None)
-    given = mapping(run["fsdp_config"]) if run["fsdp"] else {}  # nothing reads it without --fsdp
-    written, given = (
-        {str(key).removeprefix("fsdp_"): value for key, value in section.items()} for section in (written, given)
-    )
-    return {**written, **(_SET_BY_TRAINER if run["fsdp"] else {}), **given}
+    given = {**_SET_BY_TRAINER, **_plain(mapping(run["fsdp_config"]))} if run["fsdp"] else {}
+    return {**_plain(written), **given}  # without --fsdp nothing reads fsdp_config
+
+
+def _plain(section: Json) -> Json:
+    return {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
 
 
 def mixed_precision(run: RunSpec) -> str:
@@ -208,5 +225,5 @@ def mapping(value: object) -> Json:
 
 
 def is_true(value: object) -> bool:
-    """Whether a value from YAML, JSON or the environment means true."""
+    """True if a value from YAML, JSON or the environment means true."""
     return str(value).lower() in ("true", "1", "yes")

@@ -1,9 +1,9 @@
 """The table: rules whose condition is one expression. To add one, add a line.
 
-Four kinds of rows, each in its own tuple or mapping: values out of range, settings that a run does
-not read, packages that it needs, and what else is wrong, as `error(...)` or `advice(...)`. A row
-that needs more than one expression is a function in `engine`, `training` or `data_and_model`; the
-first two have rows of their own beside their functions.
+Four kinds of rows, each in its own tuple: settings that a run does not read, values out of range,
+packages that it needs, and what else is wrong, as an `error_row` or `advice_row`. A rule that needs
+more than one expression is a function in `engine`, `training` or `data_and_model`; the first two
+have rows of their own beside their functions.
 
 `what` and `fix` are filled in with the run's values: "{optim} needs ..." names the optimizer.
 """
@@ -11,13 +11,15 @@ first two have rows of their own beside their functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
 from recipes.mixture import Part, files_of, parts_of
 from recipes.rules.facts import (
+    Rule,
     accelerator_config,
     available,
     deepspeed_file,
@@ -27,6 +29,7 @@ from recipes.rules.facts import (
     missing,
     mixed_precision,
     on_gpu,
+    problem,
     uses_deepspeed,
     uses_fsdp,
     zero_stage,
@@ -37,29 +40,12 @@ Condition = Callable[[RunSpec], Any]
 Words = str | Callable[[RunSpec], str]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A rule of one line. `why` is the failure that it prevents, `judge` finds the problems.
+def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
+    """A rule about one setting, or about several, of which it reports those that are on.
 
-    `of_train_py`: the row is about train.py's own model, data and metrics, so it does not judge a
-    script of the user's own.
+    In capitals it is a variable, and any other name that is no setting a key of the YAML. `why` is
+    the failure that the rule prevents, where `what` does not say it.
     """
-
-    name: str
-    why: str
-    judge: Callable[[RunSpec], Iterator[Problem]]
-    of_train_py: bool = False
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, run: RunSpec) -> Iterator[Problem]:
-        return self.judge(run)
-
-
-def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str) -> Row:
-    """A row about one setting; or about several, of which it reports those that are on."""
     subjects = settings.split()
 
     def judge(run: RunSpec) -> Iterator[Problem]:
@@ -67,24 +53,19 @@ def _row(severity: str, name: str, settings: str, when: Condition, what: Words, 
             return
         for subject in subjects:
             if len(subjects) == 1 or run[subject]:
-                source = run.setting(subject).source if subject in legal.settings() else "environment"
+                source = "environment" if subject.isupper() else run.engine.source
+                source = run.setting(subject).source if subject in legal.settings() else source
                 yield Problem(subject, _filled(what, run), _filled(fix, run), source, severity)
 
-    return Row(name, why, judge)
+    return Rule(name, why or str(what), judge)
 
 
 def _filled(words: Words, run: RunSpec) -> str:
     return words.format_map(run) if isinstance(words, str) else words(run)
 
 
-def error(name: str, settings: str, when: Condition, what: Words, fix: Words, why: str) -> Row:
-    """A row that stops the run."""
-    return _row("error", name, settings, when, what, fix, why)
-
-
-def advice(name: str, settings: str, when: Condition, what: Words, fix: Words, why: str) -> Row:
-    """A row about a run that trains as asked, but slower, or not as somebody may think."""
-    return _row("advice", name, settings, when, what, fix, why)
+error_row = partial(_row, "error")  # stops the run
+advice_row = partial(_row, "advice")  # the run trains as asked, but slower, or not as somebody may think
 
 
 # --- Settings that a run does not read ------------------------------------------------------------
@@ -121,14 +102,15 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
      "without evaluations: the last model is kept", "--eval_strategy steps --save_strategy steps"),
     ("torch_compile_mode", lambda run: (run["torch_compile_backend"] or "inductor").lower() == "inductor",
      "by the backend {torch_compile_backend}", "--torch_compile_backend inductor"),
+    ("memory_limit", lambda run: run.hardware.cuda or run.hardware.platform == "linux",
+     "where there is neither Linux nor a GPU", "a machine with one of them"),
 )  # fmt: skip
 
 # The same, where another script than train.py may read them.
 _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
-    ("do_eval", lambda run: run["eval_strategy"] != "no", "without eval_strategy", "--eval_strategy epoch"),
+    ("do_eval dataset_test_split label_names", lambda run: run["eval_strategy"] != "no",
+     "without evaluations", "--eval_strategy epoch"),
     ("do_predict", lambda run: False, "by train.py, which trains and evaluates", "a script of your own"),
-    ("dataset_test_split", lambda run: run["eval_strategy"] != "no", "without evaluations", "--eval_strategy epoch"),
-    ("label_names", lambda run: run["eval_strategy"] != "no", "without evaluations", "--eval_strategy epoch"),
     ("dataset_config", lambda run: any(not files_of(part.name) for part in parts_of(run["dataset_name"])),
      "by data that has no configurations", "--dataset_name with a data set of the Hub"),
     ("problem_type dataset_label_field", lambda run: run["task"] == "sequence_classification",
@@ -144,17 +126,14 @@ _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
 )  # fmt: skip
 
 
-def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Row:
+def _unread(setting: str, is_read: Condition, where: str, meant: str) -> Rule:
     """Advice about a setting that is written, and on, though nothing reads it."""
-    fix = f"{meant}, or leave it out"
-    return advice(
-        f"{setting}_is_read", setting, lambda run: _is_on(run, setting) and not is_read(run),
-        f"is ignored {where}", fix, "The run trains as if the setting had not been written, without a word.",
+    return advice_row(
+        f"{setting}_is_read", setting,
+        lambda run: run.explicit(setting) and run[setting] not in (None, False, "", {}, []) and not is_read(run),
+        f"is ignored {where}", f"{meant}, or leave it out",
+        "The run trains as if the setting had not been written, without a word.",
     )  # fmt: skip
-
-
-def _is_on(run: RunSpec, setting: str) -> bool:
-    return run.explicit(setting) and run[setting] not in (None, False, "", {}, [])
 
 
 def setting_is_read(run: RunSpec, setting: str) -> bool:
@@ -164,62 +143,44 @@ def setting_is_read(run: RunSpec, setting: str) -> bool:
 
 # --- Ranges ---------------------------------------------------------------------------------------
 
-_COUNT = (lambda value: value >= 1, "a whole number from 1 up")
-_NOT_NEGATIVE = (lambda value: value >= 0, "0 or more")
-_POSITIVE = (lambda value: value > 0, "more than 0")
-_STEPS = (lambda value: value > 0, "a number of steps, or a fraction of the run below 1")
-
-# Values outside are accepted, and mean another thing or fail once model and data are loaded. What
-# the libraries refuse at once is left to the probe.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "global_batch_size": _COUNT,
-    "per_device_train_batch_size": _COUNT,
-    "per_device_eval_batch_size": _COUNT,
-    "gradient_accumulation_steps": _COUNT,
-    "eval_accumulation_steps": _COUNT,
-    "max_steps": (lambda value: value == -1 or value > 0, "a number of steps, or -1 for num_train_epochs"),
-    "num_train_epochs": _POSITIVE,  # 0 epochs train nothing
-    "logging_steps": _STEPS,
-    "save_steps": _STEPS,
-    "eval_steps": (lambda value: value >= 0, "a number of steps, or a fraction of the run below 1"),
-    "eval_delay": _NOT_NEGATIVE,
-    "save_total_limit": _COUNT,  # Trainer takes 0 for no limit
-    "learning_rate": _NOT_NEGATIVE,
-    "weight_decay": _NOT_NEGATIVE,
-    "max_grad_norm": (lambda value: value >= 0, "0 or more, and 0 turns clipping off"),
-    "label_smoothing_factor": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "dataloader_prefetch_factor": _COUNT,
-    "seed": (lambda value: 0 <= value < 2**32, "a whole number from 0 to 4294967295"),
-    "early_stopping_patience": _COUNT,
-    "memory_limit": _POSITIVE,
-    "dataset_num_proc": _COUNT,
-    "max_length": (lambda value: value >= 2, "at least 2: a token and the one to predict"),
-    "lora_r": _COUNT,
-    "lora_alpha": _POSITIVE,
-    "lora_dropout": (lambda value: 0 <= value < 1, "from 0 to below 1"),
-    "include_num_input_tokens_seen": (
-        lambda value: value in (True, False, "all", "non_padding", "no"),
-        "all, non_padding or no",
-    ),
-}
+# what is legal | the same as a condition | settings
+# Values outside are accepted, and mean another thing or fail once model and data are loaded.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("a whole number from 1 up", lambda value: value >= 1,
+     "global_batch_size per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+     "eval_accumulation_steps dataloader_prefetch_factor early_stopping_patience dataset_num_proc lora_r "
+     "save_total_limit"),  # of which Trainer takes 0 for no limit
+    ("a number of steps, or -1 for num_train_epochs", lambda value: value == -1 or value > 0, "max_steps"),
+    ("a number of steps, or a fraction of the run below 1", lambda value: value > 0, "logging_steps save_steps"),
+    ("a number of steps, or a fraction of the run below 1", lambda value: value >= 0, "eval_steps"),
+    ("more than 0", lambda value: value > 0, "num_train_epochs memory_limit lora_alpha"),
+    ("0 or more", lambda value: value >= 0, "eval_delay learning_rate weight_decay"),
+    ("0 or more, and 0 turns clipping off", lambda value: value >= 0, "max_grad_norm"),
+    ("from 0 to 1", lambda value: 0 <= value <= 1, "label_smoothing_factor"),
+    ("from 0 to below 1", lambda value: 0 <= value < 1, "lora_dropout"),
+    ("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32, "seed"),
+    ("all, non_padding or no", lambda value: value in (True, False, "all", "non_padding", "no"),
+     "include_num_input_tokens_seen"),  # any other word counts as `all`
+    ("at least 2: a token and the one to predict", lambda value: value >= 2, "max_length"),
+)  # fmt: skip
 
 
-def _in_range(setting: str, is_legal: Callable[[Any], bool], range_: str) -> Row:
+def _in_range(setting: str, range_: str, is_legal: Callable[[Any], bool]) -> Rule:
     def judge(run: RunSpec) -> Iterator[Problem]:
         value = run[setting]
         if value is None or is_legal(value) or not setting_is_read(run, setting):
             return
         shown = f"{value:g}" if isinstance(value, float) else value
-        yield Problem(setting, f"{shown} is out of range", f"{setting} is {range_}", run.setting(setting).source)
+        yield problem(run, setting, f"{shown} is out of range", f"{setting} is {range_}")
 
-    return Row(f"{setting}_is_in_range", "Other values fail late, or mean another thing without a word.", judge)
+    return Rule(f"{setting}_is_in_range", "Other values fail late, or mean another thing without a word.", judge)
 
 
 # --- Packages -------------------------------------------------------------------------------------
 
 # setting | needed if | the module to import | its distribution
 _PACKAGES: tuple[tuple[str, Condition, str, str], ...] = (
-    ("recipe", lambda run: uses_deepspeed(run) and run.hardware.platform == "linux", "deepspeed", "deepspeed"),
+    ("recipe", uses_deepspeed, "deepspeed", "deepspeed"),
     ("load_in_4bit", lambda run: run["load_in_4bit"], "bitsandbytes", "bitsandbytes"),
     ("use_peft", lambda run: run["use_peft"], "peft", "peft"),
     ("use_liger_kernel", lambda run: run["use_liger_kernel"] and not run.hardware.liger,
@@ -229,12 +190,12 @@ _PACKAGES: tuple[tuple[str, Condition, str, str], ...] = (
 )  # fmt: skip
 
 
-def _package(setting: str, needed: Condition, module: str, distribution: str) -> Row:
+def _package(setting: str, needed: Condition, module: str, distribution: str) -> Rule:
     def judge(run: RunSpec) -> Iterator[Problem]:
         if needed(run) and not available(run, module):
             yield missing(run, setting, distribution)
 
-    return Row(f"{setting}_has_{module}", "ImportError, once model and data are loaded.", judge)
+    return Rule(f"{setting}_has_{module}", "ImportError, once model and data are loaded.", judge)
 
 
 # --- What else is wrong ---------------------------------------------------------------------------
@@ -248,331 +209,271 @@ def _compiles(run: RunSpec) -> bool:
     return bool(run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"])
 
 
-def _schedule(run: RunSpec) -> dict[str, Any]:
-    return mapping(run["lr_scheduler_kwargs"])
-
-
 def _unscales_its_weights(run: RunSpec) -> bool:
     """True for float16 weights under fp16's scaler, which a CPU does not use."""
-    if run["use_peft"] or uses_deepspeed(run) or not on_gpu(run):
-        return False
-    return run["dtype"] == "float16" and mixed_precision(run) == "fp16"
+    is_scaled = mixed_precision(run) == "fp16" and on_gpu(run) and not uses_deepspeed(run)
+    return is_scaled and run["dtype"] == "float16" and not run["use_peft"]
 
 
 def _compares(run: RunSpec) -> bool:
     return bool(run["metric_for_best_model"] or run["load_best_model_at_end"])
 
 
-def _card(run: RunSpec) -> str:
-    return ".".join(map(str, run.hardware.capability))
-
-
-def _found_by_fit(setting: str) -> Row:
-    return error(
-        f"fit_chooses_{setting}", setting, lambda run: run["fit"] and run.explicit(setting),
-        "is what --fit finds", "leave it out, or leave --fit out", "--fit has nothing left to find.",
-    )  # fmt: skip
+def _asks_deepspeed_for_its_rate(run: RunSpec) -> bool:
+    """True for a schedule that reads the optimizer's rate, once DeepSpeed has wrapped it."""
+    name, content = run["lr_scheduler_type"], deepspeed_file(run) or {}
+    reads = name == "polynomial" or (name.endswith("with_min_lr") and mapping(run["lr_scheduler_kwargs"]).get("min_lr"))
+    return bool(reads) and uses_deepspeed(run) and not {"optimizer", "scheduler"} & set(content)
 
 
 _ERRORS = (
     # The batch
-    error("batch_size_is_not_searched", "auto_find_batch_size", lambda run: run["auto_find_batch_size"],
-          "would change the global batch",
-          "leave it out, and lower --per_device_train_batch_size: accumulation follows",
-          "It lowers the micro-batch alone, so the global batch changes without a word."),
-    error("accumulation_is_said_once", "accelerator_config",
-          lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
-          or ("num_steps" in gradient_accumulation_kwargs(run) and run["gradient_accumulation_steps"] != 1),
-          "num_steps changes the global batch", "--gradient_accumulation_steps, without num_steps",
-          "It replaces gradient_accumulation_steps without a word, or fails beside it."),
-    _found_by_fit("per_device_train_batch_size"),
-    _found_by_fit("gradient_accumulation_steps"),
-    error("batches_are_not_split", "accelerator_config",
-          lambda run: is_true(accelerator_config(run).get("split_batches")) and run.world_size > 1,
-          "split_batches changes the global batch", "leave split_batches out",
-          "It divides the micro-batch by the processes: the global batch gets smaller."),
-    error("batches_come_out_even", "accelerator_config",
-          lambda run: accelerator_config(run).get("even_batches", True) is False
-          and run.world_size > 1 and not run["dataloader_drop_last"],
-          "even_batches false can leave ranks waiting for each other for ever",
-          "leave even_batches on: examples that only fill up the last batch are not counted",
-          "If a rank has one batch fewer, the others wait for it until a timeout."),
+    error_row("batch_size_is_not_searched", "auto_find_batch_size", lambda run: run["auto_find_batch_size"],
+              "would change the global batch",
+              "leave it out, and lower --per_device_train_batch_size: accumulation follows",
+              "It lowers the micro-batch alone, so the global batch changes without a word."),
+    error_row("accumulation_is_said_once", "accelerator_config",
+              lambda run: gradient_accumulation_kwargs(run).get("num_steps") not in (None, 1)
+              or ("num_steps" in gradient_accumulation_kwargs(run) and run["gradient_accumulation_steps"] != 1),
+              "num_steps changes the global batch", "--gradient_accumulation_steps, without num_steps",
+              "It replaces gradient_accumulation_steps without a word, or fails beside it."),
+    error_row("batches_are_not_split", "accelerator_config",
+              lambda run: is_true(accelerator_config(run).get("split_batches")) and run.world_size > 1,
+              "split_batches changes the global batch", "leave split_batches out",
+              "It divides the micro-batch by the processes: the global batch gets smaller."),
+    error_row("batches_come_out_even", "accelerator_config",
+              lambda run: accelerator_config(run).get("even_batches", True) is False
+              and run.world_size > 1 and not run["dataloader_drop_last"],
+              "even_batches false can leave ranks waiting for each other for ever",
+              "leave even_batches on: examples that only fill up the last batch are not counted",
+              "If a rank has one batch fewer, the others wait for it until a timeout."),
 
     # Precision and the card
-    error("bf16_needs_sm80", "bf16 bf16_full_eval", lambda run: on_gpu(run) and run.hardware.capability < (8, 0),
-          lambda run: f"is only emulated on compute capability {_card(run)}", "--fp16, with --bf16 false",
-          "A T4 or V100 computes bf16 several times slower than fp16; torch calls it supported."),
-    error("tf32_needs_sm80", "tf32", lambda run: run["tf32"] and run.hardware.capability < (8, 0),
-          "needs a GPU of compute capability 8.0", "leave it out",
-          "`ValueError: --tf32 requires Ampere or a newer GPU arch, cuda>=11 and torch>=1.7`"),
-    error("fp16_under_deepspeed_needs_hardware", "fp16",
-          lambda run: uses_deepspeed(run) and not on_gpu(run) and mixed_precision(run) == "fp16"
-          and not run.hardware.fp16_on_cpu,
-          "is not supported by DeepSpeed on this CPU", "--bf16, with --fp16 false",
-          "`ValueError: Type fp16 is not supported on your device.`, once the model is loaded."),
-    error("fp16_weights_cannot_be_unscaled", "dtype", _unscales_its_weights,
-          "float16 weights cannot be trained with fp16", "--dtype float32: fp16 still computes in 16 bits",
-          "`ValueError: Attempting to unscale FP16 gradients.` in the first step."),
+    error_row("bf16_needs_sm80", "bf16 bf16_full_eval", lambda run: on_gpu(run) and run.hardware.capability < (8, 0),
+              lambda run: "is only emulated on compute capability {}.{}".format(*run.hardware.capability),
+              "--fp16, with --bf16 false",
+              "A T4 or V100 computes bf16 several times slower than fp16; torch calls it supported."),
+    error_row("tf32_needs_sm80", "tf32", lambda run: run["tf32"] and run.hardware.capability < (8, 0),
+              "needs a GPU of compute capability 8.0", "leave it out",
+              "`ValueError: --tf32 requires Ampere or a newer GPU arch, cuda>=11 and torch>=1.7`"),
+    error_row("fp8_needs_sm89", "mixed_precision",
+              lambda run: "fp8" in (mixed_precision(run), run.engine.mixed_precision) and on_gpu(run)
+              and run.hardware.capability < (8, 9),
+              lambda run: "fp8 needs compute capability 8.9, and the GPU has {}.{}".format(*run.hardware.capability),
+              "mixed_precision: 'no'",
+              "`insufficient for FP8 mixed precision training ... Will use FP16 instead.`, in a log."),
+    error_row("fp16_under_deepspeed_needs_hardware", "fp16",
+              lambda run: uses_deepspeed(run) and not on_gpu(run) and mixed_precision(run) == "fp16"
+              and not run.hardware.fp16_on_cpu,
+              "is not supported by DeepSpeed on this CPU", "--bf16, with --fp16 false",
+              "`ValueError: Type fp16 is not supported on your device.`, once the model is loaded."),
+    error_row("fp16_weights_cannot_be_unscaled", "dtype", _unscales_its_weights,
+              "float16 weights cannot be trained with fp16", "--dtype float32: fp16 still computes in 16 bits",
+              "`ValueError: Attempting to unscale FP16 gradients.` in the first step."),
 
     # Compilation
-    error("compile_settings_compile", "torch_compile_backend torch_compile_mode",
-          lambda run: run.explicit("torch_compile") and not run["torch_compile"],
-          "turns torch_compile on, which is switched off", "leave it out",
-          "A backend or a mode compiles even with `torch_compile false`."),
-    error("compile_mode_is_known", "torch_compile_mode",
-          lambda run: run["torch_compile_mode"] and setting_is_read(run, "torch_compile_mode")
-          and run["torch_compile_mode"] not in legal.names("torch_compile_mode"),
-          "torch has no mode '{torch_compile_mode}'",
-          lambda run: "one of " + ", ".join(legal.names("torch_compile_mode")),
-          "`RuntimeError: Unrecognized mode=...`, once model and data are loaded."),
-    error("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
-          lambda run: run["gradient_checkpointing"] and isinstance(run["gradient_checkpointing_kwargs"], str),
-          "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file cannot be given here",
-          '{{"use_reentrant": false}}', "`ValueError: dictionary update sequence`, once the model is loaded."),
+    error_row("compile_settings_compile", "torch_compile_backend torch_compile_mode",
+              lambda run: run.explicit("torch_compile") and not run["torch_compile"],
+              "turns torch_compile on, which is switched off", "leave it out",
+              "A backend or a mode compiles even with `torch_compile false`."),
+    error_row("compile_mode_is_known", "torch_compile_mode",
+              lambda run: run["torch_compile_mode"] and setting_is_read(run, "torch_compile_mode")
+              and run["torch_compile_mode"] not in legal.names("torch_compile_mode"),
+              "torch has no mode '{torch_compile_mode}'",
+              lambda run: "one of " + ", ".join(legal.names("torch_compile_mode")),
+              "`RuntimeError: Unrecognized mode=...`, once model and data are loaded."),
+    error_row("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
+              lambda run: run["gradient_checkpointing"] and isinstance(run["gradient_checkpointing_kwargs"], str),
+              "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file cannot be given here",
+              '{{"use_reentrant": false}}', "`ValueError: dictionary update sequence`, once the model is loaded."),
 
     # Optimizer and schedule
-    error("the_schedule_works_under_deepspeed", "lr_scheduler_type",
-          lambda run: _schedule_meets_deepspeed(run) and (run["lr_scheduler_type"] == "polynomial"
-          or (run["lr_scheduler_type"].endswith("with_min_lr") and _schedule(run).get("min_lr"))),
-          "{lr_scheduler_type} asks the optimizer for its learning rate, and DeepSpeed's has none",
-          "--lr_scheduler_type linear, or min_lr_rate, a share of the learning rate, in place of min_lr",
-          "`'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`, once the model is loaded."),
+    error_row("the_schedule_works_under_deepspeed", "lr_scheduler_type", _asks_deepspeed_for_its_rate,
+              "{lr_scheduler_type} asks the optimizer for its learning rate, and DeepSpeed's has none",
+              "--lr_scheduler_type linear, or min_lr_rate, a share of the learning rate, in place of min_lr",
+              "`'DeepSpeedZeroOptimizer' object has no attribute 'defaults'`, once the model is loaded."),
 
     # Evaluation and the best model
-    error("saving_the_best_needs_evaluation", "save_strategy",
-          lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
-          "best needs evaluations, and a metric to compare them",
-          "--eval_strategy steps --metric_for_best_model loss",
-          "Without evaluations nothing is ever saved, silently; without a metric a ValueError comes late."),
-    error("early_stopping_needs_evaluation", "early_stopping_patience",
-          lambda run: run["early_stopping_patience"] is not None
-          and (run["eval_strategy"] == "no" or not _compares(run)),
-          "counts evaluations without a better one: it needs evaluations, and a metric to compare them",
-          "--eval_strategy steps --load_best_model_at_end",
-          "`EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric, as training begins."),
+    error_row("saving_the_best_needs_evaluation", "save_strategy",
+              lambda run: run["save_strategy"] == "best" and (run["eval_strategy"] == "no" or not _compares(run)),
+              "best needs evaluations, and a metric to compare them",
+              "--eval_strategy steps --metric_for_best_model loss",
+              "Without evaluations nothing is ever saved, silently; without a metric a ValueError comes late."),
+    error_row("early_stopping_needs_evaluation", "early_stopping_patience",
+              lambda run: run["early_stopping_patience"] is not None
+              and (run["eval_strategy"] == "no" or not _compares(run)),
+              "counts evaluations without a better one: it needs evaluations, and a metric to compare them",
+              "--eval_strategy steps --load_best_model_at_end",
+              "`EarlyStoppingCallback requires IntervalStrategy of steps or epoch`, or a metric, as training begins."),
 
     # Checkpoints
-    error("output_has_a_folder", "output_dir", lambda run: not run["output_dir"],
-          "does not name a folder", "--output_dir FOLDER, or leave it out",
-          'A shell variable that is not set (--output_dir "$OUT") is a `FileNotFoundError` at the first save.'),
-    error("weights_alone_cannot_find_the_best", "save_only_model",
-          lambda run: run["save_only_model"] and run["load_best_model_at_end"]
-          and (uses_deepspeed(run) or uses_fsdp(run)),
-          "cannot be combined with load_best_model_at_end under DeepSpeed or FSDP", "leave it out",
-          "`DeepSpeed can't be used with save_only_model along with load_best_model_at_end`, late."),
-    error("resume_contradicts_fresh", "resume_from_checkpoint",
-          lambda run: run["resume_from_checkpoint"] and run["fresh"]
-          and str(run["resume_from_checkpoint"]).lower() != "true",
-          "contradicts --fresh", "leave one of them out", "The checkpoint would be moved aside before it is read."),
-
-    # The machine
-    error("deepspeed_runs_on_linux", "recipe",
-          lambda run: uses_deepspeed(run) and run.hardware.platform != "linux",
-          lambda run: f"needs DeepSpeed, which does not run on {run.hardware.platform}", "--recipe standard",
-          "pip finds no DeepSpeed that works there."),
-    error("memory_can_be_limited", "memory_limit",
-          lambda run: run["memory_limit"] is not None and not run.hardware.cuda
-          and run.hardware.platform != "linux",
-          "limits RAM on Linux only", "leave it out", "RLIMIT_DATA counts what is allocated on Linux only."),
+    error_row("output_has_a_folder", "output_dir", lambda run: not run["output_dir"],
+              "does not name a folder", "--output_dir FOLDER, or leave it out",
+              'A shell variable that is not set (--output_dir "$OUT") is a `FileNotFoundError` at the first save.'),
+    error_row("weights_alone_cannot_find_the_best", "save_only_model",
+              lambda run: run["save_only_model"] and run["load_best_model_at_end"]
+              and (uses_deepspeed(run) or uses_fsdp(run)),
+              "cannot be combined with load_best_model_at_end under DeepSpeed or FSDP", "leave it out",
+              "`DeepSpeed can't be used with save_only_model along with load_best_model_at_end`, late."),
+    error_row("resume_contradicts_fresh", "resume_from_checkpoint",
+              lambda run: run["resume_from_checkpoint"] and run["fresh"]
+              and str(run["resume_from_checkpoint"]).lower() != "true",
+              "contradicts --fresh", "leave one of them out", "The checkpoint would be moved aside before it is read."),
 )  # fmt: skip
-
-
-def _schedule_meets_deepspeed(run: RunSpec) -> bool:
-    """True if DeepSpeed wraps the optimizer before the schedule is made."""
-    return uses_deepspeed(run) and not {"optimizer", "scheduler"} & set(deepspeed_file(run) or {})
 
 
 _ADVICE = (
     # Trains, but not what somebody may think
-    advice("fp16_needs_a_gpu", "fp16", lambda run: run["fp16"] and not on_gpu(run) and not uses_deepspeed(run),
-           "does nothing on a CPU: this run trains in fp32", "--bf16 instead, or leave it out",
-           "The run reports fp16, and trains in fp32."),
-    advice("sixteen_bit_weights_lose_small_updates", "dtype",
-           lambda run: run["dtype"] != "float32" and not run["use_peft"] and not uses_deepspeed(run)
-           and not _unscales_its_weights(run),
-           "{dtype} weights round small updates away", "--dtype float32 with --bf16, which computes in 16 bits",
-           "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
-    advice("one_warmup_step_is_one_step", "warmup_steps",
-           lambda run: run.explicit("warmup_steps") and run["warmup_steps"] == 1
-           and setting_is_read(run, "warmup_steps"),
-           "1.0 is one step, not the whole run", "a value below 1 for a fraction of the run",
-           "Below 1 it is a fraction of the run."),
-    advice("lowest_rate_is_below_the_rate", "lr_scheduler_kwargs",
-           lambda run: (_number(run, "min_lr") > run["learning_rate"] > 0) or _number(run, "min_lr_rate") > 1,
-           "the lowest rate of {lr_scheduler_type} is above the learning rate {learning_rate:g}",
-           "a min_lr below it, or a min_lr_rate such as 0.1", "The schedule rises where it should fall."),
-    advice("a_resume_skips_what_was_trained", "ignore_data_skip", lambda run: run["ignore_data_skip"],
-           "a resumed run sees some examples twice, others never", "leave it out",
-           "A resumed run starts the epoch again."),
-    advice("persistent_workers_change_a_resume", "dataloader_persistent_workers",
-           lambda run: run["dataloader_persistent_workers"] and run["dataloader_num_workers"]
-           and not run["dataset_streaming"],
-           "from its next epoch, a resumed run draws other random numbers than an uninterrupted one",
-           "leave it out if a resume must be exact",
-           "Persistent workers keep their random state from epoch to epoch, and a resume loses it."),
-    advice("an_unseeded_sampler_changes_a_resume", "accelerator_config",
-           lambda run: str(accelerator_config(run).get("use_seedable_sampler")).lower() == "false"
-           and run["train_sampling_strategy"] == "random" and not run["dataset_streaming"],
-           "without use_seedable_sampler, a resume after the first epoch trains other examples",
-           "leave use_seedable_sampler out if a resume must be exact",
-           "accelerate's own sampler is seeded with the epoch; torch's goes on from the epochs before."),
-    advice("weights_alone_do_not_resume", "save_only_model", lambda run: run["save_only_model"],
-           "a resume would start with a new optimizer", "leave it out",
-           "Without optimizer, schedule and random state, a resume starts new ones."),
-    advice("signal_checkpoints_may_be_incomplete", "enable_jit_checkpoint",
-           lambda run: run["enable_jit_checkpoint"],
-           "saves in the middle of a step, so a resume is not exact, and a checkpoint may be incomplete",
-           "leave it out: train.py saves on SIGTERM by itself",
-           "It saves mid-step, and nothing if one rank alone receives SIGTERM."),
+    advice_row("fp16_needs_a_gpu", "fp16", lambda run: run["fp16"] and not on_gpu(run) and not uses_deepspeed(run),
+               "does nothing on a CPU: this run trains in fp32", "--bf16 instead, or leave it out",
+               "The run reports fp16, and trains in fp32."),
+    advice_row("sixteen_bit_weights_lose_small_updates", "dtype",
+               lambda run: run["dtype"] != "float32" and not run["use_peft"] and not uses_deepspeed(run)
+               and not _unscales_its_weights(run),
+               "{dtype} weights round small updates away", "--dtype float32 with --bf16, which computes in 16 bits",
+               "AdamW's updates are mostly smaller than the last bit of a 16-bit weight."),
+    advice_row("persistent_workers_change_a_resume", "dataloader_persistent_workers",
+               lambda run: run["dataloader_persistent_workers"] and run["dataloader_num_workers"]
+               and not run["dataset_streaming"],
+               "from its next epoch, a resumed run draws other random numbers than an uninterrupted one",
+               "leave it out if a resume must be exact",
+               "Persistent workers keep their random state from epoch to epoch, and a resume loses it."),
+    advice_row("weights_alone_do_not_resume", "save_only_model", lambda run: run["save_only_model"],
+               "a resume would start with a new optimizer", "leave it out"),
+    advice_row("signal_checkpoints_may_be_incomplete", "enable_jit_checkpoint",
+               lambda run: run["enable_jit_checkpoint"],
+               "saves in the middle of a step, so a resume is not exact, and a checkpoint may be incomplete",
+               "leave it out: train.py saves on SIGTERM by itself",
+               "It saves mid-step, and nothing if one rank alone receives SIGTERM."),
 
     # Costs time
-    advice("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],
-           "compiles again for every new length of a batch", "--packing, or leave it out",
-           "`accelerate launch` compiles with dynamic=False."),
-    advice("counting_tokens_costs_a_sync", "include_num_input_tokens_seen",
-           lambda run: run["include_num_input_tokens_seen"] not in (False, "no"),
-           "costs a gather and a host sync in every micro-step", "leave it out: the summary counts tokens",
-           "A gather and a host sync in every micro-step."),
-    advice("logging_costs_a_sync", "logging_steps",
-           lambda run: run.explicit("logging_steps") and run["logging_steps"] == 1
-           and run["logging_strategy"] == "steps",
-           "1 costs an all-gather and a host sync every step", "--logging_steps 10",
-           "Every log is an all-gather and a host sync."),
-    advice("shared_memory_is_fast", "NCCL_SHM_DISABLE",
-           lambda run: is_true(run.place.environment.get("NCCL_SHM_DISABLE", "0")),
-           "is slower: it turns off NCCL's shared-memory transport", "unset it, unless /dev/shm is broken or tiny",
-           "It works around a broken or tiny /dev/shm, and is slower elsewhere."),
+    advice_row("compiling_needs_one_shape", "torch_compile", lambda run: _compiles(run) and not run["packing"],
+               "compiles again for every new length of a batch", "--packing, or leave it out",
+               "`accelerate launch` compiles with dynamic=False."),
+    advice_row("counting_tokens_costs_a_sync", "include_num_input_tokens_seen",
+               lambda run: run["include_num_input_tokens_seen"] not in (False, "no"),
+               "costs a gather and a host sync in every micro-step", "leave it out: the summary counts tokens"),
+    advice_row("logging_costs_a_sync", "logging_steps",
+               lambda run: run.explicit("logging_steps") and run["logging_steps"] == 1
+               and run["logging_strategy"] == "steps",
+               "1 costs an all-gather and a host sync every step", "--logging_steps 10"),
+    advice_row("shared_memory_is_fast", "NCCL_SHM_DISABLE",
+               lambda run: is_true(run.place.environment.get("NCCL_SHM_DISABLE", "0")),
+               "is slower: it turns off NCCL's shared-memory transport", "unset it, unless /dev/shm is broken or tiny"),
 )  # fmt: skip
-
-
-def _number(run: RunSpec, key: str) -> float:
-    """A number of lr_scheduler_kwargs; 0 for anything else."""
-    value = _schedule(run).get(key)
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 _OF_TRAIN_PY = (
     # Adapters and weights in 4 bits
-    error("four_bits_need_adapters", "load_in_4bit", lambda run: run["load_in_4bit"] and not run["use_peft"],
-          "weights in 4 bits cannot be trained", "--use_peft",
-          "`You cannot perform fine-tuning on purely quantized models`, when the Trainer is built."),
-    error("adapters_need_trained_weights", "load_in_4bit use_peft",
-          lambda run: run["from_scratch"] if run["model_name_or_path"] is not None else run.place.by_train_py,
-          "freezes or quantises trained weights, and there are none",
-          "name a model with --model_name_or_path, without --from_scratch",
-          "The frozen weights are random: nothing but the adapters learns."),
-    error("classifier_adapters_have_one_type", "use_peft",
-          lambda run: run["use_peft"] and run["task"] == "sequence_classification" and zero_stage(run) == 3
-          and mixed_precision(run) in ("bf16", "fp16"),
-          "ZeRO-3 does not train adapters and a classification head in 16 bits",
-          "--recipe memory (ZeRO-2), or --bf16 false --fp16 false",
-          "`AssertionError` in DeepSpeed's defragment: the new head is in 16 bits, LoRA in fp32."),
-    advice("qlora_loads_whole_weights", "load_in_4bit",
-           lambda run: run["load_in_4bit"] and zero_stage(run) == 3,
-           "ZeRO-3 shards the weights only after every process has loaded all of them",
-           "--recipe memory (ZeRO-2) if one process cannot hold them",
-           "ZeRO-3 shards 4-bit weights after loading: until then every process holds the whole model."),
+    error_row("four_bits_need_adapters", "load_in_4bit", lambda run: run["load_in_4bit"] and not run["use_peft"],
+              "weights in 4 bits cannot be trained", "--use_peft",
+              "`You cannot perform fine-tuning on purely quantized models`, when the Trainer is built."),
+    error_row("adapters_need_trained_weights", "load_in_4bit use_peft",
+              lambda run: run["from_scratch"] if run["model_name_or_path"] is not None else run.place.by_train_py,
+              "freezes or quantises trained weights, and there are none",
+              "name a model with --model_name_or_path, without --from_scratch",
+              "The frozen weights are random: nothing but the adapters learns."),
+    error_row("classifier_adapters_have_one_type", "use_peft",
+              lambda run: run["use_peft"] and run["task"] == "sequence_classification" and zero_stage(run) == 3
+              and mixed_precision(run) in ("bf16", "fp16"),
+              "ZeRO-3 does not train adapters and a classification head in 16 bits",
+              "--recipe memory (ZeRO-2), or --bf16 false --fp16 false",
+              "`AssertionError` in DeepSpeed's defragment: the new head is in 16 bits, LoRA in fp32."),
+    advice_row("qlora_loads_whole_weights", "load_in_4bit",
+               lambda run: run["load_in_4bit"] and zero_stage(run) == 3,
+               "ZeRO-3 shards the weights only after every process has loaded all of them",
+               "--recipe memory (ZeRO-2) if one process cannot hold them"),
 
     # Rows and batches
-    error("packing_frees_the_padding", "padding_free", lambda run: run["packing"] and run["padding_free"],
-          "and packing exclude each other", "--packing false, or leave padding_free out",
-          "Packed rows have no padding: padding_free is dropped without a word."),
-    error("classification_takes_rows_as_they_are", "packing padding_free assistant_only_loss completion_only_loss",
-          lambda run: run["task"] == "sequence_classification",
-          "is for language models, not for sequence_classification", "leave it out",
-          "Joined examples would share one label, and a label has no assistant or completion part."),
-    error("dispatched_batches_have_one_shape", "accelerator_config",
-          lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1
-          and not run["packing"],
-          "dispatch_batches needs batches of one length, and these vary",
-          "--packing, or leave dispatch_batches out",
-          "`You can't use batches of different size with dispatch_batches=True`, in the first step."),
-    advice("padding_free_needs_flash_attention", "padding_free",
-           lambda run: run["padding_free"] and "flash" not in (run["attn_implementation"] or ""),
-           "is slow without FlashAttention: other kernels compute the whole joined row",
-           "--packing instead, or on a GPU --attn_implementation flash_attention_2",
-           "Other kernels mask the joined row: correct, but quadratic in its whole length."),
+    error_row("packing_frees_the_padding", "padding_free", lambda run: run["packing"] and run["padding_free"],
+              "and packing exclude each other", "--packing false, or leave padding_free out",
+              "Packed rows have no padding: padding_free is dropped without a word."),
+    error_row("classification_takes_rows_as_they_are", "packing padding_free assistant_only_loss completion_only_loss",
+              lambda run: run["task"] == "sequence_classification",
+              "is for language models, not for sequence_classification", "leave it out",
+              "Joined examples would share one label, and a label has no assistant or completion part."),
+    error_row("dispatched_batches_have_one_shape", "accelerator_config",
+              lambda run: is_true(accelerator_config(run).get("dispatch_batches")) and run.world_size > 1
+              and not run["packing"],
+              "dispatch_batches needs batches of one length, and these vary",
+              "--packing, or leave dispatch_batches out",
+              "`You can't use batches of different size with dispatch_batches=True`, in the first step."),
+    advice_row("padding_free_needs_flash_attention", "padding_free",
+               lambda run: run["padding_free"] and "flash" not in (run["attn_implementation"] or ""),
+               "is slow without FlashAttention: other kernels compute the whole joined row",
+               "--packing instead, or on a GPU --attn_implementation flash_attention_2",
+               "Other kernels mask the joined row: correct, but quadratic in its whole length."),
 
     # Data
-    error("classification_needs_data", "task",
-          lambda run: run["task"] == "sequence_classification" and run["dataset_name"] is None
-          and run.place.by_train_py,
-          "sequence_classification needs labelled data", "--dataset_name FILE_OR_HUB_ID",
-          "The demonstration has no labels."),
-    error("a_mixture_is_for_language_models", "dataset_name",
-          lambda run: run["task"] != "causal_lm" and (_parts(run)[1:] or any(part.columns for part in _parts(run))),
-          "is a mixture or renames columns, and --task is {task}",
-          "one source with all labels; --dataset_text_field and --dataset_label_field name its columns",
-          "Each part would have classes of its own, and nothing would rename the columns."),
-    error("a_streamed_mixture_has_weights", "dataset_name",
-          lambda run: run["dataset_streaming"] and _parts(run)[1:] and _parts(run)[0].weight is None,
-          "is a mixture without weights: each part would be read whole, and nobody knows a stream's size",
-          lambda run: f"dataset_name: {[dict(name=part.name, weight=1) for part in _parts(run)]}"
-          " in a file for --config",
-          "Without weights each part is read to its end, which a stream may not have."),
-    error("a_stream_is_told_how_long", "max_steps",
-          lambda run: run["dataset_streaming"] and run["max_steps"] <= 0,
-          "is missing: nobody knows how many examples a stream has, and an epoch of it has no end",
-          "--max_steps 1000, or as many as you like",
-          "`The train_dataset does not implement __len__, max_steps has to be specified`"),
-    error("a_stream_has_no_classes", "dataset_streaming",
-          lambda run: run["dataset_streaming"] and run["task"] == "sequence_classification",
-          "the classes are known once all rows are read, and a stream never is", "--dataset_streaming false",
-          "The classes are numbered before training."),
-    advice("a_stream_is_one_epoch", "dataset_streaming",
-           lambda run: run["dataset_streaming"]
-           and "epoch" in (run["save_strategy"], run["eval_strategy"], run["logging_strategy"]),
-           "all steps of a stream are one epoch: what happens every epoch happens at the end alone",
-           "steps in place of epoch for --save_strategy, --eval_strategy and --logging_strategy",
-           "To Trainer all steps of a stream are one epoch."),
-    advice("evaluation_rows_are_not_trained", "dataset_test_split",
-           lambda run: run["eval_strategy"] != "no"
-           and (run["dataset_test_split"] or "").partition("[")[0] == run["dataset_train_split"],
-           "{dataset_test_split} is a part of {dataset_train_split}, which is trained on as a whole",
-           "--dataset_train_split with the other part, such as 'train[:90%]'",
-           "The evaluation measures what was learned by heart."),
+    error_row("classification_needs_data", "task",
+              lambda run: run["task"] == "sequence_classification" and run["dataset_name"] is None
+              and run.place.by_train_py,
+              "sequence_classification needs labelled data", "--dataset_name FILE_OR_HUB_ID",
+              "The demonstration has no labels."),
+    error_row("a_mixture_is_for_language_models", "dataset_name",
+              lambda run: run["task"] != "causal_lm" and (_parts(run)[1:] or any(part.columns for part in _parts(run))),
+              "is a mixture or renames columns, and --task is {task}",
+              "one source with all labels; --dataset_text_field and --dataset_label_field name its columns",
+              "Each part would have classes of its own, and nothing would rename the columns."),
+    error_row("a_streamed_mixture_has_weights", "dataset_name",
+              lambda run: run["dataset_streaming"] and _parts(run)[1:] and _parts(run)[0].weight is None,
+              "is a mixture without weights: each part would be read whole, and nobody knows a stream's size",
+              lambda run: f"dataset_name: {[dict(name=part.name, weight=1) for part in _parts(run)]}"
+              " in a file for --config",
+              "Without weights each part is read to its end, which a stream may not have."),
+    error_row("a_stream_is_told_how_long", "max_steps",
+              lambda run: run["dataset_streaming"] and run["max_steps"] <= 0,
+              "is missing: nobody knows how many examples a stream has, and an epoch of it has no end",
+              "--max_steps 1000, or as many as you like",
+              "`The train_dataset does not implement __len__, max_steps has to be specified`"),
+    error_row("a_stream_has_no_classes", "dataset_streaming",
+              lambda run: run["dataset_streaming"] and run["task"] == "sequence_classification",
+              "the classes are known once all rows are read, and a stream never is", "--dataset_streaming false",
+              "The classes are numbered before training."),
+    advice_row("a_stream_is_one_epoch", "dataset_streaming",
+               lambda run: run["dataset_streaming"]
+               and "epoch" in (run["save_strategy"], run["eval_strategy"], run["logging_strategy"]),
+               "all steps of a stream are one epoch: what happens every epoch happens at the end alone",
+               "steps in place of epoch for --save_strategy, --eval_strategy and --logging_strategy"),
+    advice_row("evaluation_rows_are_not_trained", "dataset_test_split",
+               lambda run: run["eval_strategy"] != "no"
+               and (run["dataset_test_split"] or "").partition("[")[0] == run["dataset_train_split"],
+               "{dataset_test_split} is a part of {dataset_train_split}, which is trained on as a whole",
+               "--dataset_train_split with the other part, such as 'train[:90%]'",
+               "The evaluation measures what was learned by heart."),
 
     # What train.py does, and what it does not
-    error("a_training_trains", "do_train", lambda run: run.explicit("do_train") and not run["do_train"],
-          "is off, and train.py always trains", "leave it out", "It would train all the same."),
-    error("evaluating_needs_data", "eval_on_start", lambda run: run["eval_on_start"] and run["eval_strategy"] == "no",
-          "has no data to evaluate on without eval_strategy", "--eval_strategy steps",
-          "`ValueError: Trainer: evaluation requires an eval_dataset.`, as training begins."),
-    error("accuracy_is_computed_at_the_end", "batch_eval_metrics",
-          lambda run: run["task"] == "sequence_classification" and run["batch_eval_metrics"],
-          "cannot be combined with the metrics of train.py", "leave it out",
-          "The metrics need all predictions, and have no `compute_result`."),
-    error("labels_have_one_name", "label_names",
-          lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
-          "{label_names} are not in the batches of train.py", "leave it out",
-          "`KeyError: ... 'eval_loss', which is not found`, after the first evaluation."),
-    error("timings_go_to_a_table", "measure",
-          lambda run: run["measure"] is not None and not run["measure"].endswith((".jsonl", ".csv")),
-          "'{measure}' is not a table", "a name that ends in .jsonl or .csv", "The suffix decides the format."),
-    error("a_measured_run_outlasts_its_warm_up", "max_steps",
-          lambda run: run["measure"] is not None and 0 < run["max_steps"] <= _warm_up(),
-          lambda run: f"the first {_warm_up()} steps are not measured", "a larger --max_steps",
-          "The run ends, and nothing was measured."),
+    error_row("a_training_trains", "do_train", lambda run: run.explicit("do_train") and not run["do_train"],
+              "is off, and train.py always trains", "leave it out", "It would train all the same."),
+    error_row("evaluating_needs_data", "eval_on_start",
+              lambda run: run["eval_on_start"] and run["eval_strategy"] == "no",
+              "has no data to evaluate on without eval_strategy", "--eval_strategy steps",
+              "`ValueError: Trainer: evaluation requires an eval_dataset.`, as training begins."),
+    error_row("accuracy_is_computed_at_the_end", "batch_eval_metrics",
+              lambda run: run["task"] == "sequence_classification" and run["batch_eval_metrics"],
+              "cannot be combined with the metrics of train.py", "leave it out",
+              "The metrics need all predictions, and have no `compute_result`."),
+    error_row("labels_have_one_name", "label_names",
+              lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
+              "{label_names} are not in the batches of train.py", "leave it out",
+              "`KeyError: ... 'eval_loss', which is not found`, after the first evaluation."),
+    error_row("timings_go_to_a_table", "measure",
+              lambda run: run["measure"] is not None and not run["measure"].endswith((".jsonl", ".csv")),
+              "'{measure}' is not a table", "a name that ends in .jsonl or .csv", "The suffix decides the format."),
 )  # fmt: skip
 
 
-def _warm_up() -> int:
-    from recipes.scaling.timings import WARM_UP_STEPS  # most runs are not measured
-
-    return WARM_UP_STEPS
-
-
-def _rows() -> Iterator[Row]:
-    """Every row. Of the problems that rows find, errors are reported first, else in this order."""
-    yield from (_in_range(setting, *range_) for setting, range_ in _RANGES.items())
-    yield from _ERRORS
-    yield from (replace(row, of_train_py=True) for row in _OF_TRAIN_PY)
-    yield from (_package(*package) for package in _PACKAGES)
-    yield from _ADVICE
-    for names, reads, where, meant in _UNREAD:
-        yield from (_unread(name, reads, where, meant) for name in names.split())
-    for names, reads, where, meant in _UNREAD_BY_TRAIN_PY:
-        yield from (replace(_unread(name, reads, where, meant), of_train_py=True) for name in names.split())
-
-
-ROWS = tuple(_rows())
+# Of the problems that rows find, errors are reported first, else in this order.
+ROWS: tuple[Rule, ...] = (
+    *(_in_range(name, range_, is_legal) for range_, is_legal, names in _RANGES for name in names.split()),
+    *_ERRORS,
+    *(replace(row, of_train_py=True) for row in _OF_TRAIN_PY),
+    *(_package(*package) for package in _PACKAGES),
+    *_ADVICE,
+    *(_unread(name, is_read, where, meant) for names, is_read, where, meant in _UNREAD for name in names.split()),
+    *(
+        replace(_unread(name, is_read, where, meant), of_train_py=True)
+        for names, is_read, where, meant in _UNREAD_BY_TRAIN_PY
+        for name in names.split()
+    ),
+)

@@ -5,6 +5,7 @@ are rows in `table`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -12,9 +13,7 @@ from pathlib import Path
 
 from recipes import legal
 from recipes.errors import Problem
-from recipes.legal.schema import package_folder
 from recipes.rules.facts import (
-    accelerator_config,
     advice,
     available,
     deepspeed_file,
@@ -35,8 +34,7 @@ from recipes.rules.facts import (
     uses_fsdp,
     zero_stage,
 )
-from recipes.rules.table import advice as advice_row
-from recipes.rules.table import error, setting_is_read
+from recipes.rules.table import advice_row, error_row, setting_is_read
 from recipes.run import RunSpec, Settings, nearest
 from recipes.run.files import read_json
 from recipes.run.metrics import METRICS, smaller_is_better
@@ -47,18 +45,16 @@ from recipes.run.recorded import began_from
 
 @rule
 def nested_settings_are_known(run):
-    """fsdp_config accepts any key silently; elsewhere a misspelt one fails in the first step."""
-    fsdp = {str(key).removeprefix("fsdp_") for key in mapping(run["fsdp_config"])}
-    checkpointing = mapping(run["gradient_checkpointing_kwargs"])
-    nested = (
-        ("accelerator_config", accelerator_config(run), "accelerator_config"),
-        ("accelerator_config", gradient_accumulation_kwargs(run), "gradient_accumulation_kwargs"),
-        ("gradient_checkpointing_kwargs", checkpointing, "gradient_checkpointing_kwargs"),
-        ("fsdp_config", fsdp, "fsdp_config"),
-    )
-    for name, keys, section in nested:
-        known = legal.names(section) if keys and setting_is_read(run, name) else ()
-        for key in sorted(set(keys) - set(known)) if known else ():
+    """fsdp_config accepts any key in silence; elsewhere a misspelt one fails in the first step, or
+    the library does not say whose it is.
+    """
+    names = ("accelerator_config", "gradient_checkpointing_kwargs", "fsdp_config")
+    sections = {name: mapping(run[name]) for name in names}
+    sections["gradient_accumulation_kwargs"] = gradient_accumulation_kwargs(run)
+    for section, content in sections.items():
+        name = section if section in names else "accelerator_config"
+        known = legal.names(section) if setting_is_read(run, name) else ()
+        for key in sorted({str(key).removeprefix("fsdp_") for key in content} - {*known}) if known else ():
             fix = nearest(key, known) or "one of " + ", ".join(sorted(known))
             yield problem(run, name, f"has no key {key!r}", fix)
 
@@ -74,24 +70,26 @@ def nested_files_can_be_read(run):
             yield problem(run, name, what, "a JSON object, or the path of a JSON file that holds one")
 
 
-# Import names that differ from the name in `report_to`. An empty one needs no package.
-_REPORT_MODULES = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": ""}
+# Modules whose names differ from the name in `report_to`: one of them is needed.
+_REPORTED_BY = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "", "tensorboard": "tensorboard tensorboardX"}
 
 
 @rule
-def reports_go_somewhere(run):
-    """`... is not supported, only ... are supported`, once model and data are loaded."""
-    asked, known = run["report_to"], legal.names("report_to")
-    for name in [asked] if isinstance(asked, str) else asked or []:
-        module = _REPORT_MODULES.get(name, name)
-        if name in ("all", "none"):
-            continue
-        if name not in known:
-            near = " ".join(name.split(",")) if "," in name else nearest(name, known)
-            fix = f"--report_to {near}" if near else "one of none, " + ", ".join(known)
-            yield problem(run, "report_to", f"{name!r} is not an integration that Trainer reports to", fix)
-        elif module and not any(available(run, one) for one in (module, "tensorboardX")[: 1 + (name == "tensorboard")]):
-            yield missing(run, "report_to", module, f"{name} needs the package {module}")
+def reports_have_their_packages(run):
+    """`... requires ... to be installed`, once model and data are loaded."""
+    asked = [run["report_to"]] if isinstance(run["report_to"], str) else run["report_to"] or []
+    for name in (name for name in asked if name in legal.names("report_to")):
+        modules = _REPORTED_BY.get(name, name).split()
+        if modules and not any(available(run, module) for module in modules):
+            yield missing(run, "report_to", modules[0], f"{name} needs the package {modules[0]}")
+
+
+@rule
+def fit_chooses_the_micro_batch(run):
+    """--fit has nothing left to find."""
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps") if run["fit"] else ():
+        if run.explicit(name):
+            yield problem(run, name, "is what --fit finds", "leave it out, or leave --fit out")
 
 
 # --- Compilation, precision and the card ----------------------------------------------------------
@@ -124,11 +122,9 @@ def yaml_precision_agrees_with_arguments(run):
     if given != "fp8" and asked != "no" and run.explicit(asked):
         yield in_yaml(run, "mixed_precision", f"{given} is ignored: --{asked} wins", "mixed_precision: 'no'", "advice")
         return
-    fix = f"mixed_precision: 'no', or --{given} for the run"
-    if given == "fp8":
-        fix = f"mixed_precision: '{asked}', or --{asked} false for fp8"
     what = f"{given} contradicts the run, which asks for {'fp32' if asked == 'no' else asked}"
-    yield in_yaml(run, "mixed_precision", what, fix)
+    instead = f"--{asked} false for fp8" if given == "fp8" else f"--{given} for the run"
+    yield in_yaml(run, "mixed_precision", what, f"mixed_precision: '{asked}', or {instead}")
 
 
 @rule
@@ -142,39 +138,20 @@ def deepspeed_evaluates_as_it_trains(run):
 
 
 @rule
-def fp8_needs_sm89(run):
-    """`insufficient for FP8 mixed precision training ... Will use FP16 instead.`, in a log."""
-    card = run.hardware.capability
-    if "fp8" in (mixed_precision(run), run.engine.mixed_precision) and on_gpu(run) and card < (8, 9):
-        what = f"fp8 needs compute capability 8.9, and the GPU has {card[0]}.{card[1]}"
-        yield in_yaml(run, "mixed_precision", what, "mixed_precision: 'no'")
-
-
-@rule
 def torch_has_kernels_for_the_card(run):
     """`no kernel image is available for execution on the device`, at the first kernel.
 
     Since torch 2.11 only the cu126 wheels hold kernels for cards before Turing, such as the V100:
     https://github.com/pytorch/pytorch/pull/175253
     """
-    numbers = [int(part) for part in re.findall(r"\d+", legal.version("torch") or "")[:2]]
-    cuda = _cuda_of_torch()
-    if not on_gpu(run) or run.hardware.capability >= (7, 5) or numbers < [2, 11] or cuda == "12.6":
+    release, _, built = (legal.version("torch") or "").partition("+")
+    numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
+    if not on_gpu(run) or run.hardware.capability >= (7, 5) or numbers < [2, 11] or built == "cu126":
         return
     what = f"torch {numbers[0]}.{numbers[1]} has kernels for {run.hardware.gpus[0].name} only if built for CUDA 12.6"
     fix = "a torch built for CUDA 12.6, as its installation page offers"
-    severity = "error" if cuda and not run.place.is_elsewhere else "advice"  # another torch may be installed there
-    yield Problem("gpu", what, fix, "torch's release notes", severity)
-
-
-def _cuda_of_torch() -> str:
-    """The CUDA version that torch is built for, such as 12.6; empty without CUDA or torch."""
-    folder = package_folder("torch")
-    try:
-        text = (folder or Path()).joinpath("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    return "".join(re.findall(r"^cuda\b[^=]*= '([\d.]+)'", text, flags=re.M))
+    is_certain = built[:2] in ("", "cu") and not run.place.is_elsewhere  # another torch may be installed there
+    yield Problem("gpu", what, fix, "torch's release notes", "error" if is_certain else "advice")
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------
@@ -213,10 +190,8 @@ def best_metric_is_reported(run):
         kinds = [run["problem_type"]] if run["problem_type"] else list(METRICS)  # None: the data will tell
         known += dict.fromkeys(metric for kind in kinds for metric in METRICS[kind])
     speeds = ("runtime", "samples_per_second", "steps_per_second")  # Trainer reports these too
-    name = wanted.removeprefix("eval_")
-    if name not in (*known, *speeds):
-        near = [metric for metric in known if metric.startswith(f"{name}_")] or [nearest(wanted, known)]
-        fix = " or ".join(metric for metric in near if metric) or " or ".join(known)
+    if wanted.removeprefix("eval_") not in (*known, *speeds):
+        fix = nearest(wanted, known) or " or ".join(known)
         yield problem(run, "metric_for_best_model", f"{wanted} is not reported", fix)
 
 
@@ -247,11 +222,10 @@ def _is_repository(name: str) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with contextlib.suppress(HFValidationError):
         validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _resumes_from_nothing(run: RunSpec) -> bool:
@@ -308,10 +282,10 @@ def _replaces_the_optimizer(run: RunSpec) -> bool:
 
 
 ROWS = (
-    error("offload_needs_adamw", "optim",
-          lambda run: _replaces_the_optimizer(run) and run["optim"] not in _WORKS_WITH_OFFLOAD,
-          "{optim} fails, or is replaced by DeepSpeedCPUAdam, under ZeRO's optimizer offload", "--optim adamw_torch",
-          "Offload runs DeepSpeedCPUAdam: it silently replaces SGD and 8-bit Adam, and others crash."),
+    error_row("offload_needs_adamw", "optim",
+              lambda run: _replaces_the_optimizer(run) and run["optim"] not in _WORKS_WITH_OFFLOAD,
+              "{optim} fails, or DeepSpeedCPUAdam replaces it, under ZeRO's optimizer offload", "--optim adamw_torch",
+              "Offload runs DeepSpeedCPUAdam: it silently replaces SGD and 8-bit Adam, and others crash."),
     advice_row("every_evaluation_is_saved", "save_steps",
                lambda run: run["load_best_model_at_end"] and run["eval_strategy"] == run["save_strategy"] == "steps"
                and 0 < (run["eval_steps"] or run["logging_steps"]) < run["save_steps"],
@@ -327,16 +301,16 @@ ROWS = (
                lambda run: f"looks the other way: a {_better(run)} is better",
                lambda run: f"lr_scheduler_kwargs with mode: {'min' if _smaller_is_better(run) else 'max'}",
                "With mode `min`, the default, the learning rate falls while the accuracy rises."),
-    error("a_push_names_a_repository", "hub_model_id",
-          lambda run: run["push_to_hub"] and run["output_dir"] and not _is_repository(pushed_to(run)),
-          lambda run: f"{pushed_to(run)!r} is not the name of a repository",
-          "--hub_model_id [OWNER/]NAME, of letters, digits, dots, - and _",
-          "`HFValidationError: Repo id must use alphanumeric chars`, once model and data are loaded."),
-    error("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
-          "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",
-          "`Can't find a valid checkpoint at ...`, after model and data are loaded."),
-    error("sharded_checkpoints_hold_the_optimizer", "save_only_model",
-          lambda run: run["save_only_model"] and _saves_in_shards(run), "needs whole weights",
-          lambda run: f"{'' if run['fsdp'] else 'fsdp_'}state_dict_type: FULL_STATE_DICT in fsdp_config",
-          "`save_only_model option is not compatible with FSDP state dict type`, once the model is loaded."),
+    error_row("a_push_names_a_repository", "hub_model_id",
+              lambda run: run["push_to_hub"] and run["output_dir"] and not _is_repository(pushed_to(run)),
+              lambda run: f"{pushed_to(run)!r} is not the name of a repository",
+              "--hub_model_id [OWNER/]NAME, of letters, digits, dots, - and _",
+              "`HFValidationError: Repo id must use alphanumeric chars`, once model and data are loaded."),
+    error_row("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
+              "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",
+              "`Can't find a valid checkpoint at ...`, after model and data are loaded."),
+    error_row("sharded_checkpoints_hold_the_optimizer", "save_only_model",
+              lambda run: run["save_only_model"] and _saves_in_shards(run), "needs whole weights",
+              lambda run: f"{'' if run['fsdp'] else 'fsdp_'}state_dict_type: FULL_STATE_DICT in fsdp_config",
+              "`save_only_model option is not compatible with FSDP state dict type`, once the model is loaded."),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import fork_ranks
 
-BY_NAME = {function.__name__: function for function in RULES}
+BY_NAME = {rule.name: rule for rule in RULES}
 TOKENS = {"input_ids": list(range(8)), "labels": list(range(8))}
 
 

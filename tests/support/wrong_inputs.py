@@ -63,14 +63,12 @@ _VALUES = [
     Wrong("optim", "adamw_torch_fused", "--optim adam"),
     Wrong("eval_strategy", "one of no, steps, epoch", "--eval_strategy always"),
     Wrong("ddp_comm_hook", "fp16", "--ddp_comm_hook powersgd"),
-    Wrong("report_to", "tensorboard", "--report_to tensorbord"),
     Wrong(
         "metric_for_best_model",
         "loss",
         "--task sequence_classification --dataset_name x --prediction_loss_only --eval_strategy steps "
         "--metric_for_best_model accuracy",
     ),
-    Wrong("report_to", "--report_to tensorboard mlflow", "--report_to tensorboard,mlflow"),
 ]
 
 _BATCH = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from recipes import rules
 from recipes.catalog import RECIPES
 from recipes.rules.check import RULES, check
-from recipes.rules.table import Row
+from recipes.rules.facts import Rule
 from recipes.run import here, resolve
 from recipes.run.files import shipped
 from tests.recipes.rules import test_data_and_model, test_engine, test_table, test_training
@@ -20,19 +20,14 @@ SUBJECTS = (test_table, test_training, test_engine, test_data_and_model)
 CASES = {name: runs for subject in SUBJECTS for name, runs in subject.CASES.items()}
 ALSO_FIRES = [case for subject in SUBJECTS for case in getattr(subject, "ALSO_FIRES", ())]
 LEGAL_AFTER_ALL = [case for subject in SUBJECTS for case in getattr(subject, "LEGAL_AFTER_ALL", ())]
-BY_NAME = {function.__name__: function for function in RULES}
+BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def test_every_rule_in_the_folder_is_collected():
-    written = []
-    for file in Path(rules.__path__[0]).glob("**/*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            marks = [ast.unparse(mark) for mark in getattr(node, "decorator_list", [])]
-            if "rule" in marks:
-                written.append(node.name)
-    assert sorted(function.__name__ for function in RULES) == sorted(
-        [*written, *(row.name for row in RULES if isinstance(row, Row))]
-    )
+    names = [file.stem for file in Path(rules.__path__[0]).glob("[a-z]*.py")]
+    modules = [importlib.import_module(f"recipes.rules.{name}") for name in names]
+    written = {item.name for module in modules for item in vars(module).values() if isinstance(item, Rule)}
+    assert written <= set(BY_NAME) and len(BY_NAME) == len(RULES)
 
 
 def test_every_rule_has_a_case():
@@ -40,11 +35,7 @@ def test_every_rule_has_a_case():
 
 
 def test_every_rule_says_which_failure_it_prevents():
-    assert [name for name, function in BY_NAME.items() if not _reason(function).strip()] == []
-
-
-def _reason(rule) -> str:
-    return rule.why if isinstance(rule, Row) else rule.__doc__ or ""
+    assert [rule.name for rule in RULES if not rule.why] == []
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes": 770,
     "recipes/legal": 630,
     "recipes/run": 2060,
-    "recipes/rules": 2670,
+    "recipes/rules": 2650,
     "recipes/planner": 4370,
     "recipes/scaling": 2020,
     "launch": 580,

@@ -8,8 +8,10 @@ config.json is downloaded: train.py then applies the same rules again.
 from __future__ import annotations
 
 import glob
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -31,6 +33,8 @@ from recipes.rules.facts import (
     problem,
     rule,
 )
+from recipes.rules.table import advice as advice_row
+from recipes.rules.table import error
 from recipes.run import RunSpec, nearest
 from recipes.run.local_model import (
     config_value,
@@ -233,31 +237,6 @@ def the_model_can_do_the_task(run):
 
 @rule
 @of_train_py
-def a_language_model_is_a_decoder(run):
-    """An encoder loads, and its loss falls: it sees the tokens that it has to predict."""
-    config, kind = known_config(run), _type(run)
-    if run["model_name_or_path"] is None or run["task"] != "causal_lm" or not models.model_class(kind, "masked_lm"):
-        return
-    if not config_value(config, "is_encoder_decoder") and not config_value(config, "is_decoder"):
-        what = f"{run['model_name_or_path']} is an encoder ({kind}): it sees the tokens it has to predict"
-        yield _about_model(run, what, "a decoder, or --task sequence_classification")
-
-
-@rule
-@of_train_py
-def sequences_fit_the_model(run):
-    """`IndexError: index out of range in self`, or a device-side assert in the embedding.
-
-    A length that the user did not write is lowered instead.
-    """
-    positions = max_positions(known_config(run))
-    if positions and run.explicit("max_length") and run["max_length"] > positions:
-        what = f"{run['max_length']} tokens are more than the {positions} positions the model has"
-        yield problem(run, "max_length", what, f"--max_length {positions} or less")
-
-
-@rule
-@of_train_py
 def separate_examples_need_positions(run):
     """The examples of a packed row see each other, and nothing says so.
 
@@ -290,18 +269,6 @@ def _mixes_examples(run: RunSpec) -> bool:
 # --- Stored weights -------------------------------------------------------------------------------
 
 _ONLY_WITH_ADAPTERS = ("bitsandbytes", "gptq", "awq")  # of other methods, Trainer and the loader decide
-
-
-@rule
-@of_train_py
-def stored_weights_can_be_trained(run):
-    """`You cannot perform fine-tuning on purely quantized models`, once they are loaded."""
-    method, title = stored_as(run), f"{run['model_name_or_path']} has weights quantised with {stored_as(run)}"
-    if run["load_in_4bit"] and method not in ("", "bitsandbytes"):
-        # `The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`
-        yield problem(run, "load_in_4bit", f"{title}, which bitsandbytes cannot load", "leave it out")
-    elif not run["use_peft"] and method in _ONLY_WITH_ADAPTERS:
-        yield _about_model(run, f"{title}, which only train with adapters", "--use_peft")
 
 
 def stored_as(run: RunSpec) -> str:
@@ -350,18 +317,6 @@ def lora_adapts_modules_of_the_model(run):
 
 @rule
 @of_train_py
-def lora_on_the_head_gets_gradients(run):
-    """The adapter never changes: Liger's fused loss multiplies by `lm_head.weight`, which is the
-    frozen weight alone under peft. Under DDP unused parameters are an error in the second step.
-    """
-    if run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run):
-        what = "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone"
-        fix = "leave lm_head out, or --liger_kernel_config '{\"fused_linear_cross_entropy\": false}'"
-        yield problem(run, "lora_target_modules", what, fix)
-
-
-@rule
-@of_train_py
 def experts_take_plain_adapters(run):
     """`lora.ParamWrapper does not work with lora_dropout != 0.`, or `with use_dora=True.`"""
     in_experts = models.targets_in_experts(_type(run)) if _has_experts(text_config(known_config(run))) else frozenset()
@@ -370,27 +325,6 @@ def experts_take_plain_adapters(run):
         if run["use_peft"] and run[name] and chosen:
             fix = f"{fix}, or --lora_target_modules without {', '.join(sorted(chosen))}"
             yield problem(run, name, f"peft has none for experts, as those of {_type(run)}", fix)
-
-
-@rule
-@of_train_py
-def experts_are_not_quantised(run):
-    """bitsandbytes quantises linear layers, and transformers keeps all experts of a layer in one
-    tensor that is none: nine tenths of a model may stay in `dtype`.
-    """
-    if run["load_in_4bit"] and not stored_as(run) and _has_experts(text_config(known_config(run))):
-        what = f"leaves the experts of a {_type(run)} model in {run['dtype']}: only linear layers are quantised"
-        fix = "--dtype bfloat16, with or without 4 bits, and plan with that"
-        yield advice(run, "load_in_4bit", what, fix)
-
-
-@rule
-@of_train_py
-def liger_evaluates_plain_labels(run):
-    """`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."""
-    if run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run):
-        what = "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it"
-        yield problem(run, "use_liger_kernel", what, "--use_liger_kernel false, or --label_smoothing_factor 0")
 
 
 def fuses_the_loss(run: RunSpec) -> bool:
@@ -428,16 +362,6 @@ def _flash_version(name: str) -> int:
 
 
 @rule
-def attention_is_known(run):
-    """`ValueError: Specified attn_implementation="..." is not supported`, once data is loaded."""
-    name = run["attn_implementation"]
-    if name and "/" not in name and name not in legal.names("attn_implementation"):  # a kernel of the Hub is org/name
-        known = [known for known in legal.names("attn_implementation") if "|" not in known]
-        fix = nearest(name.lower(), known) or "one of " + ", ".join(known) + ", or a kernel of the Hub: org/name"
-        yield problem(run, "attn_implementation", f"there is no implementation {name!r}", fix)
-
-
-@rule
 def attention_fits_the_model(run):
     """`ValueError: BloomForCausalLM does not support an attention implementation through ...`
 
@@ -472,21 +396,86 @@ def attention_fits_the_machine(run):
     flash, here = _flash_version(name), f"the GPU has compute capability {'.'.join(map(str, card))}"
     package, distribution = _FLASH_PACKAGES.get(flash, ("", "")) if "/" not in name else ("kernels", "kernels")
     has_kernels = not package or available(run, "kernels") or available(run, package)  # `kernels` loads them all
+    say, what, fix = problem, "", "sdpa, or leave it out"
     if not on_gpu(run):
-        if flash or name == "flex_attention":
-            what = f"{name} does not train on a CPU"
-            yield problem(run, "attn_implementation", what, "sdpa or eager, or leave it out")
+        what = f"{name} does not train on a CPU" if flash or name == "flex_attention" else ""
     elif flash and card < (8, 0):
-        yield problem(run, "attn_implementation", f"needs compute capability 8.0: {here}", "sdpa, or leave it out")
+        what = f"needs compute capability 8.0: {here}"
     elif flash == 3 and card[0] > 9:
-        what = f"FlashAttention 3 has kernels for Hopper, and none for later cards: {here}"
-        yield problem(run, "attn_implementation", what, "flash_attention_2 or flash_attention_4")
+        what, fix = f"FlashAttention 3 has kernels for Hopper alone: {here}", "flash_attention_2 or flash_attention_4"
     elif flash > 2 and card[0] < 9:
+        what, fix = f"FlashAttention {flash} is written for Hopper: {here}", "flash_attention_2"
         say = advice if run.place.is_elsewhere or has_kernels else problem
-        what = f"FlashAttention {flash} is written for Hopper: {here}"
-        yield say(run, "attn_implementation", what, "flash_attention_2")
     elif not has_kernels:
         yield missing(run, "attn_implementation", distribution, f"{name} needs the package {distribution}")
+    if what:
+        yield say(run, "attn_implementation", what, fix)
     if flash and on_gpu(run) and run["dtype"] == "float32" and mixed_precision(run) == "no":
         fix = "--bf16: the weights stay in fp32, and attention computes in 16 bits"
         yield problem(run, "attn_implementation", "computes in 16 bits only, and this run in fp32", fix)
+
+
+# --- Rules of one expression ----------------------------------------------------------------------
+
+
+def _is_encoder(run: RunSpec) -> bool:
+    config = known_config(run)
+    decodes = config_value(config, "is_encoder_decoder") or config_value(config, "is_decoder")
+    return bool(models.model_class(_type(run), "masked_lm")) and not decodes
+
+
+def _names_no_attention(run: RunSpec) -> bool:
+    """True for a name that is neither transformers' own nor org/name, a kernel of the Hub."""
+    name = run["attn_implementation"]
+    return bool(name) and "/" not in name and name not in legal.names("attn_implementation")
+
+
+def _known_attention(run: RunSpec) -> str:
+    known = [name for name in legal.names("attn_implementation") if "|" not in name]
+    near = nearest(run["attn_implementation"].lower(), known)
+    return near or "one of " + ", ".join(known) + ", or a kernel of the Hub: org/name"
+
+
+_OF_TRAIN_PY = (
+    error("a_language_model_is_a_decoder", "model_name_or_path",
+          lambda run: run["model_name_or_path"] is not None and run["task"] == "causal_lm" and _is_encoder(run),
+          lambda run: f"{run['model_name_or_path']} is an encoder ({_type(run)}): it sees the tokens it has to predict",
+          "a decoder, or --task sequence_classification",
+          "An encoder loads, and its loss falls: it sees the tokens that it has to predict."),
+    error("sequences_fit_the_model", "max_length",  # a length that the user did not write is lowered instead
+          lambda run: run.explicit("max_length") and run["max_length"] > (max_positions(known_config(run)) or math.inf),
+          lambda run: f"{run['max_length']} tokens are more than the {max_positions(known_config(run))} positions "
+          "the model has", lambda run: f"--max_length {max_positions(known_config(run))} or less",
+          "`IndexError: index out of range in self`, or a device-side assert in the embedding."),
+    error("stored_weights_are_not_quantised_again", "load_in_4bit",
+          lambda run: run["load_in_4bit"] and stored_as(run) not in ("", "bitsandbytes"),
+          lambda run: f"bitsandbytes cannot load weights that are quantised with {stored_as(run)}", "leave it out",
+          "`The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`"),
+    error("stored_weights_can_be_trained", "model_name_or_path",
+          lambda run: not run["use_peft"] and not run["load_in_4bit"] and stored_as(run) in _ONLY_WITH_ADAPTERS,
+          lambda run: f"has weights quantised with {stored_as(run)}, which only train with adapters", "--use_peft",
+          "`You cannot perform fine-tuning on purely quantized models`, once they are loaded."),
+    error("lora_on_the_head_gets_gradients", "lora_target_modules",
+          lambda run: run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run),
+          "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone",
+          "leave lm_head out, or --liger_kernel_config '{{\"fused_linear_cross_entropy\": false}}'",
+          "The adapter never changes: Liger multiplies by `lm_head.weight`, which is frozen under peft. Under DDP "
+          "unused parameters are an error in the second step."),
+    advice_row("experts_are_not_quantised", "load_in_4bit",
+               lambda run: run["load_in_4bit"] and not stored_as(run) and _has_experts(text_config(known_config(run))),
+               lambda run: f"leaves the experts of a {_type(run)} model in {run['dtype']}: only linear layers are "
+               "quantised", "--dtype bfloat16, with or without 4 bits, and plan with that",
+               "transformers keeps all experts of a layer in one tensor: nine tenths of a model may stay in `dtype`."),
+    error("liger_evaluates_plain_labels", "use_liger_kernel",
+          lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
+          "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it",
+          "--use_liger_kernel false, or --label_smoothing_factor 0",
+          "`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."),
+)  # fmt: skip
+
+ROWS = (
+    *(replace(row, of_train_py=True) for row in _OF_TRAIN_PY),
+    error("attention_is_known", "attn_implementation", _names_no_attention,
+          "there is no implementation '{attn_implementation}'", _known_attention,
+          '`ValueError: Specified attn_implementation="..." is not supported`, once data is loaded.'),
+)  # fmt: skip

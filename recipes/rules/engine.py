@@ -199,28 +199,25 @@ def yaml_keys_are_known(run):
     """
     for name, section in (("", run.engine.raw), *_sections(run)):
         known = legal.accelerate_nested_keys(name) if name else legal.names("accelerate_yaml")
-        dropped = f"; in {name} it is dropped silently" if name else ""
-        for key in map(str, section):
-            if key not in known:
-                what, fix = _where_it_belongs(key, known)
-                yield in_yaml(run, key, what + dropped, fix, "advice" if name in _LOOSE_SECTIONS else "error")
+        what = "is not a key of the Accelerate YAML" + (f"; in {name} it is dropped silently" if name else "")
+        for key in (key for key in map(str, section) if key not in known):
+            yield in_yaml(run, key, what, _instead(key, known), "advice" if name in _LOOSE_SECTIONS else "error")
 
 
-def _where_it_belongs(key: str, known: Iterable[str]) -> tuple[str, str]:
-    """What is wrong with an unknown key, and the argument, section or name to write instead."""
+def _instead(key: str, known: Iterable[str]) -> str:
+    """The argument, place or name to write instead of an unknown key."""
     argument = key if key in legal.settings() else belongs(key)
     if argument in legal.settings():
-        return "is an argument of the run, not a key of the Accelerate YAML", f"--{argument}"
+        return f"--{argument}, an argument of the run"
     near = nearest(key, known) or next((name for name in known if name.endswith(f"_{key}")), "")
     if near and near != key:
-        return "is not a key of the Accelerate YAML", near
+        return near
     if key in legal.names("accelerate_yaml"):
-        return "belongs at the top level", f"{key}, not indented"
-    everything = {name: section for section in _SECTIONS for name in legal.accelerate_nested_keys(section)}
-    if key in everything:
-        return f"belongs in {everything[key]}", f"{everything[key]}: with {key} below it, indented"
-    near = nearest(key, everything) or nearest(key, legal.settings())
-    return "is not a key of the Accelerate YAML", near or "one of " + ", ".join(sorted(known))
+        return f"{key} at the top level, not indented"
+    sections = {name: section for section in _SECTIONS for name in legal.accelerate_nested_keys(section)}
+    if key in sections:
+        return f"{sections[key]}: with {key} below it, indented"
+    return nearest(key, sections) or nearest(key, legal.settings()) or "one of " + ", ".join(sorted(known))
 
 
 @rule
@@ -300,17 +297,19 @@ def tensor_parallelism_fits_the_run(run):
     if zero_stage(run) == 3:
         what = "cannot be combined with ZeRO stage 3"
         yield in_json(run, "tensor_parallel.autotp_size", what, '"stage": 2, or leave tensor_parallel out')
-    if run["use_peft"]:
-        yield problem(run, "use_peft", f"does not train {where}", "leave tensor_parallel out for LoRA")
-    if run["task"] == "sequence_classification" and run["eval_strategy"] != "no":
-        what = f"counts some examples twice and others never {where}"
-        yield problem(run, "eval_strategy", what, "leave tensor_parallel out, or --eval_strategy no")
-    if is_true(accelerator_config(run).get("dispatch_batches")):
-        what = f"dispatch_batches makes the global batch {size} times as large {where}"
-        yield problem(run, "accelerator_config", what, "leave dispatch_batches out")
-    if not run["average_tokens_across_devices"]:
-        what = f"false makes losses and gradients {size} times as large {where}"
-        yield problem(run, "average_tokens_across_devices", what, "leave it out")
+    evaluates = run["task"] == "sequence_classification" and run["eval_strategy"] != "no"
+    dispatches = is_true(accelerator_config(run).get("dispatch_batches"))
+    for name, is_wrong, what, fix in (
+        ("use_peft", run["use_peft"], "does not train", "leave tensor_parallel out for LoRA"),
+        ("eval_strategy", evaluates, "counts some examples twice and others never",
+         "leave tensor_parallel out, or --eval_strategy no"),
+        ("accelerator_config", dispatches, f"dispatch_batches makes the global batch {size} times as large",
+         "leave dispatch_batches out"),
+        ("average_tokens_across_devices", not run["average_tokens_across_devices"],
+         f"false makes losses and gradients {size} times as large", "leave it out"),
+    ):  # fmt: skip
+        if is_wrong:
+            yield problem(run, name, f"{what} {where}", fix)
 
 
 # --- accelerate's ParallelismConfig: accelerate judges its sizes, in the probe -----------------
@@ -373,11 +372,6 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
 
 
-# Keys of version 1 that version 2 drops without a word, and what to write instead.
-_DROPPED = dict.fromkeys(
-    ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers"),
-    "leave it out",
-)
 _INSTEAD_OF_STRATEGY = {
     "SHARD_GRAD_OP": "fsdp_reshard_after_forward: false",
     "NO_SHARD": "distributed_type: MULTI_GPU, which is DDP",
@@ -387,21 +381,16 @@ _INSTEAD_OF_STRATEGY = {
 
 @rule
 def fsdp2_is_chosen_with_its_own_keys(run):
-    """The launcher's default is FSDP1, which Trainer deprecates. Version 2 drops some keys of
-    version 1, also a strategy such as NO_SHARD.
-    """
+    """The launcher's default is FSDP1, which Trainer deprecates. Version 2 drops its strategies."""
     written = dict(_sections(run)).get("fsdp_config")
     if written is not None and str(written.get("fsdp_version", written.get("version", 1))) == "1":
         what = "1, which accelerate uses if the key is missing, is deprecated"
         yield in_yaml(run, "fsdp_version", what, "fsdp_version: 2", "advice")
-    if fsdp_version(run) != 2 or not (run.engine.raw or run["fsdp"]):  # a launcher exports all keys
-        return
-    section, dropped = fsdp_section(run), dict(_DROPPED)
-    strategy = str(section.get("sharding_strategy", "FULL_SHARD")).upper()
-    if strategy not in ("FULL_SHARD", "1"):
-        dropped["sharding_strategy"] = _INSTEAD_OF_STRATEGY.get(strategy, "leave it out")
-    for key in (key for key in dropped if key in section):
-        yield _of_key(run, key, "is ignored by FSDP2", dropped[key], "advice")
+    strategy = str(fsdp_section(run).get("sharding_strategy", "FULL_SHARD")).upper()
+    # A launcher exports all keys.
+    if fsdp_version(run) == 2 and (run.engine.raw or run["fsdp"]) and strategy not in ("FULL_SHARD", "1"):
+        fix = _INSTEAD_OF_STRATEGY.get(strategy, "leave it out")
+        yield _of_key(run, "sharding_strategy", "is ignored by FSDP2", fix, "advice")
 
 
 @rule

@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,6 @@ from recipes.rules.facts import (
     deepspeed_file,
     deepspeed_section,
     fsdp_version,
-    in_json,
     is_true,
     json_source,
     known_config,
@@ -68,18 +68,16 @@ def probe_in_child(run: RunSpec) -> list[Problem]:
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    output, printed = os.pipe()
-    child = context.Process(target=_answer, args=(run, sender, printed), daemon=True)
-    child.start()
-    sender.close()
-    os.close(printed)
-    with os.fdopen(output, errors="replace") as stream:
-        noise = stream.read().split("\n")  # until the child ends: its answer is smaller than a pipe's buffer
-    child.join()
+    with tempfile.TemporaryFile() as noise:
+        child = context.Process(target=_answer, args=(run, sender, noise.fileno()), daemon=True)
+        child.start()
+        child.join()  # its answer is smaller than a pipe's buffer
+        noise.seek(0)
+        printed = noise.read().decode(errors="replace").strip()
     if child.exitcode == 0:
         return receiver.recv()
-    last = next((line.strip() for line in reversed(noise) if line.strip()), "without a word")
-    what = f"the libraries ended the process that tried them (exit code {child.exitcode}): {last[:300]}"
+    last = printed.rpartition("\n")[2].strip()[:300] or "without a word"
+    what = f"the libraries ended the process that tried them (exit code {child.exitcode}): {last}"
     return [Problem("probe", what, "reinstall the library that it names", "the installed libraries")]
 
 
@@ -293,7 +291,13 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
         section, _, name = path.rpartition(".")
         line = re.sub(r"warmup_steps=\d+$", f"warmup_steps={args.warmup_steps:g}", line)  # a fraction, as written
         what = line if written.get_value(path) is not None or not written.config else f"is left out, so {line}"
-        found.append(in_json(run, path, what, f'"{name}": "auto"' + f" in {section}" * bool(section)))
+        fix, source = f'"{name}": "auto"' + f" in {section}" * bool(section), json_source(run)
+        if not written.config:
+            source = run.engine.source
+        if not written.config and name == "enabled":  # fp8 turns bf16 on in DeepSpeed, and Trainer compares
+            path, what = "mixed_precision", f"{args.mixed_precision} is another type than the arguments name: {line}"
+            fix = "bf16 or fp16, in the YAML and in the arguments alike"
+        found.append(Problem(path, what, fix, source))
     if not config.mismatches:
         if not run["deepspeed"]:  # accelerate adds the batch to a file that its YAML names
             content.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
@@ -387,6 +391,8 @@ def refused_by_library(
     them, of which the user wrote one if the message names none.
     """
     text = " ".join(str(error).split()).partition(" [type=")[0]  # pydantic's own words for programmers
+    lists = re.search(r"(?<!most )one of|Choose between|Input should be ['\d]|are supported|Please set", text)
+    choice = "one of the values that it names" if lists else ""
     what, words = f"{text[:400]} ({type(error).__name__})", re.findall(r"\w+", text)
     named = [name for word in words for name in (word, f"dataloader_{word}") if name in legal.trainer_fields()]
     subject = next((name for name in named if run.explicit(name)), "")
@@ -394,11 +400,12 @@ def refused_by_library(
         items, lower = list(_items(content or {})), {word.lower() for word in words if not word.isdigit()}
         named = [key for key, _ in items if any(key == word or key.endswith(f"_{word}") for word in lower)]
         named += [key for key, value in items if str(value).lower() in lower]
-        return Problem(next(iter(named), Path(file).name), what, f"correct {file}", file)
+        fix = f"{choice}, in {file}" if choice else f"correct {file}"
+        return Problem(next(iter(named), Path(file).name), what, fix, file)
     subject = subject or next((name for name in about.split() if run.explicit(name)), "")
     subject = subject or next((name for name in named if "_" in name), "")
     if subject:
-        return Problem(subject, what, "another value, or leave it out", run.setting(subject).source)
+        return Problem(subject, what, f"{choice or 'another value'}, or leave it out", run.setting(subject).source)
     files = [name for name in ("deepspeed", "fsdp_config", "accelerator_config") if run.explicit(name)]
     fix = f"correct what --{files[0]} names" if files else "leave out the flags that it is about"
     return Problem("TrainingArguments", what, fix, "transformers")

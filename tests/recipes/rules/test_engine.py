@@ -19,7 +19,6 @@ from tests.support.real_failures import (
     losses,
     report_of_deepspeed,
     run_launch_command,
-    run_ranks,
     tiny_llama,
     torchrun,
     train,
@@ -206,46 +205,6 @@ def test_nccl_timeout_changes_no_timeout(gpu_rank, tmp_path, monkeypatch):
     assert_fires("nccl_timeout_is_an_argument", {}, environment={"NCCL_TIMEOUT": "7"})
 
 
-STATIC = {"ddp_static_graph": True, "gradient_accumulation_steps": 2}
-
-
-REENTRANT = {
-    "gradient_checkpointing": True,
-    "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    "ddp_find_unused_parameters": True,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "settings", "processes", "message"),
-    [
-        ("static_graph_needs_accumulation_one", STATIC, 2, "expect_autograd_hooks_ INTERNAL ASSERT FAILED"),
-        ("reentrant_checkpointing_needs_find_unused_off", REENTRANT, 1, "Expected to mark a variable ready only once"),
-        ("backends_have_their_hardware", {"ddp_backend": "nccl"}, 1, "nccl is not available"),
-    ],
-)
-def test_ranks_fail(rule, settings, processes, message, tmp_path):
-    output = torchrun(tmp_path, settings, processes)
-    assert message in output and "TRAINED" not in output
-    assert_fires(rule, settings, world=processes)
-
-
-@pytest.mark.slow
-def test_bf16_compression_on_a_cpu_is_a_type_error(tmp_path):
-    script = tmp_path / "hook.py"
-    script.write_text(
-        "import torch\n"
-        "from accelerate import DistributedDataParallelKwargs, DDPCommunicationHookType, PartialState\n"
-        "PartialState(cpu=True)\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
-        "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16).register_comm_hook(model)\n",
-        encoding="utf-8",
-    )
-    assert "TypeError: BF16 all reduce communication hook required" in run_ranks([str(script)], 1)
-    assert_fires("bf16_compression_needs_nccl", {"ddp_comm_hook": "bf16"}, world=2)
-
-
 # --- The Accelerate YAML --------------------------------------------------------------------------
 
 SECTIONS_OF_ANOTHER_TYPE = [
@@ -366,42 +325,6 @@ def test_zero2_leaves_parameters_alone_that_it_was_told_to_offload(zero_trained,
 # --- FSDP -----------------------------------------------------------------------------------------
 
 
-# rule, settings beside --fsdp, Trainer's message
-FAILS_WITH_SHARDS = [
-    ("fsdp_recomputes_once_and_the_same",
-     dict(gradient_checkpointing=True, fsdp_config={"activation_checkpointing": True}), "can't both be set to True"),
-    ("weights_alone_cannot_find_the_best",
-     dict(save_only_model=True, load_best_model_at_end=True, eval_strategy="epoch", save_strategy="epoch"),
-     "FSDP can't be used with `save_only_model`"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("rule", "settings", "message"), FAILS_WITH_SHARDS)
-def test_trainer_refuses(rule, settings, message, gpu_rank, tmp_path):
-    settings = {"fsdp": "full_shard", **settings}
-    with pytest.raises(ValueError, match=message):
-        train(tmp_path, evaluates=True, use_cpu=False, **settings)
-    assert_fires(rule, settings, world=2, gpu=(8, 0))
-
-
-NEEDS_WHOLE = "not compatible with FSDP state dict type"
-# rule, lines of the YAML, settings, the message
-LAUNCHES = [
-    ("fsdp2_shards_layer_by_layer", ("fsdp_auto_wrap_policy: SIZE_BASED_WRAP", "fsdp_min_num_params: 100"), {},
-     "does not support containers that do not implement forward"),
-    ("the_model_has_the_layers_to_wrap", (BY_LAYER, "fsdp_transformer_layer_cls_to_wrap: GPT2Block"), {},
-     "Could not find the transformer layer class GPT2Block"),
-    ("fsdp2_shards_are_known_to_the_optimizer", (BY_LAYER,), {"optim": "adafactor"},
-     "got mixed torch.Tensor and DTensor"),
-    ("fsdp2_shards_are_known_to_the_optimizer", (BY_LAYER,), {"optim": "adamw_bnb_8bit"},
-     "does not have a sharding strategy"),
-    ("sharded_checkpoints_hold_the_optimizer", (BY_LAYER,), {"save_only_model": True}, NEEDS_WHOLE),
-    ("sharded_checkpoints_hold_the_optimizer",  # the arguments' section counts with --fsdp only
-     (BY_LAYER, "fsdp_state_dict_type: SHARDED_STATE_DICT"),
-     {"save_only_model": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}, NEEDS_WHOLE),
-]  # fmt: skip
-
-
 @pytest.fixture
 def train_launched(gpu_rank, write_yaml, monkeypatch, tmp_path):
     """Trains in the environment that `accelerate launch` makes of an FSDP2 YAML."""
@@ -414,15 +337,6 @@ def train_launched(gpu_rank, write_yaml, monkeypatch, tmp_path):
         return file, lambda **more: train(tmp_path, use_cpu=False, **settings, **more)
 
     return start
-
-
-@pytest.mark.parametrize(("rule", "lines", "settings", "message"), LAUNCHES)
-def test_a_launch_fails(rule, lines, settings, message, train_launched):
-    file, start = train_launched(*lines, **settings)
-    with pytest.raises((ValueError, RuntimeError, NotImplementedError), match=message):
-        start()
-    named = {"model_name_or_path": "m"} if "SIZE_BASED" in str(lines) else {}
-    assert_fires(rule, {**settings, **named}, config=file, gpu=(8, 0))
 
 
 def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_says(train_launched, monkeypatch):
@@ -438,7 +352,7 @@ def test_trainers_fsdp_is_version_2_and_saves_whole_weights_whatever_the_launch_
 def test_words_of_version_1_change_nothing(train_launched):
     _, plain = train_launched(BY_LAYER)
     expected = losses(plain(logging_steps=1))
-    file, start = train_launched(BY_LAYER, "fsdp_sharding_strategy: NO_SHARD", "fsdp_forward_prefetch: true")
+    file, start = train_launched(BY_LAYER, "fsdp_sharding_strategy: NO_SHARD")
     assert losses(start(logging_steps=1)) == expected
     assert_fires("fsdp2_is_chosen_with_its_own_keys", {}, config=file, gpu=(8, 0))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.support.parallel import ranks
@@ -76,36 +74,6 @@ def _config(**sizes):
     from accelerate import ParallelismConfig
 
     return ParallelismConfig(**sizes)
-
-
-FAILS = [
-    (
-        "sequences_and_models_are_not_divided",
-        dict(settings=SHARDED, sizes={"cp_size": 2}, lift=True),
-        "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered",
-    ),
-    (
-        "sequences_and_models_are_not_divided",
-        dict(settings={}, sizes={"tp_size": 2}, lift=True),
-        "Model should undergo tensor parallel before passing it to accelerate",
-    ),
-    (
-        "tensor_parallelism_fits_the_run",
-        dict(settings={"deepspeed": {**TENSOR, "zero_optimization": {"stage": 3}}}),
-        "Check batch related parameters. train_batch_size is not equal to",
-    ),
-]
-
-
-@pytest.mark.parametrize(("rule", "request_", "message"), FAILS, ids=[case[0] for case in FAILS])
-def test_two_ranks_fail(rule, request_, message, tmp_path):
-    reports, output = ranks(tmp_path, 2, **request_)
-    assert message in output and not reports
-    settings = json.loads(json.dumps(request_["settings"]))
-    if "sizes" in request_:
-        settings["parallelism_config"] = _config(**request_["sizes"])
-    # With accelerate's refusal of a CPU lifted, the ranks behave as on GPUs.
-    assert_fires(rule, settings, world=2, gpu=(8, 0) if request_.get("lift") else None)
 
 
 def test_without_a_sum_over_the_group_tensor_parallelism_doubles_losses(ddp, tmp_path):

@@ -9,15 +9,14 @@ A YAML states a base and what it changes, each value with its reason, as the cat
     changes:
       learning_rate: [5.0e-5, best of the three that we tried]
 
-A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`. It is
-named as `mine.py:function`, or `mine.py` if it is the file's only public function.
+A Python file holds a function without arguments that returns a `recipes.catalog.Recipe`, named as
+`mine.py:function`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import re
+import runpy
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +46,7 @@ def find_recipe(name: str, above: tuple[str, ...] = ()) -> Recipe:
         return RECIPES[name]()
     if name.endswith((".yaml", ".yml")):
         return _from_yaml(str(Path(above[-1]).parent / name) if above else name, above)
-    if not above and (python := re.fullmatch(r"(.+\.py)(?::(\w*))?", name)):
+    if not above and (python := re.fullmatch(r"(.+\.py):?(\w*)", name)):
         return _from_python(python[1], python[2])
     fix = nearest(name, RECIPES) or f"one of {', '.join(RECIPES)}, or a file: mine.yaml"
     raise mistake("base" if above else "recipe", f"there is no recipe {name!r}", fix, above[-1] if above else "")
@@ -95,23 +94,17 @@ def _unknown_key(key: str, file: str) -> Problem:
 # --- A Python file --------------------------------------------------------------------------------
 
 
-def _from_python(file: str, name: str | None) -> Recipe:
+def _from_python(file: str, name: str) -> Recipe:
     if existing_path(file) is None:
         raise mistake("recipe", f"there is no file {file}", "the path of an existing Python file")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    _run(file, spec.loader.exec_module, module)
-    own = [item for item in vars(module).values() if inspect.isfunction(item) and item.__module__ == module.__name__]
-    public = {item.__name__: item for item in own if not item.__name__.startswith("_")}
-    build = vars(module).get(name) if name else next(iter(public.values())) if len(public) == 1 else None
-    if not callable(build):
-        what = f"no function {name!r}" if name else f"{len(public)} public functions, and none is named"
-        fix = nearest(name, public) or f"{file}:NAME with one of {', '.join(public) or 'its functions'}"
-        raise mistake("recipe", f"{file} has {what}", fix)
+    module = _run(file, runpy.run_path, file)
+    if not callable(build := module.get(name)):
+        own = [found for found, item in module.items() if getattr(item, "__module__", "") == module["__name__"]]
+        fix = nearest(name, own) or f"{file}:NAME with one of {', '.join(own) or 'its functions'}"
+        raise mistake("recipe", f"{file} has no function {name!r}", fix)
     recipe = _run(file, build)
     if not isinstance(recipe, Recipe):
-        what = f"{build.__name__} of {file} returns {type(recipe).__name__}, not a Recipe"
+        what = f"{name} of {file} returns {type(recipe).__name__}, not a Recipe"
         raise mistake("recipe", what, "return fast().but(...), with `from recipes.catalog import fast`")
     return _written_in(file, recipe)
 
@@ -131,8 +124,7 @@ def _run(file: str, function: Callable, *arguments: object) -> Any:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(Path(file).absolute())]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         what = f"{file} raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise mistake("recipe", what, f"mend line {line}" if line else "mend the file", file) from None

@@ -38,7 +38,7 @@ def test_a_function_that_raises_ends_the_check_as_every_error_does(tmp_path, cap
         "from recipes.catalog import fast\n\n\ndef mine():\n"
         "    return fast().but('m', 'x', learning_rate=lambda run: run['nope'])\n"
     )
-    assert main(["check", "--recipe", "m.py"]) == 2
+    assert main(["check", "--recipe", "m.py:mine"]) == 2
     printed = capsys.readouterr().err
     assert "m.py raises KeyError: 'nope'" in printed and printed.endswith("1 error: this run would not start.\n")
 

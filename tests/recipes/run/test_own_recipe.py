@@ -100,10 +100,9 @@ def test_its_engine_is_a_file_beside_it_or_a_shipped_one_and_else_that_of_its_ba
     assert run_of("mine.yaml").engine.title == run_of("fast").engine.title
 
 
-@pytest.mark.parametrize("name", ["mine.py", "mine.py:mine"])
-def test_a_function_of_a_python_file_is_a_recipe(files, name):
+def test_a_function_of_a_python_file_is_a_recipe(files):
     files(mine_py=PYTHON)
-    run = run_of(name, world_size=2)
+    run = run_of("mine.py:mine", world_size=2)
     assert (run["learning_rate"], run["logging_steps"], run.recipe.name) == (2e-5, 20, "ours")
     assert run.setting("logging_steps").reason == "ten for each process"
     assert run.explicit("learning_rate") and not run.explicit("save_total_limit")  # its base's
@@ -145,17 +144,16 @@ MISTAKES = {
     "an unknown engine": ("mine.yaml", _HEAD + "engine: fats.yaml", "Fix: fast"),
     "no micro-batch": ("mine.yaml", _HEAD + "micro_batch_cap: 0", "micro_batch_cap: is 0"),
     "a taken name": ("fast.yaml", _HEAD, "'fast' is the name of a shipped recipe"),
-    "a name that is not defined": ("mine.py", "def mine():\n    return fsat()\n", "raises NameError"),
-    "no Python": ("mine.py", "def mine(:\n", "Fix: mend line 1"),
-    "an end": ("mine.py", "raise SystemExit(3)\n", "raises SystemExit"),
-    "no recipe returned": ("mine.py", "def mine():\n    return 3\n", "returns int, not a Recipe"),
-    "two functions": ("mine.py", "def mine(): ...\ndef other(): ...\n", "mine.py:NAME with one of mine, other"),
-    "no function": ("mine.py", "", "0 public functions"),
-    "an argument": ("mine.py", "def mine(hardware): ...\n", "raises TypeError"),
-    "a bare value": ("mine.py", _BUT + "'a', 'b', seed=3)\n", 'Fix: [3, "the reason"]'),
-    "a name with a blank": ("mine.py", _BUT + "'a b', 'b')\n", "'a b' cannot name a recipe"),
+    "a name that is not defined": ("mine.py:mine", "def mine():\n    return fsat()\n", "raises NameError"),
+    "no Python": ("mine.py:mine", "def mine(:\n", "Fix: mend line 1"),
+    "an end": ("mine.py:mine", "raise SystemExit(3)\n", "raises SystemExit"),
+    "no recipe returned": ("mine.py:mine", "def mine():\n    return 3\n", "returns int, not a Recipe"),
+    "no function named": ("mine.py:", "def mine(): ...\ndef other(): ...\n", "mine.py:NAME with one of mine, other"),
+    "an argument": ("mine.py:mine", "def mine(hardware): ...\n", "raises TypeError"),
+    "a bare value": ("mine.py:mine", _BUT + "'a', 'b', seed=3)\n", 'Fix: [3, "the reason"]'),
+    "a name with a blank": ("mine.py:mine", _BUT + "'a b', 'b')\n", "'a b' cannot name a recipe"),
     "a batch that depends on the run": (
-        "mine.py",
+        "mine.py:mine",
         _BUT + "'a', 'b', global_batch_size=lambda run: (3, 'c'))\n",
         "global_batch_size: cannot depend on the run",
     ),
@@ -166,9 +164,10 @@ MISTAKES = {
 def test_a_mistake_is_one_line_that_names_the_file(tmp_path, monkeypatch, mistake):
     monkeypatch.chdir(tmp_path)
     name, text, expected = MISTAKES[mistake]
-    (tmp_path / name).write_text(text)
+    file = name.partition(":")[0]
+    (tmp_path / file).write_text(text)
     (line,) = problems_of(name)
-    assert expected in line and name in line
+    assert expected in line and file in line
 
 
 def test_all_mistakes_of_a_file_are_reported_at_once(files):
@@ -187,7 +186,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(files):
 def test_a_decision_that_fails_is_the_files_mistake(files, decision, expected):
     text = "from recipes.catalog import fast\n\n\ndef _seed(run):\n    return {}\n\ndef mine():\n    {}\n"
     files(mine_py=text.format(decision, "return fast().but('ours', 'b', seed=_seed)"))
-    run = run_of("mine.py")
+    run = run_of("mine.py:mine")
     assert [str(problem) for problem in check(run) if expected in str(problem)]
     with pytest.raises(UserError):
         require_legal(run)

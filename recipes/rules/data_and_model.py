@@ -33,8 +33,7 @@ from recipes.rules.facts import (
     problem,
     rule,
 )
-from recipes.rules.table import advice as advice_row
-from recipes.rules.table import error
+from recipes.rules.table import advice_row, error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.local_model import (
     config_value,
@@ -437,45 +436,47 @@ def _known_attention(run: RunSpec) -> str:
 
 
 _OF_TRAIN_PY = (
-    error("a_language_model_is_a_decoder", "model_name_or_path",
-          lambda run: run["model_name_or_path"] is not None and run["task"] == "causal_lm" and _is_encoder(run),
-          lambda run: f"{run['model_name_or_path']} is an encoder ({_type(run)}): it sees the tokens it has to predict",
-          "a decoder, or --task sequence_classification",
-          "An encoder loads, and its loss falls: it sees the tokens that it has to predict."),
-    error("sequences_fit_the_model", "max_length",  # a length that the user did not write is lowered instead
-          lambda run: run.explicit("max_length") and run["max_length"] > (max_positions(known_config(run)) or math.inf),
-          lambda run: f"{run['max_length']} tokens are more than the {max_positions(known_config(run))} positions "
-          "the model has", lambda run: f"--max_length {max_positions(known_config(run))} or less",
-          "`IndexError: index out of range in self`, or a device-side assert in the embedding."),
-    error("stored_weights_are_not_quantised_again", "load_in_4bit",
-          lambda run: run["load_in_4bit"] and stored_as(run) not in ("", "bitsandbytes"),
-          lambda run: f"bitsandbytes cannot load weights that are quantised with {stored_as(run)}", "leave it out",
-          "`The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`"),
-    error("stored_weights_can_be_trained", "model_name_or_path",
-          lambda run: not run["use_peft"] and not run["load_in_4bit"] and stored_as(run) in _ONLY_WITH_ADAPTERS,
-          lambda run: f"has weights quantised with {stored_as(run)}, which only train with adapters", "--use_peft",
-          "`You cannot perform fine-tuning on purely quantized models`, once they are loaded."),
-    error("lora_on_the_head_gets_gradients", "lora_target_modules",
-          lambda run: run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run),
-          "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone",
-          "leave lm_head out, or --liger_kernel_config '{{\"fused_linear_cross_entropy\": false}}'",
-          "The adapter never changes: Liger multiplies by `lm_head.weight`, which is frozen under peft. Under DDP "
-          "unused parameters are an error in the second step."),
+    error_row("a_language_model_is_a_decoder", "model_name_or_path",
+              lambda run: run["model_name_or_path"] is not None and run["task"] == "causal_lm" and _is_encoder(run),
+              lambda run: f"{run['model_name_or_path']} is an encoder ({_type(run)}): it sees the tokens it has to "
+              "predict",
+              "a decoder, or --task sequence_classification",
+              "An encoder loads, and its loss falls: it sees the tokens that it has to predict."),
+    error_row("sequences_fit_the_model", "max_length",  # a length that the user did not write is lowered instead
+              lambda run: run.explicit("max_length")
+              and run["max_length"] > (max_positions(known_config(run)) or math.inf),
+              lambda run: f"{run['max_length']} tokens are more than the {max_positions(known_config(run))} positions "
+              "the model has", lambda run: f"--max_length {max_positions(known_config(run))} or less",
+              "`IndexError: index out of range in self`, or a device-side assert in the embedding."),
+    error_row("stored_weights_are_not_quantised_again", "load_in_4bit",
+              lambda run: run["load_in_4bit"] and stored_as(run) not in ("", "bitsandbytes"),
+              lambda run: f"bitsandbytes cannot load weights that are quantised with {stored_as(run)}", "leave it out",
+              "`The model is quantized with GPTQConfig but you are passing a BitsAndBytesConfig config.`"),
+    error_row("stored_weights_can_be_trained", "model_name_or_path",
+              lambda run: not run["use_peft"] and not run["load_in_4bit"] and stored_as(run) in _ONLY_WITH_ADAPTERS,
+              lambda run: f"has weights quantised with {stored_as(run)}, which only train with adapters", "--use_peft",
+              "`You cannot perform fine-tuning on purely quantized models`, once they are loaded."),
+    error_row("lora_on_the_head_gets_gradients", "lora_target_modules",
+              lambda run: run["use_peft"] and "lm_head" in _targets(run) and fuses_the_loss(run),
+              "lm_head gets no gradient: Liger's fused loss reads its frozen weight alone",
+              "leave lm_head out, or --liger_kernel_config '{{\"fused_linear_cross_entropy\": false}}'",
+              "The adapter never changes: Liger multiplies by `lm_head.weight`, which is frozen under peft. Under DDP "
+              "unused parameters are an error in the second step."),
     advice_row("experts_are_not_quantised", "load_in_4bit",
                lambda run: run["load_in_4bit"] and not stored_as(run) and _has_experts(text_config(known_config(run))),
                lambda run: f"leaves the experts of a {_type(run)} model in {run['dtype']}: only linear layers are "
                "quantised", "--dtype bfloat16, with or without 4 bits, and plan with that",
                "transformers keeps all experts of a layer in one tensor: nine tenths of a model may stay in `dtype`."),
-    error("liger_evaluates_plain_labels", "use_liger_kernel",
-          lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
-          "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it",
-          "--use_liger_kernel false, or --label_smoothing_factor 0",
-          "`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."),
+    error_row("liger_evaluates_plain_labels", "use_liger_kernel",
+              lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
+              "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it",
+              "--use_liger_kernel false, or --label_smoothing_factor 0",
+              "`skip_logits is True, but labels and shift_labels are None`, in the first evaluation."),
 )  # fmt: skip
 
 ROWS = (
     *(replace(row, of_train_py=True) for row in _OF_TRAIN_PY),
-    error("attention_is_known", "attn_implementation", _names_no_attention,
-          "there is no implementation '{attn_implementation}'", _known_attention,
-          '`ValueError: Specified attn_implementation="..." is not supported`, once data is loaded.'),
+    error_row("attention_is_known", "attn_implementation", _names_no_attention,
+              "there is no implementation '{attn_implementation}'", _known_attention,
+              '`ValueError: Specified attn_implementation="..." is not supported`, once data is loaded.'),
 )  # fmt: skip

@@ -34,8 +34,7 @@ from recipes.rules.facts import (
     uses_fsdp,
     zero_stage,
 )
-from recipes.rules.table import advice_row
-from recipes.rules.table import error_row as error
+from recipes.rules.table import advice_row, error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.command_line import belongs
 from recipes.run.engine_sources import SIZES, from_environment, from_yaml
@@ -470,34 +469,34 @@ def _offloads_gradients(run: RunSpec) -> bool:
 
 
 ROWS = (
-    error("several_processes_on_a_cpu_need_use_cpu", "use_cpu",
-          lambda run: run.world_size > 1 and not run.hardware.cuda and not run["use_cpu"],
-          lambda run: f"is off without a GPU: {run.world_size} processes would train separate models", "--use_cpu",
-          "Without a GPU and without use_cpu, two ranks train two separate models into one folder."),
-    error("static_graph_needs_accumulation_one", "ddp_static_graph",
-          lambda run: run["ddp_static_graph"] and not _scatters(run) and run.world_size > 1 and _uses_ddp(run),
-          "cannot be combined with gradient_accumulation_steps {gradient_accumulation_steps}",
-          "leave it out, or raise per_device_train_batch_size until accumulation is 1",
-          "DDP's static graph expects a reduction in the first backward: with accumulation it aborts."),
-    error("reentrant_checkpointing_needs_find_unused_off", "gradient_checkpointing_kwargs",
-          lambda run: mapping(run["gradient_checkpointing_kwargs"]).get("use_reentrant")
-          and run["gradient_checkpointing"] and _finds_unused(run) and _uses_ddp(run),
-          "use_reentrant fails with ddp_find_unused_parameters",
-          "gradient_checkpointing_kwargs '{{\"use_reentrant\": false}}', or --ddp_find_unused_parameters false",
-          "`Expected to mark a variable ready only once` in the first backward, even of one process."),
-    error("bf16_compression_needs_nccl", "ddp_comm_hook",
-          lambda run: run["ddp_comm_hook"] == "bf16" and _uses_ddp(run) and not on_gpu(run),
-          "bf16 needs NCCL, and NCCL needs GPUs", "--ddp_comm_hook fp16, or leave it out",
-          "`TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+`"),
-    error("backends_have_their_processes", "ddp_backend",
-          lambda run: run.explicit("ddp_backend") and run["ddp_backend"]
-          and run.engine.kind == "single" and run.world_size == 1,
-          "is for several processes, and this run has one", "leave it out",
-          "`Default process group has not been initialized`"),
-    error("backends_have_their_hardware", "ddp_backend",
-          lambda run: run["ddp_backend"] not in (None, "gloo", "mpi") and not on_gpu(run),
-          "{ddp_backend} needs GPUs", "leave it out: gloo is used on a CPU",
-          "`Your assigned backend nccl is not available, please use gloo`"),
+    error_row("several_processes_on_a_cpu_need_use_cpu", "use_cpu",
+              lambda run: run.world_size > 1 and not run.hardware.cuda and not run["use_cpu"],
+              lambda run: f"is off without a GPU: {run.world_size} processes would train separate models", "--use_cpu",
+              "Without a GPU and without use_cpu, two ranks train two separate models into one folder."),
+    error_row("static_graph_needs_accumulation_one", "ddp_static_graph",
+              lambda run: run["ddp_static_graph"] and not _scatters(run) and run.world_size > 1 and _uses_ddp(run),
+              "cannot be combined with gradient_accumulation_steps {gradient_accumulation_steps}",
+              "leave it out, or raise per_device_train_batch_size until accumulation is 1",
+              "DDP's static graph expects a reduction in the first backward: with accumulation it aborts."),
+    error_row("reentrant_checkpointing_needs_find_unused_off", "gradient_checkpointing_kwargs",
+              lambda run: mapping(run["gradient_checkpointing_kwargs"]).get("use_reentrant")
+              and run["gradient_checkpointing"] and _finds_unused(run) and _uses_ddp(run),
+              "use_reentrant fails with ddp_find_unused_parameters",
+              "gradient_checkpointing_kwargs '{{\"use_reentrant\": false}}', or --ddp_find_unused_parameters false",
+              "`Expected to mark a variable ready only once` in the first backward, even of one process."),
+    error_row("bf16_compression_needs_nccl", "ddp_comm_hook",
+              lambda run: run["ddp_comm_hook"] == "bf16" and _uses_ddp(run) and not on_gpu(run),
+              "bf16 needs NCCL, and NCCL needs GPUs", "--ddp_comm_hook fp16, or leave it out",
+              "`TypeError: BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+`"),
+    error_row("backends_have_their_processes", "ddp_backend",
+              lambda run: run.explicit("ddp_backend") and run["ddp_backend"]
+              and run.engine.kind == "single" and run.world_size == 1,
+              "is for several processes, and this run has one", "leave it out",
+              "`Default process group has not been initialized`"),
+    error_row("backends_have_their_hardware", "ddp_backend",
+              lambda run: run["ddp_backend"] not in (None, "gloo", "mpi") and not on_gpu(run),
+              "{ddp_backend} needs GPUs", "leave it out: gloo is used on a CPU",
+              "`Your assigned backend nccl is not available, please use gloo`"),
     advice_row("nccl_timeout_is_an_argument", "NCCL_TIMEOUT", lambda run: "NCCL_TIMEOUT" in run.place.environment,
            "sets no timeout", "--ddp_timeout SECONDS",
            "Nothing reads NCCL_TIMEOUT: the process group's timeout is ddp_timeout."),
@@ -510,15 +509,16 @@ ROWS = (
            "leaves gradients whole on each GPU until the last micro-batch",
            '{{"gradient_accumulation_kwargs": {{"sync_each_batch": true}}}}',
            "Trainer switches FSDP2's reduction off until the last micro-batch: whole gradients, in 16 bits."),
-    error("fsdp2_shards_are_known_to_the_optimizer", "optim",
-          lambda run: fsdp_version(run) == 2 and run["optim"] in ("adafactor", *legal.names("bitsandbytes_optimizers")),
-          "{optim} does not work on FSDP2's shards", "--optim adamw_torch_fused",
-          "`bitsandbytes.optimizer_update_32bit.default does not have a sharding strategy`: shards are DTensors. "
-          "Adafactor mixes them with its own: `aten.add_.Tensor got mixed torch.Tensor and DTensor`."),
-    error("offloaded_gradients_are_clipped_over_gloo", "fsdp_config",
-          lambda run: _offloads_gradients(run) and run["max_grad_norm"]
-          and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
-          "cannot add up the norm of gradients in host RAM over NCCL",
-          "fsdp_offload_params: true in an Accelerate YAML, without --fsdp; or --max_grad_norm 0",
-          "`No backend type associated with device type cpu`, in the first step: NCCL is for GPUs."),
+    error_row("fsdp2_shards_are_known_to_the_optimizer", "optim",
+              lambda run: fsdp_version(run) == 2
+              and run["optim"] in ("adafactor", *legal.names("bitsandbytes_optimizers")),
+              "{optim} does not work on FSDP2's shards", "--optim adamw_torch_fused",
+              "`bitsandbytes.optimizer_update_32bit.default does not have a sharding strategy`: shards are DTensors. "
+              "Adafactor mixes them with its own: `aten.add_.Tensor got mixed torch.Tensor and DTensor`."),
+    error_row("offloaded_gradients_are_clipped_over_gloo", "fsdp_config",
+              lambda run: _offloads_gradients(run) and run["max_grad_norm"]
+              and run.hardware.cuda and "gloo" not in str(run["ddp_backend"]),
+              "cannot add up the norm of gradients in host RAM over NCCL",
+              "fsdp_offload_params: true in an Accelerate YAML, without --fsdp; or --max_grad_norm 0",
+              "`No backend type associated with device type cpu`, in the first step: NCCL is for GPUs."),
 )  # fmt: skip

@@ -44,9 +44,9 @@ def recipe(name: str):
         wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
         fields = _fields(wanted)
-        for name in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
+        for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
             what = f"{wanted.__name__} has no such field, so it would be ignored"
-            raise mistake(name, what, "do it in your script, or train with `recipes train`")
+            raise mistake(missing, what, "do it in your script, or train with `recipes train`")
         # Only the subclass knows what its own fields mean, or a None for one of ours: with TRL's
         # `max_length=None` nothing is cut off.
         own = {

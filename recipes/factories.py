@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +43,17 @@ def recipe(name: str):
 
         wanted = args_class or TrainingArguments
         given = {"output_dir": output_dir, **overrides} if output_dir is not None else overrides
-        _require_a_place(wanted, given)
-        own = {name: value for name, value in given.items() if _is_its_own(wanted, name, value)}
+        fields = _fields(wanted)
+        for missing in sorted(given.keys() & legal.run_flags().keys() - fields - {"global_batch_size"}):
+            what = f"{wanted.__name__} has no such field, so it would be ignored"
+            raise mistake(missing, what, "do it in your script, or train with `recipes train`")
+        # Only the subclass knows what its own fields mean, or a None for one of ours: with TRL's
+        # `max_length=None` nothing is cut off.
+        own = {
+            name: value
+            for name, value in given.items()
+            if name in fields and (name not in legal.settings() or (value is None and name in legal.run_flags()))
+        }
         run = resolve(
             place=here(
                 num_processes or int(os.environ.get("WORLD_SIZE", 1)),
@@ -75,30 +83,9 @@ def recipe(name: str):
     return build
 
 
-def _is_its_own(args_class: type, name: str, value: object) -> bool:
-    """True if only the subclass knows what a setting means: a field of its own, or a None of ours.
-
-    TRL's `max_length=None`, for example, cuts nothing off.
-    """
-    return _has(args_class, name) and (name not in legal.settings() or (value is None and name in legal.run_flags()))
-
-
 def as_keywords(fix: str) -> str:
-    """A fix that names flags of train.py, with the keywords of a factory instead."""
-    return re.sub(r"--(\w+)(?: ([\w.+-]*\w))?", _keyword, fix)
-
-
-def _keyword(flag: re.Match[str]) -> str:
-    """`--fp16 false` is fp16=False, `--eval_strategy steps` is eval_strategy='steps'."""
-    name, word = flag[1], flag[2] or ""
-    field = legal.settings().get(name)
-    if field is None:
-        return flag[0]  # of a launcher
-    if word in ("true", "false") or re.fullmatch(r"\d[\d.e-]*", word):
-        return f"{name}={word.capitalize()}"
-    if word in field.choices:
-        return f"{name}={word!r}"
-    return flag[0].removeprefix("--")
+    """A fix with the keywords of a factory in place of the flags of train.py."""
+    return re.sub(r"--(\w+)", lambda flag: flag[1] if flag[1] in legal.settings() else flag[0], fix)
 
 
 def _warn_without_engine(run: RunSpec) -> None:
@@ -121,25 +108,13 @@ def _warn_without_engine(run: RunSpec) -> None:
     warnings.warn(f"{what} instead. Fix: {launch_with(file)} --num_processes {run.world_size} {script}", stacklevel=3)
 
 
-def _require_a_place(args_class: type, given: Iterable[str]) -> None:
-    """Raises `UserError` for a setting that `args_class` has no field for: it would be ignored."""
-    if not dataclasses.is_dataclass(args_class):
-        raise mistake(
-            "args_class", f"{args_class!r} is not a subclass of TrainingArguments", "a subclass of TrainingArguments"
-        )
-    for name in given:
-        if name in legal.run_flags() and name != "global_batch_size" and not _has(args_class, name):
-            what = f"{args_class.__name__} has no such field, so it would be ignored"
-            raise mistake(name, what, "do it in your script, or train with `recipes train`")
-
-
 def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -> TrainingArguments:
     """An `args_class` with the values of a run. `own` are fields that only the subclass has.
 
     Raises `UserError` with the class's own message.
     """
     extra = {name: setting.value for name, setting in run.chosen().items() if name not in legal.trainer_fields()}
-    shared = {name: value for name, value in extra.items() if _has(args_class, name)}  # SFTConfig has packing, ...
+    shared = {name: extra[name] for name in extra.keys() & _fields(args_class)}  # SFTConfig has packing, ...
     try:
         args = args_class(**{**run.training_arguments(), **shared, **(own or {})})
     except (TypeError, ValueError) as error:
@@ -150,8 +125,11 @@ def arguments_for(run: RunSpec, args_class: type, own: Settings | None = None) -
     return args
 
 
-def _has(args_class: type, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(args_class))
+def _fields(args_class: type) -> set[str]:
+    if dataclasses.is_dataclass(args_class):
+        return {field.name for field in dataclasses.fields(args_class)}
+    what = f"{args_class!r} is not a subclass of TrainingArguments"
+    raise mistake("args_class", what, "a subclass of TrainingArguments")
 
 
 baseline = recipe("baseline")

@@ -40,8 +40,8 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. When a room
 # has become smaller, so does its budget: it is never raised.
 BUDGETS = {
-    "recipes": 770,
-    "recipes/legal": 630,
+    "recipes": 750,
+    "recipes/legal": 620,
     "recipes/run": 2060,
     "recipes/rules": 2550,
     "recipes/planner": 4370,

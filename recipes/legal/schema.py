@@ -121,8 +121,7 @@ def accelerate_nested_keys(section: str) -> frozenset[str]:
 
 # --- The kept answer ------------------------------------------------------------------------------
 
-_NEEDED = ("torch", "transformers", "accelerate")
-_PACKAGES = (*_NEEDED, "deepspeed", "peft", "liger_kernel")
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "liger_kernel")
 
 
 @cache
@@ -132,9 +131,6 @@ def facts() -> Json:
     Processes that start together ask once. A cache that cannot be written costs only time. Raises
     `UserError` if a library is missing or cannot be imported.
     """
-    for package in _NEEDED:
-        if package_folder(package) is None:
-            raise mistake(package, "is not installed, and it defines the legal settings", f"pip install {package}")
     file = hf_home(os.environ) / "accelerate-recipes" / f"legal-{_fingerprint()}.json"
     if (kept := _kept(file)) is not None:
         return kept

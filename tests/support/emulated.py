@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import runpy
 import shutil
@@ -23,26 +22,16 @@ from pathlib import Path
 from recipes.scaling.row import Timing
 from recipes.scaling.timings import read
 
-_CODE = """\
-import os
-import time
-
-from transformers import LlamaForCausalLM
-
-
-class PacedLlamaForCausalLM(LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        seconds = float(os.environ["PACE"]) * len(input_ids)
-        if os.environ["RANK"] == "1":
-            seconds *= float(os.environ.get("PACE_OF_RANK_1", 1))
-        if "ON_ONE_CORE" in os.environ:
-            end = time.thread_time() + seconds
-            while time.thread_time() < end:
-                pass
-        else:
-            time.sleep(seconds)
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-"""
+_PAUSE = """\
+seconds = float(os.environ["PACE"]) * len(input_ids)
+if os.environ["RANK"] == "1":
+    seconds *= float(os.environ.get("PACE_OF_RANK_1", 1))
+if "ON_ONE_CORE" in os.environ:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+else:
+    time.sleep(seconds)"""
 STEPS = 6
 
 
@@ -51,11 +40,9 @@ def write_paced_model(folder: Path, tiny_model: Path) -> Path:
 
     With $ON_ONE_CORE the processes compute for that long instead, all on one core.
     """
-    shutil.copytree(tiny_model, folder)
-    (folder / "modeling_paced.py").write_text(_CODE)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_paced.PacedLlamaForCausalLM"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    from tests.support.slow_model import write_model_with
+
+    write_model_with(_PAUSE, folder, tiny_model)
     return folder
 
 

@@ -5,20 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from textwrap import indent
 
-_IN_EVALUATIONS = """\
-import os
-import time
-
-from transformers import LlamaForCausalLM
-
-
-class SlowLlamaForCausalLM(LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        if not self.training and os.path.exists({file!r}):
-            time.sleep({seconds})
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-"""
 _CODE = """\
 import os
 import time
@@ -28,8 +16,7 @@ from transformers import LlamaForCausalLM
 
 class SlowLlamaForCausalLM(LlamaForCausalLM):
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
-        if int(os.environ.get("SLURM_RESTART_COUNT", 0)) < {restarts}:
-            time.sleep({seconds})
+{pause}
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
 """
 
@@ -39,7 +26,8 @@ def write_slow_model(folder: Path, tiny_model: Path, seconds: float, restarts: i
 
     Returns the flags to load it.
     """
-    return _write(folder, tiny_model, _CODE.format(seconds=seconds, restarts=restarts))
+    when = f'int(os.environ.get("SLURM_RESTART_COUNT", 0)) < {restarts}'
+    return write_model_with(f"time.sleep({seconds} if {when} else 0)", folder, tiny_model)
 
 
 def write_slowly_evaluated_model(folder: Path, tiny_model: Path, seconds: float) -> list[str]:
@@ -47,12 +35,14 @@ def write_slowly_evaluated_model(folder: Path, tiny_model: Path, seconds: float)
 
     Returns the flags to load it.
     """
-    return _write(folder, tiny_model, _IN_EVALUATIONS.format(seconds=seconds, file=f"{folder}.slow"))
+    when = f"not self.training and os.path.exists({f'{folder}.slow'!r})"
+    return write_model_with(f"time.sleep({seconds} if {when} else 0)", folder, tiny_model)
 
 
-def _write(folder: Path, tiny_model: Path, code: str) -> list[str]:
+def write_model_with(pause: str, folder: Path, tiny_model: Path) -> list[str]:
+    """The tiny model that runs these statements before its forward pass; the flags to load it."""
     shutil.copytree(tiny_model, folder)
-    (folder / "modeling_slow.py").write_text(code)
+    (folder / "modeling_slow.py").write_text(_CODE.format(pause=indent(pause, " " * 8)))
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoModelForCausalLM": "modeling_slow.SlowLlamaForCausalLM"}}
     (folder / "config.json").write_text(json.dumps(config))

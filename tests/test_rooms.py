@@ -43,7 +43,7 @@ BUDGETS = {
     "recipes": 750,
     "recipes/legal": 620,
     "recipes/run": 2060,
-    "recipes/rules": 2550,
+    "recipes/rules": 2530,
     "recipes/planner": 4370,
     "recipes/scaling": 2020,
     "launch": 580,

@@ -72,7 +72,7 @@ GROUPS = {
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),
-        "explain": Command("measure here what accumulation and mixed precision do", ("launch.explain.command",)),
+        "explain": Command("measure here what accumulation and mixed precision do", ("launch.explain.tables",)),
     },
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

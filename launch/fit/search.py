@@ -1,39 +1,59 @@
 """`--fit`: the largest micro-batch that really runs here, at the same global batch.
 
-Each rank starts one process for each candidate (`launch/fit/probe.py`) and holds nothing on the GPU
-itself. The ranks tell each other how their probes ended: a micro-batch fits only if it runs on
-every rank.
+For each candidate every rank starts one process, a probe, which takes two steps of the real run
+with its longest example; the rank itself holds nothing on the GPU. A micro-batch fits if it runs on
+all ranks, which hear of each other through the store where their training will meet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch import terminal
-from launch.fit.board import Board, open_board
-from launch.fit.probe import REQUEST, VERDICT
+from launch.doctor.measured import keep_own_context
 from launch.host import memory, processes
 from launch.host.parent import THREADS, own_threads
-from launch.host.world import World
+from launch.host.storage import refusal
+from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
-from launch.training.out_of_memory import other_ways
+from launch.training.out_of_memory import other_ways, shortage_in_words
 from recipes.errors import Failure, Problem, UserError, mistake
+from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted
+from recipes.run.batch import Batch
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from launch.data.load import Data
+
+PROBE = __name__
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
-PROBE = "launch.fit.probe"
 _GRACE = 10  # seconds: the rank that failed first has so long to say why before the ranks that lost it end
+_STEPS = 2  # the second one has the optimizer's state
+
+# A probe saves and reports nothing, and its schedule needs no evaluation.
+_SETTINGS = {
+    "max_steps": _STEPS, "save_strategy": "no", "eval_strategy": "no", "eval_on_start": False,
+    "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {}, "logging_strategy": "no", "report_to": "none",
+    "load_best_model_at_end": False, "early_stopping_patience": None, "resume_from_checkpoint": None,
+    "push_to_hub": False, "fresh": False, "fit": False, "disable_tqdm": True,
+}  # fmt: skip
 
 
 class ProbeFailed(Failure):
     """A probe failed for another reason than memory: its micro-batch may fit or not."""
+
+
+# --- The search -----------------------------------------------------------------------------------
 
 
 def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
@@ -43,81 +63,49 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
     if a probe fails for another reason than memory.
     """
-    board = open_board(world)
-    content = board.decide("kept", lambda: {} if run["fit_only"] else _kept(run))
-    if not content:
-        content = _search(run, argv, world, board)
-        board.decide("written", lambda: record.write(run["output_dir"], content, FIT))
-        content["file"] = str(Path(run["output_dir"]) / FIT)
-    batch = fitted.as_batch(run, content)  # as rank 0 found it: another node may have other devices
+    store = _store(world)
+    if world.is_main:
+        _tell(store, "start", _start(run))
+    start = _require_no_mistake(_hear(store, "start"))
+    found = start["kept"]
+    if not found:
+        found = _search(run, argv, world, store, start)
+        if world.is_main:
+            record.write(run["output_dir"], found, FIT)
+        found["file"] = str(Path(run["output_dir"]) / FIT)
+    batch = fitted.as_batch(run, found)  # as rank 0 found it: another node may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return replace(run, batch=batch)
 
 
-def _kept(run: RunSpec) -> Json:
-    """The content of fit.json if it holds for this run, else an empty dict."""
-    content = fitted.read(run["output_dir"])
-    return content if fitted.batch(run, content) else {}
-
-
-def _search(run: RunSpec, argv: list[str], world: World, board: Board) -> Json:
-    """Go up from the planner's guess while probes run, or down until one does.
-
-    Returns the content of fit.json.
+def _start(run: RunSpec) -> Json:
+    """The fit that is `kept`, or else where the search starts: the bytes of `limit` for a process,
+    the micro-batch `guess` and a `port` for the probes.
     """
-    share = run.batch.micro * run.batch.accumulation
-    sizes = [size for size in range(1, share + 1) if share % size == 0]
-    limit, guess = board.decide("start", lambda: _start(run))
-    _tokenize(run)
-    out, probes = terminal.console(world.is_main), []
-
-    def runs(size: int) -> bool:
-        verdict = _probe_on_all_ranks(run, argv, board, size, limit)
-        probes.append({"micro_batch": size, "accumulation": share // size, **verdict})
-        outcome = "runs" if verdict["fits"] else f"does not fit: {verdict['words']}"
-        peak = f", peak {memory_size(verdict['peak_bytes'])}" if verdict["peak_bytes"] else ""
-        out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False)
-        return verdict["fits"]
-
-    out.print(f"fit   up to {memory_size(limit)} per process, from micro {guess}", highlight=False)
-    if runs(guess):
-        for size in (size for size in sizes if size > guess):
-            if not runs(size):
-                break
-    else:
-        any(runs(size) for size in reversed(sizes) if size < guess)
-    best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
-    if best is None:
-        what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
-        raise mistake("fit", what, other_ways(run))
-    return {
-        "micro_batch": best["micro_batch"],
-        "accumulation": best["accumulation"],
-        "world_size": world.size,
-        "global_batch_size": run.batch.total,
-        "peak_bytes": best["peak_bytes"],
-        "limit_bytes": limit,
-        "hardware": run.hardware.as_dict(),
-        "found": record.now(),
-        "probes": probes,
-        "holds_for": fitted.identity(run),
-    }
+    kept = {} if run["fit_only"] else fitted.read(run["output_dir"])
+    if fitted.batch(run, kept):
+        return {"kind": "kept", "kept": kept}
+    try:
+        _require_writable(run)
+        limit = _limit(run)
+    except UserError as error:
+        return _mistaken(run, error)
+    return {"kind": "start", "kept": {}, "limit": limit, "guess": _guess(run, limit), "port": processes.free_port()}
 
 
-def _start(run: RunSpec) -> tuple[int, int]:
-    """The bytes a process may take, and the micro-batch to try first.
-
-    Rank 0 asks before anything is on a GPU.
-    """
-    _require_writable(run)
-    limit = round(run["memory_limit"] * 1e9) if run["memory_limit"] else _own_memory(run)
-    if run.batch.micro * run.batch.accumulation == 1:
-        return limit, 1
-    return limit, _guess(run, limit)
+def _require_writable(run: RunSpec) -> None:
+    """Find out now and not after all probes."""
+    folder = Path(run["output_dir"])
+    with contextlib.suppress(OSError):  # it refuses to be written to, too
+        folder.mkdir(parents=True, exist_ok=True)
+    if code := refusal(folder):
+        raise mistake("output_dir", f"{folder} cannot be written: {os.strerror(code)}", "choose a writable folder")
 
 
-def _own_memory(run: RunSpec) -> int:
-    """Bytes for each process: all of a GPU, or its share of the RAM that is free."""
+def _limit(run: RunSpec) -> int:
+    """Bytes for each process: what was asked for, all of a GPU, or its share of the free RAM."""
+    if run["memory_limit"]:
+        return round(run["memory_limit"] * 1e9)
     if run.hardware.gpus:
         return min(gpu.memory_bytes for gpu in run.hardware.gpus)
     free = memory.free_ram()
@@ -138,15 +126,47 @@ def _guess(run: RunSpec, limit: int) -> int:
         return run.batch.micro
 
 
-def _require_writable(run: RunSpec) -> None:
-    """Find out now and not after all probes."""
-    try:
-        Path(run["output_dir"]).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run["output_dir"]):
-            return
-    except OSError as error:
-        what = f"{run['output_dir']} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "choose a writable folder", run.setting("output_dir").source) from None
+def _search(run: RunSpec, argv: list[str], world: World, store: Store, start: Json) -> Json:
+    """Go up from the guess while probes run, or down until one does. Returns fit.json's content."""
+    _tokenize(run)
+    share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    out, probes = terminal.console(world.is_main), []
+
+    def runs(size: int) -> bool:
+        request = {
+            "argv": argv,
+            "micro_batch": size,
+            "accumulation": min(share // size, 2),  # two micro-batches show the gradients that accumulation keeps
+            "limit_bytes": round(limit * (1 - RESERVE)),
+            "evaluates": run["eval_strategy"] != "no",
+        }
+        found = _probe(request, world, store, start["port"])
+        probes.append({"micro_batch": size, "accumulation": share // size, **found})
+        outcome = "runs" if found["fits"] else f"does not fit: {found['words']}"
+        peak = f", peak {memory_size(found['peak_bytes'])}" if found["peak_bytes"] else ""
+        out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False)
+        return found["fits"]
+
+    out.print(f"fit   up to {memory_size(limit)} per process, from micro {guess}", highlight=False)
+    if runs(guess):
+        all(runs(size) for size in sizes if size > guess)
+    else:
+        any(runs(size) for size in reversed(sizes) if size < guess)
+    best = max((probe for probe in probes if probe["fits"]), key=lambda probe: probe["micro_batch"], default=None)
+    if best is None:
+        what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
+        raise mistake("fit", what, other_ways(run))
+    return {
+        **{name: best[name] for name in ("micro_batch", "accumulation", "peak_bytes")},
+        "world_size": world.size,
+        "global_batch_size": run.batch.total,
+        "limit_bytes": limit,
+        "hardware": run.hardware.as_dict(),
+        "found": record.now(),
+        "probes": probes,
+        "holds_for": fitted.identity(run),
+    }
 
 
 def _tokenize(run: RunSpec) -> None:
@@ -170,87 +190,168 @@ def _tokenize(run: RunSpec) -> None:
 # --- One candidate, on all ranks ------------------------------------------------------------------
 
 
-def _probe_on_all_ranks(run: RunSpec, argv: list[str], board: Board, size: int, limit: int) -> Json:
-    """What became of a micro-batch on all ranks together: it fits if it ran on each."""
-    accumulation = run.batch.micro * run.batch.accumulation // size
-    request = {
-        "argv": argv,
-        "micro_batch": size,
-        "accumulation": min(accumulation, 2),  # two micro-batches show the gradients that accumulation keeps
-        "limit_bytes": round(limit * (1 - RESERVE)),
-        "evaluates": run["eval_strategy"] != "no",
-    }
-    port = board.decide(f"{size}/port", processes.free_port)
-    verdicts = board.all_ranks(f"{size}/verdict", _probe_here(request, port, board, size))
+def _probe(request: Json, world: World, store: Store, port: int) -> Json:
+    """How a micro-batch went on all ranks together."""
+    size = request["micro_batch"]
+    _tell(store, f"{size}/{world.rank}", _probe_here(request, store, port))
+    verdicts = [_require_no_mistake(_hear(store, f"{size}/{rank}")) for rank in range(world.size)]
     short = [verdict for verdict in verdicts if verdict["kind"] == "out_of_memory"]
-    if not short:
-        _require_no_failure(verdicts, size)
-    peak = max(verdict["peak_bytes"] or 0 for verdict in verdicts)
-    ranks = [verdict["kind"] for verdict in verdicts]
-    return {"fits": not short, "peak_bytes": peak, "words": short[0]["words"] if short else "", "ranks": ranks}
-
-
-def _require_no_failure(verdicts: list[Json], size: int) -> None:
-    mistaken = next((verdict for verdict in verdicts if verdict["kind"] == "mistake"), None)
-    if mistaken:
-        raise UserError(*(Problem(**problem) for problem in mistaken["problems"]))
     failed = [(rank, verdict["words"]) for rank, verdict in enumerate(verdicts) if verdict["kind"] != "fits"]
-    if failed:
-        # Prefer a rank with a reason of its own to one that only lost its connection to another
-        # rank.
+    if failed and not short:
+        # Prefer a rank with a reason of its own to one that only lost its connection to another.
         rank, words = min(failed, key=lambda item: not item[1] or "onnection" in item[1])
-        raise ProbeFailed(
-            f"the probe of micro-batch {size} failed on rank {rank}, which says nothing about memory:\n{words}"
-        )
+        what = f"the probe of micro-batch {size} failed on rank {rank}, which says nothing about memory"
+        raise ProbeFailed(f"{what}:\n{words}")
+    return {
+        "fits": not short,
+        "peak_bytes": max(verdict.get("peak_bytes", 0) for verdict in verdicts),
+        "words": short[0]["words"] if short else "",
+        "ranks": [verdict["kind"] for verdict in verdicts],
+    }
 
 
-def _probe_here(request: Json, port: int, board: Board, size: int) -> Json:
-    """Run this rank's part of a probe, and end it when the part of another rank has failed."""
-    with tempfile.TemporaryDirectory(prefix="fit-", ignore_cleanup_errors=True) as scratch:
-        folder, deadline = Path(scratch), float("inf")
-        (folder / REQUEST).write_text(json.dumps(request))
-        with processes.group() as group:
-            process = processes.start_module(PROBE, folder, log=folder / "log", environment=_environment(port))
-            group.append(process)
-            for _ in processes.watch(group):
-                kind = board.read(f"{size}/ended")
-                if kind is not None:
-                    grace = 0 if kind == "out_of_memory" else _GRACE
-                    deadline = min(deadline, time.monotonic() + grace)
-                if time.monotonic() >= deadline:
-                    break
-            code = process.poll()
-        verdict = _verdict_in(folder, code)
-    if verdict["kind"] != "fits":
-        board.post(f"{size}/ended", verdict["kind"])
-    return verdict
-
-
-def _environment(port: int) -> dict[str, str]:
-    """The environment of a probe.
-
-    The probes of several ranks form a world beside that of the ranks, at `port`.
-    """
+def _probe_here(request: Json, store: Store, port: int) -> Json:
+    """The verdict of this rank's probe, which is ended if that of another rank has failed."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if "RANK" in environment:
+    if "RANK" in environment:  # the probes are a world of their own
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     if own_threads() is None:  # the launcher's 1, which a probe would take for a person's
         environment.pop(THREADS, None)
-    return environment
+    failed, deadline = f"{request['micro_batch']}/failed", float("inf")
+    with processes.ask(PROBE, [request], environment) as (child,):
+        for _ in processes.watch([child.process]):
+            if store.check([failed]):
+                grace = 0 if _hear(store, failed)["kind"] == "out_of_memory" else _GRACE
+                deadline = min(deadline, time.monotonic() + grace)
+            if time.monotonic() >= deadline:
+                return {"kind": "stopped", "words": ""}
+        verdict = child.answer or _without_answer(child)
+    if verdict["kind"] != "fits":
+        _tell(store, failed, verdict)
+    return verdict
 
 
-def _verdict_in(folder: Path, code: int | None) -> Json:
-    """The verdict of a probe that has exited with `code`, None if it was killed from here."""
+def _without_answer(child: processes.Child) -> Json:
+    if child.process.returncode == -signal.SIGKILL:  # here SIGKILL means the kernel's OOM killer
+        return {"kind": "out_of_memory", "words": "killed by the kernel's OOM killer"}
+    last = child.end().splitlines()[0]
+    if memory.says_it_ran_out(last):  # a library ended the process itself
+        return {"kind": "out_of_memory", "words": last}
+    return {"kind": "failed", "words": child.end(15)}
+
+
+def _mistaken(run: RunSpec, error: UserError) -> Json:
+    return {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
+
+
+def _require_no_mistake(verdict: Json) -> Json:
+    if verdict["kind"] == "mistake":
+        raise UserError(*(Problem(**problem) for problem in verdict["problems"]))
+    return verdict
+
+
+_open: list[Store] = []  # rank 0's store also serves the training that follows, at the same address
+
+
+def _store(world: World) -> Store:
+    """The launcher's store; without one, rank 0's at the address where the training will meet."""
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    if world.size == 1:
+        return HashStore()
+    is_main = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _open.append(TCPStore(address, port, is_master=is_main, wait_for_workers=False, multi_tenant=True))
+    return PrefixStore(f"fit-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _open[-1])
+
+
+def _tell(store: Store, name: str, content: Json) -> None:
+    store.set(name, json.dumps(content))
+
+
+def _hear(store: Store, name: str) -> Json:
+    while not store.check([name]):  # no signal interrupts a wait inside the store
+        time.sleep(0.05)
+    return json.loads(store.get(name))
+
+
+# --- A probe, in a process of its own -------------------------------------------------------------
+
+
+def main(folder: str) -> None:
+    """Take two steps of the run in the request, and answer how they went on this rank."""
+    request, world = processes.request(folder), launched()
+    run = _requested(request, world, folder)
     try:
-        return json.loads((folder / VERDICT).read_text())
-    except (OSError, ValueError):
-        pass
-    if code == -signal.SIGKILL:  # here SIGKILL means the kernel's OOM killer
-        return {"kind": "out_of_memory", "peak_bytes": None, "words": "killed by the kernel's OOM killer"}
-    if code is None:
-        return {"kind": "stopped", "peak_bytes": None, "words": ""}
-    lines = processes.last_lines(folder / "log", 15)
-    if lines and memory.says_it_ran_out(lines[-1]):  # a library ended the process itself
-        return {"kind": "out_of_memory", "peak_bytes": None, "words": lines[-1]}
-    words = "\n".join([*lines, f"({processes.how_it_ended(code)})"])
-    return {"kind": "failed", "peak_bytes": None, "words": words}
+        quiet_libraries(run["verbose"])
+        prepare_process(run)
+        verdict = _try(run, world, request, folder)
+    except UserError as error:
+        verdict = _mistaken(run, error)
+    processes.answer(folder, verdict)
+
+
+def _requested(request: Json, world: World, folder: str) -> RunSpec:
+    run = resolve_launched(request["argv"], world, {**_SETTINGS, "output_dir": folder})
+    batch = Batch(request["micro_batch"], request["accumulation"], run.data_parallel_size, "a probe of --fit", "--fit")
+    return replace(run, batch=batch)
+
+
+def _try(run: RunSpec, world: World, request: Json, folder: str) -> Json:
+    """The verdict that it fits. Raises all that is not about memory.
+
+    If memory runs out, the process answers and exits here: leaving the process group would wait for
+    ranks that wait for this one.
+    """
+    from launch.data.load import load_data
+    from launch.training.model import known_classes, load_tokenizer, with_model
+
+    tokenizer = load_tokenizer(run)
+    known, _ = with_model(run, tokenizer)
+    data = load_data(known, tokenizer, known_classes(known, tokenizer))
+    with process_group(run, world):
+        try:
+            _train_on_longest(known, world, tokenizer, data, request)
+        except Exception as error:
+            if not memory.ran_out(error):
+                raise
+            words, peak = shortage_in_words(memory.shortage(error)), memory.peak(run.hardware.cuda)
+            short = {"kind": "out_of_memory", "peak_bytes": peak, "words": words}
+            processes.answer(folder, _mistaken(run, error) if isinstance(error, UserError) else short)
+            os._exit(1)
+        if run.hardware.cuda and world.is_local_main:
+            with contextlib.suppress(Exception):  # only the next plan would gain by it
+                keep_own_context(run.hardware.gpus[0].name, world.size > 1)
+    return {"kind": "fits", "peak_bytes": memory.peak(run.hardware.cuda)}
+
+
+def _train_on_longest(run: RunSpec, world: World, tokenizer, data: Data, request: Json) -> None:
+    """Two steps, and a batch of an evaluation if the run evaluates, on the longest example alone.
+
+    Raises `UserError` if memory runs out in the evaluation: no micro-batch makes that smaller.
+    """
+    from launch.data.load import repeated_longest
+    from launch.training.build import build_arguments, build_trainer
+    from launch.training.callbacks import StopOnNotANumber
+    from launch.training.model import load_model
+
+    args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
+    memory.limit(request["limit_bytes"], run.hardware.cuda)
+    model = load_model(run, tokenizer, data)
+    rows, data.train = data.train, repeated_longest(data.train, _STEPS * run.batch.total)
+    trainer = build_trainer(run, world, args, model, tokenizer, data, terminal.console(is_main=False))
+    trainer.remove_callback(StopOnNotANumber)  # the same example over and over: its loss means nothing
+    steps = trainer.train().global_step
+    if steps != _STEPS:
+        raise RuntimeError(f"the probe ended after {steps} of {_STEPS} steps")
+    if request["evaluates"]:
+        try:
+            trainer.evaluate(repeated_longest(rows, args.eval_batch_size * run.data_parallel_size))
+        except Exception as error:
+            if not memory.ran_out(error):
+                raise
+            batch, size = run["per_device_eval_batch_size"], memory_size(request["limit_bytes"])
+            fix = f"--per_device_eval_batch_size {batch // 2}" if batch > 1 else "--eval_strategy no"
+            what = f"{batch} examples do not fit in {size}, after steps that do"
+            raise mistake("per_device_eval_batch_size", what, fix) from error
+    trainer.accelerator.free_memory()

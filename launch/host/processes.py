@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds launch/ and recipes/
+_REQUEST, _ANSWER = "request.json", "answer.json"
 _KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: wait no longer than this
 
 
@@ -66,6 +70,56 @@ def group() -> Iterator[list[subprocess.Popen[bytes]]]:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_SECONDS)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that was asked something. Its folder holds the request, the answer and the log."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def answer(self) -> Any:
+        """Its answer, None if it has given none."""
+        file = self.folder / _ANSWER
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def end(self, lines: int = 1) -> str:
+        """The last lines of its log and, once it has ended, how."""
+        code = self.process.poll()
+        ended = [] if code is None else [how_it_ended(code)]
+        return "\n".join([*last_lines(self.folder / "log", lines), *ended])
+
+
+@contextlib.contextmanager
+def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = os.environ) -> Iterator[list[Child]]:
+    """Call `main(folder)` of one of our modules in a new Python for each request, all at once.
+
+    There `request(folder)` is what was asked, and `answer` leaves what was found; both are JSON.
+    However the block ends, the processes are killed and their folders removed.
+    """
+    with tempfile.TemporaryDirectory(prefix="recipes-", ignore_cleanup_errors=True) as scratch, group() as started:
+        children = []
+        for number, content in enumerate(requests):
+            folder = Path(scratch, str(number))
+            folder.mkdir()
+            (folder / _REQUEST).write_text(json.dumps(content))
+            started.append(start_module(module, folder, log=folder / "log", environment=environment))
+            children.append(Child(started[-1], folder))
+        yield children
+
+
+def request(folder: str) -> Any:
+    """The request that was put to this process."""
+    return json.loads(Path(folder, _REQUEST).read_text())
+
+
+def answer(folder: str, content: object) -> None:
+    """Answer the request. It appears as a whole, so that whoever watches never reads half of it."""
+    written = Path(folder, f"{_ANSWER}.part")
+    written.write_text(json.dumps(content))
+    written.replace(Path(folder, _ANSWER))
 
 
 def watch(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int | None]]:

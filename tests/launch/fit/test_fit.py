@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +13,13 @@ from pathlib import Path
 import datasets
 import pytest
 
+from launch.cli import main
 from launch.fit import search as fit
-from launch.fit.board import Board
-from launch.fit.probe import _requested
 from launch.fit.search import ProbeFailed
 from launch.host.world import World
 from recipes.errors import UserError
 from recipes.rules.check import check
 from recipes.run import here, resolve, with_fit
-from recipes.run.fitted import identity
 from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run
 from tests.support.waiting import PATIENCE, wait_for
 from tests.support.wide import LENGTH, texts_of, wide_model
@@ -121,7 +118,7 @@ def test_the_data_is_tokenized_once_before_the_first_probe(flag, training, tmp_p
         assert list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
         raise ProbeFailed("no more is asked of it")
 
-    monkeypatch.setattr(fit, "_probe_on_all_ranks", probe)
+    monkeypatch.setattr(fit, "_probe", probe)
     with pytest.raises(ProbeFailed):
         fit.fit(resolve([*training, flag, "--output_dir", str(tmp_path / "out")]), training, World())
 
@@ -158,28 +155,10 @@ def test_a_fit_holds_for_its_own_training_alone(argv):
 
 
 @pytest.mark.slow
-def test_what_is_written_down_wins_over_a_fit(argv, tmp_path):
-    (tmp_path / "run.yaml").write_text("per_device_train_batch_size: 2\n")
+def test_what_is_written_down_wins_over_a_fit_which_the_check_shows(argv, capsys):
     assert micro_batch(argv, "--per_device_train_batch_size", "2") == (2, "command line")
-    assert micro_batch(argv, "--config", str(tmp_path / "run.yaml")) == (2, str(tmp_path / "run.yaml"))
-
-
-@pytest.mark.slow
-def test_the_check_shows_it(argv, capsys):
-    from launch.cli import main
-
     assert main(["check", "--num_processes", "2", *argv]) == 0
     assert "batch 1 x 2 x 2 = 4: the largest that ran here: peak" in capsys.readouterr().out
-
-
-def test_a_fit_of_an_older_version_still_holds(training, tmp_path):
-    """It says for which world it was found, and not into how many parts that splits the batch."""
-    words = [*training, "--output_dir", str(tmp_path)]
-    found = {"micro_batch": 1, "accumulation": 2, "world_size": 2, "peak_bytes": 2**30}
-    content = {**found, "holds_for": identity(resolve(words, here(2)))}
-    (tmp_path / "fit.json").write_text(json.dumps(content))
-    assert micro_batch(words) == (1, "fit.json")
-    assert micro_batch(words, processes=1) == (4, "batch arithmetic")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"micro_batch": 1}', '{"micro_batch": "1", "holds_for": 3}'])
@@ -188,26 +167,18 @@ def test_a_damaged_fit_is_ignored(content, training, tmp_path):
     assert micro_batch([*training, "--output_dir", str(tmp_path)]) == (2, "batch arithmetic")
 
 
-@pytest.mark.parametrize("flag", ["--per_device_train_batch_size", "--gradient_accumulation_steps"])
-def test_there_is_nothing_to_find_where_the_split_is_written_down(flag, tmp_path, capsys):
-    from launch.train import main
-
-    assert main(["--fit", flag, "2", "--output_dir", str(tmp_path)]) == 2
-    assert f"{flag[2:]}: is what --fit finds" in capsys.readouterr().err
-
-
 # --- What a probe's end means ---------------------------------------------------------------------
 
 _PROBE = """
-import json, os, signal, sys, time
+import os, signal, sys, time
+from launch.host import processes
 
 def main(folder):
-    request = json.load(open(folder + "/request.json"))
+    request = processes.request(folder)
     rank = int(request["argv"][0])
 
     def leave(kind, words=""):
-        with open(folder + "/verdict.json", "w") as file:
-            json.dump({"kind": kind, "peak_bytes": 100 + rank, "words": words, "problems": []}, file)
+        processes.answer(folder, {"kind": kind, "peak_bytes": 100 + rank, "words": words})
 
 """
 
@@ -229,17 +200,15 @@ def ranks_agree(probe):
     """What two ranks (threads here) agree on when their probes have run this source."""
     from torch.distributed import TCPStore
 
-    def agreed(source: str) -> dict:
+    def agreed(source: str) -> dict | ProbeFailed:
         probe(source)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        spec = resolve(["--global_batch_size", "16"], here(2))
+        served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
         def of_rank(rank: int):
-            world = World(2, rank, 2)
-            board = Board(world, TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False))
+            store = TCPStore("127.0.0.1", served.port, is_master=False, wait_for_workers=False)
             try:
-                return fit._probe_on_all_ranks(spec, [str(rank)], board, 8, 10**9)
-            except Exception as error:
+                return fit._probe({"argv": [str(rank)], "micro_batch": 8}, World(2, rank, 2), store, 0)
+            except ProbeFailed as error:
                 return error
 
         with ThreadPoolExecutor(2) as threads:
@@ -252,7 +221,7 @@ def ranks_agree(probe):
 
 @pytest.mark.parametrize(("most", "tried"), [(8, [4, 8, 16]), (3, [16, 8, 4, 2])])
 def test_it_goes_up_from_the_guess_while_it_runs_or_down_until_it_does(most, tried, probe, tmp_path, monkeypatch):
-    monkeypatch.setattr(fit, "_guess", lambda run, limit: tried[0])
+    monkeypatch.setattr(fit, "_guess", lambda *_: tried[0])
     probe(f"leave('fits' if request['micro_batch'] <= {most} else 'out_of_memory')")
     run = resolve(["--recipe", "standard", "--output_dir", str(tmp_path), "--memory_limit", "4"])
     assert fit.fit(run, ["0"], World()).batch.micro == max(size for size in tried if size <= most)
@@ -268,16 +237,18 @@ def test_where_not_even_one_example_fits_it_says_what_takes_less(probe, tmp_path
     assert not (tmp_path / "fit.json").exists()
 
 
-def test_it_fits_where_it_ran_on_every_rank_and_the_peak_is_the_highest(ranks_agree):
-    assert ranks_agree("leave('fits')") == {"fits": True, "peak_bytes": 101, "words": "", "ranks": ["fits"] * 2}
-
-
-def test_a_rank_that_waits_for_one_without_memory_is_ended(ranks_agree):
-    began = time.monotonic()
-    agreed = ranks_agree("if rank: leave('out_of_memory', 'asked for more')\nelse: time.sleep(600)")
-    assert (agreed["fits"], agreed["words"]) == (False, "asked for more")
-    assert agreed["ranks"] == ["stopped", "out_of_memory"]
-    assert time.monotonic() - began < 300, "rank 0 was to be ended, and slept to its end"
+@pytest.mark.parametrize(
+    ("source", "words", "ranks"),
+    [
+        ("leave('fits')", "", ["fits", "fits"]),
+        ("if rank: leave('out_of_memory', 'asked')\nelse: time.sleep(600)", "asked", ["stopped", "out_of_memory"]),
+        ("if rank: sys.exit('std::bad_alloc')\ntime.sleep(600)", "std::bad_alloc", ["stopped", "out_of_memory"]),
+    ],
+)
+def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(ranks_agree, source, words, ranks):
+    agreed = ranks_agree(source)
+    assert (agreed["fits"], agreed["words"], agreed["ranks"]) == (not words, words, ranks)
+    assert agreed["peak_bytes"] == (0 if "bad_alloc" in words else 101)
 
 
 def test_a_probe_killed_by_the_kernel_ran_out_of_memory(ranks_agree):
@@ -304,12 +275,8 @@ def test_another_failure_says_nothing_about_memory(ranks_agree, end):
 )
 def test_a_probe_has_no_evaluations_of_its_schedule_and_is_legal_without(flags, tmp_path):
     request = {"argv": flags.split(), "micro_batch": 1, "accumulation": 16}
-    probed = _requested(request, World(), tmp_path)
+    probed = fit._requested(request, World(), str(tmp_path))
     assert not [problem for problem in check(probed) if problem.severity == "error"]
-
-
-def test_a_mistake_that_a_probe_finds_is_told_as_one(ranks_agree):
-    assert isinstance(ranks_agree("leave('mistake')"), UserError)
 
 
 @pytest.mark.slow

@@ -44,6 +44,19 @@ def test_a_module_gets_its_arguments_as_text_and_its_result_is_the_exit_code(mod
     assert output_of(name, 1, tmp_path, log=tmp_path / "log") == (3, [f"1{tmp_path}"])
 
 
+def test_each_child_finds_its_request_and_leaves_an_answer_or_its_last_words(module):
+    asked = "    asked = processes.request(folder)\n    if not asked:\n        sys.exit('no answer')\n"
+    source = f"import sys\nfrom launch.host import processes\ndef main(folder):\n{asked}"
+    with processes.ask(module(f"{source}    processes.answer(folder, [asked])\n"), [1, 0]) as children:
+        for _ in processes.watch([child.process for child in children]):
+            pass
+        assert [(child.answer, child.end()) for child in children] == [
+            ([1], "exit code 0"),
+            (None, "no answer\nexit code 1"),
+        ]
+    assert not any(child.folder.exists() for child in children)
+
+
 def test_our_packages_are_found_and_pythonpath_stays_the_users(module, tmp_path):
     source = "import launch, os\ndef main():\n    print(launch.__file__)\n    print(os.environ['PYTHONPATH'])\n"
     found = output_of(module(source), log=tmp_path / "log")

@@ -1,4 +1,4 @@
-"""What each of the two ranks of `recipes explain` runs: the same steps, taken in several ways."""
+"""The steps that each of the two ranks of `recipes explain` takes: the same, in several ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,10 +15,11 @@ from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from launch.explain.topics import MEASURED, RANKS, SEQUENCES, STEPS, TOPICS, Measured, Row, Variant
+from launch.explain.tables import RANKS, SEQUENCES, STEPS, TOPICS, Variant
+from launch.host import processes
 from launch.host.world import leave_group
-from launch.output import record
 from recipes.planner.tracing.live_bytes import LiveBytes
+from recipes.run import Json
 from recipes.scaling.noise import of_median
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,16 +50,11 @@ def gradient(trainee: Trainee, micro_batches: list[Examples]) -> None:
         nn.utils.clip_grad_norm_(trainee.model.parameters(), _MAX_NORM)
 
 
-def update(trainee: Trainee) -> bool:
-    """Take the optimizer step.
-
-    False if the scaler skipped it, because the scaled gradient was infinite.
-    """
-    scale = trainee.scaler.get_scale()
+def update(trainee: Trainee) -> None:
+    """Take the optimizer step. The scaler skips it where the scaled gradient is infinite."""
     trainee.scaler.step(trainee.optimizer)
     trainee.scaler.update()
     trainee.optimizer.zero_grad()
-    return trainee.scaler.get_scale() >= scale
 
 
 # --- What is trained ------------------------------------------------------------------------------
@@ -102,18 +99,10 @@ class Decoder(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 
-@dataclass
-class Sent:
-    """What DDP gave to its all-reduce."""
-
-    synchronisations: int = 0
-    bytes: int = 0
-
-
-def counting_hook(sent: Sent, bucket):  # no annotations: DDP compares them with classes, and here they are text
+def counting_hook(sent: Counter[str], bucket):  # no other annotations: DDP compares them, and here they are text
     """DDP's own all-reduce of a bucket of gradients, counted."""
-    sent.synchronisations += bucket.is_last()
-    sent.bytes += bucket.buffer().nbytes
+    sent["synchronisations"] += bucket.is_last()
+    sent["bytes"] += bucket.buffer().nbytes
     return allreduce_hook(distributed.group.WORLD, bucket)
 
 
@@ -127,7 +116,9 @@ class Trainee:
         torch.manual_seed(0)
         self.variant = variant
         self.smaller = smaller
-        self.sent = Sent()
+        self.sent: Counter[str] = Counter()
+        self.seconds: list[float] = []
+        self.first_gradient = torch.empty(0)
         self.model = DistributedDataParallel(Decoder(setup).to(setup.device))
         self.model.register_comm_hook(self.sent, counting_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), setup.learning_rate * smaller)
@@ -153,54 +144,51 @@ def examples(step: int, rank: int, setup: Setup) -> Examples:
 # --- Measuring ------------------------------------------------------------------------------------
 
 
-def measure(topic: str, setup: Setup, rank: int) -> Measured:
-    """Every variant's peak memory in a step of its own, then all variants' steps in turns."""
+def measure(topic: str, setup: Setup, rank: int) -> Json:
+    """Every variant's peak memory in a step of its own, then all variants' steps in turns.
+
+    Of each row: `seconds` of an optimizer step, the median, and `off`, the share of it that noise
+    may make; `synchronisations` and `sent_bytes` (given to the all-reduce) in one step; `gradient`,
+    the norm in the first step, as the optimizer gets it; `difference` of that gradient from the
+    first row's, relative; `lost`, the share of its values that are zero here and not there; `loss`,
+    None if it is not finite.
+    """
     variants, gradients_of = TOPICS[topic].variants, TOPICS[topic].gradients_of
     smaller = max(1, gradients_of // (SEQUENCES * setup.tokens))
     batches = [examples(step, rank, setup) for step in range(STEPS)]
     peaks = [_peak_bytes(variant, setup, smaller, batches[0]) for variant in variants]
     trainees = [Trainee(variant, setup, smaller) for variant in variants]
     before = _loss(trainees[0], batches[0])
-    seconds: list[list[float]] = [[] for _ in variants]
-    skipped = [0] * len(variants)
-    gradients: list[torch.Tensor] = []
     for step, batch in enumerate(batches):
-        for index, trainee in enumerate(trainees):
+        for trainee in trainees:
             started = _now(setup)
             gradient(trainee, trainee.parts(batch))
             if step == 0:
-                gradients.append(trainee.flat_gradient())
-            skipped[index] += not update(trainee)
-            seconds[index].append(_now(setup) - started)
-    rows = [
-        Row(
-            seconds=statistics.median(seconds[index][1:]),  # without the first, which also builds
-            peak_bytes=peaks[index],
-            synchronisations=trainee.sent.synchronisations / STEPS,
-            sent_bytes=trainee.sent.bytes / STEPS,
-            loss=_loss(trainee, batches[0]),
-            skipped_steps=skipped[index],
-            off=of_median(seconds[index][1:]) / statistics.median(seconds[index][1:]),
-            **_against(gradients[index], gradients[0]),
-        )
-        for index, trainee in enumerate(trainees)
-    ]
-    return Measured(
-        backend=distributed.get_backend(),
-        parameters=sum(parameter.numel() for parameter in trainees[0].model.parameters()),
-        tokens=setup.tokens,
-        loss_before=before or 0.0,
-        memory_of=_memory_of(setup),
-        rows=tuple(rows),
-    )
-
-
-def _against(own: torch.Tensor, reference: torch.Tensor) -> dict[str, float]:
-    lost = (own == 0) & (reference != 0)
+                trainee.first_gradient = trainee.flat_gradient()
+            update(trainee)
+            trainee.seconds.append(_now(setup) - started)
+    first = trainees[0].first_gradient
     return {
+        "backend": distributed.get_backend(),
+        "parameters": sum(parameter.numel() for parameter in trainees[0].model.parameters()),
+        "tokens": setup.tokens,
+        "loss_before": before,
+        "rows": [_row(*found, first, batches[0]) for found in zip(trainees, peaks, strict=True)],
+    }
+
+
+def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: Examples) -> Json:
+    seconds, own = trainee.seconds[1:], trainee.first_gradient  # without the first step, which also builds
+    return {
+        "seconds": statistics.median(seconds),
+        "off": of_median(seconds) / statistics.median(seconds),
+        "peak_bytes": peak_bytes,
+        "synchronisations": trainee.sent["synchronisations"] / STEPS,
+        "sent_bytes": trainee.sent["bytes"] / STEPS,
+        "loss": _loss(trainee, batch),
         "gradient": float(own.norm()),
-        "difference": float((own - reference).norm() / reference.norm()),
-        "lost": float(lost.sum() / (reference != 0).sum()),
+        "difference": float((own - first).norm() / first.norm()),
+        "lost": float(((own == 0) & (first != 0)).sum() / (first != 0).sum()),
     }
 
 
@@ -218,13 +206,6 @@ def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: Examples) -
     return torch.cuda.max_memory_allocated() - before if on_cuda else max(map(sum, live.moments))
 
 
-def _memory_of(setup: Setup) -> str:
-    kept = "weights, gradients, DDP's buckets and activations"
-    if setup.device.type == "cuda":
-        return f"the most that torch had allocated in a step: {kept}"
-    return f"the most bytes of live tensors in a step: {kept}"
-
-
 def _now(setup: Setup) -> float:
     """The time in seconds once both ranks and their GPUs have come here."""
     if setup.device.type == "cuda":
@@ -240,15 +221,14 @@ def _loss(trainee: Trainee, batch: Examples) -> float | None:
     return float(loss) if loss.isfinite() else None
 
 
-def main(path: str, topic: str, device: str, number: str) -> None:
-    """Measure a topic as rank `number`. Rank 0 writes the numbers into the folder at `path`."""
-    folder, rank = Path(path), int(number)
+def main(folder: str) -> None:
+    """Measure a topic as one rank, and answer with its numbers."""
+    asked = processes.request(folder)
+    rank, device = asked["rank"], asked["device"]
     setup = setup_for(device, rank)
     if device == "cuda":
         torch.cuda.set_device(setup.device)
-    backend, file = "nccl" if device == "cuda" else "gloo", (folder / "rendezvous").as_uri()
-    distributed.init_process_group(backend, init_method=file, rank=rank, world_size=RANKS)
-    measured = measure(topic, setup, rank)
-    if rank == 0:
-        record.write(folder, asdict(measured), MEASURED)
+    backend, file = "nccl" if device == "cuda" else "gloo", Path(folder).with_name("rendezvous")
+    distributed.init_process_group(backend, init_method=file.as_uri(), rank=rank, world_size=RANKS)
+    processes.answer(folder, measure(asked["topic"], setup, rank))
     leave_group()

@@ -1,0 +1,241 @@
+"""`recipes explain`: accumulation and mixed precision, measured on two ranks here, with reasons.
+
+Each variant states its reason; the numbers beside it are this machine's. The steps themselves are
+in launch/explain/steps.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from launch.flags import Commands
+from launch.host import processes
+from launch.host.parent import THREADS, threads_per_process
+from launch.terminal import print_table
+from recipes.run import Json
+from recipes.run.hardware import Hardware
+from recipes.run.hardware import read as read_hardware
+
+RANKS = 2
+SEQUENCES = 8  # of each rank, in each optimizer step
+STEPS = 11
+_MODULE = "launch.explain.steps"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to take the same optimizer step, and the reason for what it measures.
+
+    `clip`: the gradient's norm is limited when it is "unscaled" (right) or still "scaled" (wrong).
+    `goal`: its heading in the table of goals, empty if it is not in it.
+    """
+
+    name: str
+    reason: str
+    micro_batches: int = 1
+    dtype: str = "fp32"
+    no_sync: bool = True
+    divide: bool = True
+    scale: bool = False
+    clip: str = ""
+    goal: str = ""
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Variants to compare with the first.
+
+    `gradients_of`: make gradients as small as a mean over so many tokens would; 0 leaves them.
+    """
+
+    what: str
+    variants: tuple[Variant, ...]
+    notes: tuple[str, ...]
+    gradients_of: int = 0
+
+
+_LARGE_BATCH = 2**20  # tokens: with the few of this training almost nothing underflows in fp16
+_OF_16_BITS = (
+    "autocast keeps weights and gradients in fp32, so DDP sends fp32; --ddp_comm_hook sends 16 bits",
+    "tensor cores compute 16 bits faster than fp32 (NVIDIA's data sheet of the A100: 312 TFLOPS in bf16 and fp16, 156 "
+    "in TF32, 19.5 in fp32); a CPU without 16-bit arithmetic (AVX512-BF16, AMX) shows the reverse",
+)
+_AT_ONCE = "the reference: one backward, one synchronisation, the activations of all 8 in memory at once"
+_AT_EACH = "DDP averages after every backward, 8 times where once is enough, and sends 8 times the bytes"
+_NO_SYNC = "gradients stay on their rank until the last backward: the same gradient, the activations of 1 in memory"
+_UNDIVIDED = "8 means are added up: 8 times the gradient, as if the learning rate were 8 times as high"
+_DIVIDED = "each loss divided by 4, one synchronisation"
+_AUTOCAST = "autocast alone, nothing to scale"
+_BOTH = "autocast inside no_sync, nothing to scale"
+_IN_ORDER = "scale each loss, then once an optimizer step unscale_, clip, step, update"
+_CLIPPED_SCALED = "the scaled gradient was cut to a norm of 1, and unscale_ then left almost nothing of it"
+_SCALED = "the loss is multiplied before backward, the gradient divided after: small gradients survive"
+TOPICS = {
+    "accumulation": Topic(
+        "the same batch at once or in parts, with and without no_sync",
+        (
+            Variant("1 micro-batch of 8", _AT_ONCE),
+            Variant("8 of 1, synchronised each time", _AT_EACH, 8, no_sync=False),
+            Variant("8 of 1, no_sync", _NO_SYNC, 8),
+            Variant("8 of 1, no_sync, loss not divided", _UNDIVIDED, 8, divide=False),
+        ),
+        (
+            "the last two rows do the same work: by as much as their speeds differ, others differ by noise too",
+            "Adam divides by the gradient's own size, which hides a loss that was not divided; but clipping starts "
+            "at an eighth of the intended norm, and weight decay that is added to the gradient counts an eighth",
+        ),
+    ),
+    "amp": Topic(
+        "fp32, bf16, and fp16 with and without a gradient scaler",
+        (
+            Variant("fp32", "the reference: 24 significant bits, down to 1e-38"),
+            Variant("bf16", "8 significant bits with fp32's range: nothing to scale", dtype="bf16"),
+            Variant("fp16", "11 significant bits, but nothing below 6e-8: small gradients become zero", dtype="fp16"),
+            Variant("fp16, scaler", _SCALED, dtype="fp16", scale=True),
+        ),
+        (
+            "zeroed: values of the gradient that are zero here and not in the first row",
+            "the loss is divided and the learning rate multiplied, so that gradients are as small as with a mean over "
+            f"{_LARGE_BATCH:,} tokens; the scaler may skip the first steps to find its scale",
+            *_OF_16_BITS,
+        ),
+        _LARGE_BATCH,
+    ),
+    "both": Topic(
+        "accumulation beside 16 bits: what each is for, and together: where to scale, unscale, clip and step",
+        (
+            Variant("fp32, 1 micro-batch of 8", "the reference: the whole batch in fp32", clip="unscaled"),
+            Variant("fp32, 4 of 2, no_sync", _DIVIDED, 4, clip="unscaled", goal="accumulation"),
+            Variant("bf16, 1 micro-batch of 8", _AUTOCAST, 1, "bf16", clip="unscaled", goal="mixed precision (bf16)"),
+            Variant("bf16, 4 of 2, no_sync", _BOTH, 4, "bf16", clip="unscaled", goal="both"),
+            Variant("fp16, scaler, 4 of 2, no_sync", _IN_ORDER, 4, "fp16", scale=True, clip="unscaled"),
+            Variant("the same, clipped while scaled", _CLIPPED_SCALED, 4, "fp16", scale=True, clip="scaled"),
+        ),
+        ("every gradient is clipped to a norm of 1", *_OF_16_BITS),
+    ),
+}
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("explain", allow_abbrev=False)
+    topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
+    parser.add_argument("topic", nargs="?", choices=TOPICS, help=topics)
+    parser.add_argument("--json", action="store_true", help="print bytes, seconds and reasons as JSON")
+    parser.set_defaults(run=explain, print_help=parser.print_help)
+
+
+def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Returns 0, or 1 if a rank failed."""
+    if options.topic is None:
+        options.print_help()
+        return 0
+    topic, hardware = TOPICS[options.topic], read_hardware()
+    device = "cuda" if len(hardware.gpus) >= RANKS else "cpu"
+    if not options.json:
+        print(f"{options.topic}: {topic.what}\n{_where(hardware, device)}: {RANKS} processes measure", flush=True)
+    measured, failures = _measure(options.topic, device, hardware)
+    if failures:
+        print("\n".join(failures), file=sys.stderr)
+        return 1
+    rows = [{**asdict(variant), **row} for variant, row in zip(topic.variants, measured["rows"], strict=True)]
+    if options.json:
+        ran = {"topic": options.topic, "hardware": str(hardware), "device": device, "ranks": RANKS}
+        ran |= {"sequences_of_each_rank": SEQUENCES, "steps": STEPS}
+        print(json.dumps({**ran, **measured, "rows": rows, "notes": _notes(topic, measured)}, indent=2))
+        return 0
+    _print(topic, measured, rows)
+    return 0
+
+
+def _where(hardware: Hardware, device: str) -> str:
+    if device == "cuda" or not hardware.gpus:
+        return str(hardware)
+    return f"CPU, {hardware.cores} cores (NCCL needs a GPU for each rank, and there is one)"
+
+
+def _measure(topic: str, device: str, hardware: Hardware) -> tuple[Json, list[str]]:
+    """What rank 0 has measured, or a line for each rank that failed. No rank outlives this."""
+    requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
+    environment = {**os.environ, THREADS: str(threads_per_process(hardware.cores, RANKS))}
+    with processes.ask(_MODULE, requests, environment) as ranks:
+        for codes in processes.watch([rank.process for rank in ranks]):
+            if any(codes):
+                break
+        failures = [f"rank {rank} failed: {child.end()}" for rank, child in enumerate(ranks) if child.process.poll()]
+        return ranks[0].answer or {}, failures
+
+
+# --- Printing -------------------------------------------------------------------------------------
+
+
+def _print(topic: Topic, measured: Json, rows: list[Json]) -> None:
+    batch = f"{RANKS} ranks x {SEQUENCES} sequences of {measured['tokens']} tokens"
+    print(f"{measured['backend']}, a decoder of {measured['parameters']:,} parameters, {batch} per optimizer step\n")
+    heads = ["", "memory", "samples/s", "speed", "syncs", "sent", "loss", "gradient", "off"]
+    heads += ["zeroed"] * bool(topic.gradients_of)
+    print_table(heads, [_cells(row, rows[0])[: len(heads)] for row in rows])
+    print()
+    for variant in topic.variants:
+        print(f"{variant.name}: {variant.reason}")
+    print()
+    if any(variant.goal for variant in topic.variants):
+        print_table(*goals(rows), whole=True)
+        print()
+    print("\n".join(_notes(topic, measured)))
+    print("the loop that ran: gradient() and update() in launch/explain/steps.py")
+
+
+def _cells(row: Json, first: Json) -> list[str]:
+    return [
+        row["name"],
+        f"{row['peak_bytes'] / 1e6:.1f} MB",
+        f"{RANKS * SEQUENCES / row['seconds']:.1f}",
+        _speed(row, first),
+        f"{row['synchronisations']:g}",
+        f"{row['sent_bytes'] / 1e6:.1f} MB",
+        "not finite" if row["loss"] is None else f"{row['loss']:.2f}",
+        f"x {row['gradient'] / first['gradient']:.3g}",
+        "" if row is first else f"{row['difference']:.1g}",
+        f"{row['lost']:.2%}",
+    ]
+
+
+def _speed(row: Json, first: Json) -> str:
+    """Times as fast as the first row, and by how much so few steps leave that open."""
+    ratio = first["seconds"] / row["seconds"]
+    return "x 1" if row is first else f"x {ratio:.2f} ± {ratio * (row['off'] + first['off']):.2f}"
+
+
+def goals(rows: list[Json]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of a table with a column for accumulation, for AMP and for both."""
+    first, shown = rows[0], [row for row in rows if row["goal"]]
+    return ["", *(row["goal"] for row in shown)], [
+        ["is for", "batches beyond memory", "faster arithmetic, smaller activations", "large batches, fast"],
+        ["memory", *(f"x {row['peak_bytes'] / first['peak_bytes']:.2f}" for row in shown)],
+        ["speed", *(_speed(row, first) for row in shown)],
+        ["gradient is off by", *(f"{row['difference']:.1g}" for row in shown)],
+        ["exchanges per step", *(f"{row['synchronisations']:g}" for row in shown)],
+        [
+            "can be combined",
+            "yes: divide each loss by their number",
+            "yes: unscale_ fp16 once, before clipping",
+            "they are",
+        ],
+    ]
+
+
+def _notes(topic: Topic, measured: Json) -> list[str]:
+    return [
+        "memory: the most that torch had allocated in a step, or on a CPU the most bytes of live tensors: weights, "
+        "gradients, DDP's buckets and activations",
+        "speed: medians of steps, the variants in turns, ± what so few steps leave open",
+        "syncs and sent: per step and rank, counted by a hook in DDP",
+        f"loss: on the same examples after {STEPS} steps of SGD, {measured['loss_before']:.2f} before",
+        "gradient: its norm in the first step, as SGD gets it, relative to the first row; off: the relative difference",
+        *topic.notes,
+    ]

@@ -1,13 +1,13 @@
-"""What looks like a secret, and how it is kept out of records, and out of jobs that others read."""
+"""Texts that look like a secret, kept out of records, and out of jobs that others read."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from launch.host.assigned import assigned
 from recipes.errors import UserError, mistake
 from recipes.run import HIDDEN, RunSpec
 
@@ -17,8 +17,8 @@ SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
-# Variables that hold one. Not TOKENIZERS_PARALLELISM.
-_NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEY\b|APIKEY|ACCESSKEY)"
+# Variables that hold one, or several. Not TOKENIZERS_PARALLELISM.
+_NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEYS?\b|APIKEY|ACCESSKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # Files also count tokens, name special ones such as `pad_token`, and columns such as `text_key`.
 _HARMLESS_NAME = re.compile(
@@ -27,24 +27,22 @@ _HARMLESS_NAME = re.compile(
     r"|(?:SORT|TEXT|LABEL|INPUT|METRIC|COLUMN|IMAGE|PRIMARY|GROUP|PARTITION|DATA|BATCH|TARGET)[_-]KEY",
     re.IGNORECASE,
 )
-# What a comment assigns, or a text: `DB_PASSWORD = "..."`, `api_key: str = "..."`,
-# `environ["API_KEY"] = "..."`, and the value of a pair such as `hub_token: [value, reason]`.
-# Each part is bounded, or a file of one long word would take minutes.
+# A name before a value: `DB_PASSWORD = `, `environ["API_KEY"] = `, `setdefault("API_KEY", `, and
+# `{"name": "API_KEY", "value": `. Each part is bounded, or a file of one long word would take
+# minutes.
 _LEFT = (
-    rf"((?<![\w.-])[\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})"
-    r"([\"']?\]?\s{0,20}(?::[ \t]{0,20}[\w |.]{1,60}(?==))?[:=]"
+    rf"(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})[\"']?\]?"
+    r"(?:,?\s{0,20}[\"']?value[\"']?)?\s{0,20}(?:[:,]|\+?=(?!=))"
 )
-_QUOTED = [
-    re.compile(
-        rf"{_LEFT}\s{{0,20}}[\[(]?\s{{0,20}}[rbfu]{{0,2}}{quote})"
-        rf"(?![<\[])(?:\\[\s\S]|(?!{quote}){character})++(?={quote})",
-        re.IGNORECASE,
-    )
-    for quote, character in ((3 * '"', r"[^\\]"), (3 * "'", r"[^\\]"), ('"', r"[^\\\n]"), ("'", r"[^\\\n]"))
-]
-# The same without quotes, which is text in YAML, and code in Python. Not numbers: counts of tokens.
+# Somewhere in the line a text begins that is neither a variable's name nor a special token.
+_QUOTED = re.compile(
+    rf"""{_LEFT}(?=[\s\\]{{0,20}}[^\n]{{0,200}}?["'](?![A-Z_]+["'])[^\s"'<\[\])}},:;.])""", re.IGNORECASE
+)
+# Without quotes, which is text in YAML, and code in Python. Not numbers: counts of tokens.
 _PLAIN = re.compile(
-    rf"""{_LEFT}[ \t]{{0,20}}\[?)(?![-+\d._]+\s*(?:[,\]\n]|$))[^\s"'#,\[\](){{}}<>|&*$]{{8,}}""", re.IGNORECASE
+    rf"""{_LEFT}(?=[ \t\[{{|>]{{0,20}}(?:\n[ \t-]{{1,20}})?"""
+    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})""",
+    re.IGNORECASE,
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
 
@@ -79,17 +77,16 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
     return SECRET.sub(HIDDEN, content)
 
 
-def hide_assigned(text: str, is_python: bool = False) -> str:
-    """The text of a file, with what it assigns to a name of a secret as `***`."""
-    parts, done = [], 0
-    for start, end in assigned(text, is_python, _is_secret):
-        if not text.startswith(("<", "["), start):  # a special token
-            parts += [text[done:start], HIDDEN]
-            done = end
-    text = "".join([*parts, text[done:]])
-    for pattern in _QUOTED if is_python else (*_QUOTED, _PLAIN):
-        text = pattern.sub(lambda match: match[1] + match[2] + HIDDEN if _is_secret(match[1]) else match[0], text)
-    return text
+def recorded_text(text: str, is_python: bool = False) -> str:
+    """The text of a file, or its hash behind `***` if it seems to hold a secret."""
+    patterns = (_QUOTED,) if is_python else (_QUOTED, _PLAIN)
+    assigned = any(_is_secret(match[1]) for pattern in patterns for match in pattern.finditer(text))
+    return hashed(text) if assigned or hide(text, in_environment()) != text else text
+
+
+def hashed(text: str) -> str:
+    """The record of a file that seems to hold a secret."""
+    return f"{HIDDEN} it seems to hold a secret; sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _is_secret(name: str) -> bool:

@@ -17,7 +17,7 @@ FIELDS = {
     "command": "train.py and its arguments",
     "launcher": "the launcher and its arguments; empty if there was none",
     "accelerate_config": "the Accelerate YAML that the launcher read; null if there was none",
-    "files": "path -> content of the recipe's files, the Accelerate YAML and the JSONs for an engine",
+    "files": "path -> content of the recipe's files, the Accelerate YAML and the JSONs for an engine, or its hash",
     "paths": "setting -> the file or folder that it named, absolute",
     "folder": "the folder where it was started, from which relative paths count",
     "environment": "environment variables that can change what it computes, as the user had set them",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.host.files import write_whole
-from launch.host.secrets import hide, hide_assigned, in_environment
+from launch.host.secrets import hashed
 from launch.output.surroundings import by_accelerate
 from recipes import legal
 from recipes.errors import Problem, UserError, mistake
@@ -70,7 +70,17 @@ class _Files:
 
     def place(self, path: str) -> str:
         """Where the file is with its recorded content. A file that was not recorded stays."""
-        return path if self._is_as_it_was(path) else self.write(path, self.contents[path], Path(path).name)
+        return path if self._is_as_it_was(path) else self.write(path, self.text(path), Path(path).name)
+
+    def text(self, path: str) -> str:
+        """The recorded content. A file that held a secret is read anew: it has a hash."""
+        content = self.contents[path]
+        if HIDDEN not in content:
+            return content
+        if not self._is_as_it_was(path):
+            what = f"has changed or is missing, and it held a secret, which {NAME} does not keep"
+            raise mistake(path, what, "write it as it was")
+        return Path(path).read_text(encoding="utf-8")
 
     def place_of_recipe(self, path: str, others: list[str]) -> str:
         """As `place`, for a recipe. If one of its files has changed all are written, as they lay
@@ -80,15 +90,12 @@ class _Files:
             return path
         group = [file for file in self.contents if file in (path, *others) or file.endswith((".yaml", ".yml"))]
         above = os.path.commonpath([str(Path(file).parent) for file in group])
-        places = {file: self.write(file, self.contents[file], os.path.relpath(file, above)) for file in group}
+        places = {file: self.write(file, self.text(file), os.path.relpath(file, above)) for file in group}
         return places[path]
 
     def write(self, path: str, content: str, name: str) -> str:
         """Write the content of a file under a name in the folder. Returns its place."""
         target = self.folder / name
-        if HIDDEN in content:
-            what = f"has changed or is missing, and it held a secret, which {NAME} does not keep"
-            raise mistake(path, what, f"write it again, with the recorded content and the secret for {HIDDEN}")
         if not target.resolve().is_relative_to(self.folder.resolve()):
             raise mistake(path, "is not a path of a file", f"a {NAME} as train.py wrote it")
         try:
@@ -106,13 +113,12 @@ class _Files:
 
 
 def _reads(path: str, content: str) -> bool:
-    """Whether a file has this content, in which a secret may be hidden."""
+    """Whether a file has this content, of which the hash is recorded if it held a secret."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
-    hidden = hide_assigned(text, path.endswith(".py"))
-    return content in (text, hidden, hide(hidden), hide(hidden, in_environment()))
+    return content in (text, hashed(text))
 
 
 # --- The Accelerate YAML --------------------------------------------------------------------------
@@ -125,7 +131,7 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
     path = record.get("accelerate_config")
     if path not in files.contents:
         path = str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
-    recorded = _content(files.contents[path], path) if path in files.contents else read_yaml(path, "accelerate_config")
+    recorded = _content(files.text(path), path) if path in files.contents else read_yaml(path, "accelerate_config")
     raw = _with_flags(recorded, record.get("launcher") or [], files.notes)
     _place_deepspeed_file(raw, record, files)
     if raw == recorded:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from launch.host.parent import first_environment, launcher
-from launch.host.secrets import SECRET_NAME, hide_assigned
+from launch.host.secrets import SECRET_NAME, recorded_text
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import Json, RunSpec, recorded
@@ -156,7 +156,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     if yaml:
         paths.append(_deepspeed_file(yaml))
     contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
-    return {path: hide_assigned(text, path.endswith(".py")) for path, text in contents.items() if text is not None}
+    return {path: recorded_text(text, path.endswith(".py")) for path, text in contents.items() if text is not None}
 
 
 def _deepspeed_file(yaml: str) -> str | None:

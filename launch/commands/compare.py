@@ -189,7 +189,7 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
         values = {name: found for _, name, found in rows(contents)} | values
     if options.json:
         pairs = {name: dict(zip(titles, found, strict=True)) for name, found in values.items()}
-        print(json.dumps(_finite(pairs), indent=2, default=str))
+        print(json.dumps(_finite(pairs), indent=2))
         return 0
     if specs:
         _print_heading(next(iter(specs.values())))
@@ -362,13 +362,9 @@ def by_noise(name: str, records: list[Json]) -> list[bool]:
     return [noise_can_make(name, records[0], record) for record in records]
 
 
-def _finite(content: object) -> object:
+def _finite(content: Json) -> Json:
     """NaN and infinity become null: JSON has neither."""
-    if isinstance(content, dict):
-        return {name: _finite(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
 
 
 def _print(names: list[str], records: list[Json], found: Json) -> None:

@@ -89,10 +89,8 @@ class _Files:
         if HIDDEN in content:
             what = f"has changed or is missing, and it held a secret, which {NAME} does not keep"
             raise mistake(path, what, f"write it again, with the recorded content and the secret for {HIDDEN}")
-        if not target.resolve().is_relative_to(self.folder.resolve()):
-            raise mistake(path, "is not a path of a file", f"a {NAME} as train.py wrote it")
         try:
-            write_whole(target, content.encode(errors="backslashreplace"))
+            write_whole(target, content.encode())
         except OSError as error:
             what = f"{target} cannot be written: {error.strerror}"
             raise mistake("output_dir", what, "another --output_dir") from None
@@ -125,7 +123,8 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
     path = record.get("accelerate_config")
     if path not in files.contents:
         path = str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
-    recorded = _content(files.contents[path], path) if path in files.contents else read_yaml(path, "accelerate_config")
+    text = files.contents.get(path)
+    recorded = yaml_content(text, path, "accelerate_config") if text else read_yaml(path, "accelerate_config")
     raw = _with_flags(recorded, record.get("launcher") or [], files.notes)
     _place_deepspeed_file(raw, record, files)
     if raw == recorded:
@@ -133,13 +132,6 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
     import yaml
 
     return files.write(path, yaml.safe_dump(raw, sort_keys=False), "accelerate.yaml")
-
-
-def _content(text: str, path: str) -> Json:
-    content = yaml_content(text, path, "accelerate_config")
-    if not isinstance(content, dict):
-        raise mistake(path, f"is not a YAML with settings in {NAME}", "--accelerate_config with one")
-    return content
 
 
 def _with_flags(recorded: Json, launcher: list[str], notes: list[Problem]) -> Json:

@@ -102,8 +102,6 @@ def _main(argv: list[str]) -> int:
     if rest and not COMMANDS[name].train_flags:
         hint = " (train.py's flags come after --)" if name == "submit" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if dashes := [word for word in own if word.startswith("--") and word.endswith("=--") and word not in rest]:
-        parser.error(f"argument {dashes[0]}: -- is not a value")  # argparse takes it for the end of the flags
     try:
         return options.run(options, [*rest, *passed_on])
     except UserError as error:

@@ -202,15 +202,6 @@ def test_less_is_better_for_a_loss_and_more_for_a_speed(value, wanted):
     assert (margin("tokens_per_second", wanted, record) >= 0) == (value >= wanted)
 
 
-@given(st.dictionaries(st.sampled_from(["bf16", "optim", "new_one"]), st.booleans()))
-def test_only_what_differs_is_shown(values):
-    entries = {name: {"value": value, "source": "command line"} for name, value in values.items()}
-    changed = {name: {**entry, "value": not entry["value"]} for name, entry in entries.items()}
-    one, other = ({"settings": settings} for settings in (entries, changed))
-    assert differing_settings([one, one]) == {}
-    assert set(differing_settings([one, other])) == set(values)
-
-
 def test_a_result_that_no_run_has_is_no_row(runs):
     assert "mfu" not in results([of(runs, "plain")] * 2)
 

@@ -1,1 +1,1 @@
-"""What accelerate-recipes does with a recipe: training, the command, jobs, measuring, reports."""
+"""Training with a recipe: train.py, the `recipes` command, jobs, measuring, reports."""

@@ -1,4 +1,4 @@
-"""What a person reads: the console of one rank, tables, problems, and numbers with their units.
+"""Output for people: the console of one rank, tables, problems, and numbers with their units.
 
 rich is imported only to print: the quick commands use the numbers alone.
 """

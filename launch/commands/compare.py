@@ -451,7 +451,7 @@ _LAST_LOGS = 10
 
 
 def noise_can_make(name: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether noise can make the difference of a result between two records.
+    """True if noise can make the difference of a result between two records.
 
     False too where the records do not tell, as for an evaluation: there is one of each.
     """
@@ -470,7 +470,7 @@ def _off(record: Mapping[str, Any]) -> float:
 
 
 def _losses_cross(first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the difference of the logged losses changes as much from log to log as it is large.
+    """True if the difference of the logged losses changes as much from log to log as it is large.
 
     Runs that see the same examples share the noise of the batches: their difference has none.
     """

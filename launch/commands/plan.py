@@ -13,7 +13,7 @@ from dataclasses import asdict
 from launch.commands import plan_picture
 from launch.commands.train import in_own_yaml
 from launch.flags import Commands, count, spellings
-from launch.terminal import console, print_problems, print_table
+from launch.terminal import console, duration, print_problems, print_table
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, Planned
 from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.shapes import EVALUATION, Components
@@ -228,7 +228,7 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
         print(f"micro-batch 1: of a global batch of {processes} each GPU has one; --global_batch_size asks for more")
     print(f"take {best.name}, {_why(plan)}: {plan.command}")
     for step in plan.next_steps:
-        time = "" if step.seconds is None else f" and {_seconds(step.seconds)} a step"
+        time = "" if step.seconds is None else f" and {duration(step.seconds)} a step"
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
         how = "without offload" if plan.times[best.name].host else "with a smaller micro-batch, not checkpointed"
         install = f" after pip install {step.install}" if step.install else ""
@@ -236,7 +236,7 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
 
 
 def _evaluation(entry: Planned) -> str:
-    """That evaluations need most, and what to write if they do not fit."""
+    """A line for evaluations that need most, with the flag that makes them fit."""
     words = "evaluations need most, not steps"
     if entry.fits:
         return f"{words}: --per_device_eval_batch_size sets their memory"
@@ -262,7 +262,7 @@ def _margin(plan: Plan) -> float:
 
 
 def _why(plan: Plan) -> str:
-    """What the recommended recipe is among those that fit."""
+    """The reason to take the recommended recipe of those that fit."""
     fitting = [plan.times[entry.name] for entry in plan.recipes if entry.fits]
     if len(fitting) == 1:
         return "the only one that fits" if len(plan.recipes) > 1 else "which fits"
@@ -287,11 +287,11 @@ def _print_splits(plan: Plan, name: str, processes: int) -> None:
     }
     times = [split.time for split in plan.choices]
     if time.compute is not None:
-        columns["compute"] = [_seconds(each.compute or 0) for each in times]
+        columns["compute"] = [duration(each.compute or 0) for each in times]
     if processes > 1:
         columns["sent by each GPU"] = [f"{each.sent_bytes / 1e9:,.2f} GB" for each in times]
     if time.communication is not None:
-        columns["sending"] = [_seconds(each.communication or 0) for each in times]
+        columns["sending"] = [duration(each.communication or 0) for each in times]
         columns["of compute"] = [
             f"{(each.communication or 0) / each.compute:.0%}" if each.compute else "" for each in times
         ]
@@ -343,14 +343,8 @@ def _row(entry: Planned, seconds: float | None) -> list[str]:
     batch = f"{entry.micro_batch} x {entry.accumulation}"
     fits = "yes" if entry.fits else "no (host)" if entry.fits_gpu else "no"
     row = [entry.name, batch, *parts, _gib(entry.total_bytes), fits, _gib(entry.host_bytes_per_node)]
-    return row if seconds is None else [*row, _seconds(seconds)]
+    return row if seconds is None else [*row, duration(seconds)]
 
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:,.1f}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"

@@ -104,7 +104,7 @@ class _Files:
 
 
 def _reads(path: str, content: str) -> bool:
-    """Whether a file has this content, in which a secret may be hidden."""
+    """True if a file has this content, in which a secret may be hidden."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError):

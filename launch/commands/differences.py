@@ -15,18 +15,7 @@ from launch.output.record import NO_DIFFERENCE, started
 from launch.terminal import value_text
 from recipes.errors import Problem
 from recipes.mixture import title
-from recipes.run import (
-    BATCH,
-    BEST_MODEL,
-    COMMAND_LINE,
-    FIT,
-    HIDDEN,
-    LIBRARY,
-    Json,
-    RunSpec,
-    fingerprints,
-    recorded,
-)  # fmt: skip
+from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, HIDDEN, LIBRARY, Json, RunSpec, fingerprints, recorded
 
 MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}  # their contents count, not their paths
 _ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
@@ -60,10 +49,10 @@ def rows(records: Sequence[Json]) -> list[Row]:
     found = []
     for part, name in dict.fromkeys(chain.from_iterable(tables)):
         values = [table.get((part, name)) for table in tables]
-        if part == "versions":
-            known = all((part, name) in table for table in tables)
+        if part == "environment":
+            known = all("environment" in record for record in records)
         else:
-            known = all("environment" in record for record in records) if part == "environment" else None not in values
+            known = (part == "versions" and all((part, name) in table for table in tables)) or None not in values
         if known and differs(values):
             found.append(Row(part, name, values))
     return found

@@ -1,1 +1,1 @@
-"""Training with a recipe: train.py, the `recipes` command, jobs, measuring, reports."""
+"""The parts of accelerate-recipes that act: training, the command, jobs, measuring, reports."""

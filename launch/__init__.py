@@ -1,1 +1,1 @@
-"""What accelerate-recipes does with a recipe: training, the command, jobs, measuring, reports."""
+"""The parts of accelerate-recipes that act: training, the command, jobs, measuring, reports."""

@@ -17,13 +17,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from launch.host.files import print_without_reader
-from launch.terminal import (
-    console,
-    finish_printing,
-    name_too_long,
-    print_any_text,
-    print_problems,
-)
+from launch.terminal import console, finish_printing, print_problems
 from recipes import __version__
 from recipes.errors import Problem, UserError, mistake
 
@@ -42,13 +36,14 @@ class Command(NamedTuple):
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
 _TRAIN = ("train", "rerun", "submit", "fit")  # they go on when nobody reads what they print
-_SHOW, _STATUS = ("launch.commands.show",), ("launch.commands.status",)
+_CATALOGUE, _STATUS = ("launch.commands.catalogue",), ("launch.commands.status",)
+_COMPARE = ("launch.commands.compare",)
 
 GROUPS = {
     "choose": {
-        "list": Command("the recipes, one line each", _SHOW),
-        "show": Command("every setting of a recipe or a run, its value and the reason", _SHOW),
-        "copy": Command("write a recipe as a YAML for --config", _SHOW),
+        "list": Command("the recipes, one line each", _CATALOGUE),
+        "show": Command("every setting of a recipe or a run, its value and the reason", _COMPARE),
+        "copy": Command("write a recipe as a YAML for --config", _CATALOGUE),
         "where": Command("paths of train.py and of the YAMLs, of the installed package", ("launch.commands.where",)),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
@@ -67,8 +62,8 @@ GROUPS = {
         "merge": Command("a trained adapter into its base model, checked to be equal", ("launch.commands.merge",)),
     },
     "understand": {
-        "compare": Command("runs side by side: settings, speed, memory, results", ("launch.commands.compare",)),
-        "diff": Command("what differs between two runs or recipes", ("launch.commands.diff",)),
+        "compare": Command("runs side by side: settings, speed, memory, results", _COMPARE),
+        "diff": Command("what differs between two runs or recipes", _COMPARE),
         "scale": Command(
             "measure how a training scales, and report why", ("launch.scaling.run", "launch.scaling.report"), True
         ),
@@ -80,7 +75,6 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0; 1 if the answer is no or something failed; 2 for a mistake; 130 interrupted."""
-    print_any_text()
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:  # also while a command is imported
@@ -108,8 +102,6 @@ def _main(argv: list[str]) -> int:
     if rest and not COMMANDS[name].train_flags:
         hint = " (train.py's flags come after --)" if name == "submit" else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if dashes := [word for word in own if word.startswith("--") and word.endswith("=--") and word not in rest]:
-        parser.error(f"argument {dashes[0]}: -- is not a value")  # argparse takes it for the end of the flags
     try:
         return options.run(options, [*rest, *passed_on])
     except UserError as error:
@@ -120,9 +112,6 @@ def _main(argv: list[str]) -> int:
             _print_problems(problems)
         return 2
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            _print_problems([name_too_long(error)])
-            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         print(f"the disk is full: {error.filename or 'make room'}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the flags of all commands share: both spellings, whole numbers, dataclasses as flags."""
+"""Parts of the flags of all commands: both spellings, whole numbers, dataclasses as flags."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
 
 
 def value_type(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
-    """What reads a field's text. It raises `ArgumentTypeError` for a text that cannot be meant."""
+    """The reader of a field's text. It raises `ArgumentTypeError` for a text it cannot read."""
     return field.metadata.get("type") or (count if "int" in str(field.type) else str)
 
 

@@ -1,4 +1,4 @@
-"""What all plots share: a palette, and matplotlib, imported only when something is drawn."""
+"""Shared by all plots: a palette, and matplotlib, imported only when something is drawn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def families(text: str) -> tuple[list[str], str]:
 
 
 def installed() -> bool:
-    """Whether matplotlib, the extra `plot`, is installed."""
+    """True if matplotlib, the extra `plot`, is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -1,11 +1,10 @@
-"""What a person reads: the console of one rank, tables, problems, and numbers with their units.
+"""Output for people: the console of one rank, tables, problems, and numbers with their units.
 
 rich is imported only to print: the quick commands use the numbers alone.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -45,13 +44,6 @@ def value_text(value: object) -> str:
 # --- Where it is printed -------------------------------------------------------------------------
 
 
-def print_any_text() -> None:
-    """Let a name with bytes that are not text be printed escaped, where print() would raise."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
 def finish_printing() -> None:
     """Drop what nobody reads any more, or Python ends with a complaint about it and code 120."""
     try:
@@ -69,14 +61,6 @@ def _console_class() -> type[Console]:
             raise BrokenPipeError  # rich itself ends the program, with code 1
 
     return PipedConsole
-
-
-def name_too_long(error: OSError) -> Problem:
-    """What is wrong where the system refuses a name of a file for its length."""
-    name = str(error.filename)
-    return Problem(
-        f"{name[:40]}...", f"is too long for the name of a file, with {len(name):,} letters", "a shorter one"
-    )
 
 
 def console(is_main: bool = True, stderr: bool = False) -> Console:

@@ -28,7 +28,7 @@ from launch.host.orphan import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World, launched, prepare_process, process_group, require_launcher, resolve_launched
 from launch.output.record import kept_record
-from launch.terminal import console, print_any_text, print_note, print_problems
+from launch.terminal import console, print_note, print_problems
 from launch.training import banner, failure
 from launch.training.help import train_help
 from launch.training.out_of_memory import catch_out_of_memory
@@ -47,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(train_help())
         return 0
-    print_any_text()
     world, stop = launched(), StopRequest()
     try:
         stop.listen()

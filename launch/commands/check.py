@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from launch.commands.show import as_json
+from launch.commands.catalogue import run_as_json
 from launch.flags import Commands, count, spellings
 from launch.terminal import console, plural, print_problems
 from recipes.errors import Problem, mistake
@@ -46,7 +46,7 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
         errors = probe_in_child(run)
         problems += errors
     if options.json:
-        described = as_json(run, run.chosen())
+        described = run_as_json(run, run.chosen())
         result = {"legal": not errors, "problems": [vars(problem) for problem in problems], **described}
         print(json.dumps(result, indent=2, default=str))
     else:

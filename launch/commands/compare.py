@@ -1,4 +1,4 @@
-"""`recipes compare`: the records of runs side by side: settings, machine, results, targets."""
+"""`recipes show`, `diff` and `compare`: recipes and recorded runs, alone and side by side."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from statistics import median
 from typing import Any
 
-from launch.flags import Commands
-from launch.output import record
-from launch.output.differences import gpu_names
-from launch.output.surroundings import PACKAGES
+from launch.commands.catalogue import RECIPE, run_as_json
+from launch.commands.differences import MATERIAL, differing_settings, differs, gpu_names, rows, source_of
+from launch.flags import Commands, count, spellings
+from launch.output.fields import FIELDS
 from launch.terminal import memory_size, plural, print_table, value_text
-from recipes.errors import mistake
-from recipes.run import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, Json, fingerprints, nearest, recorded
-from recipes.run.metrics import smaller_is_better
-
-# Where a setting can come from, the most deliberate first.
-_SOURCES = (
-    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "data", "default", "recipe", "demonstration",
-    BEST_MODEL, LIBRARY,
+from recipes.catalog import RECIPES
+from recipes.errors import UserError, mistake
+from recipes.run import (
+    LIBRARY,
+    Json,
+    RunSpec,
+    here,
+    nearest,
+    recorded,
+    resolve,
+    shown,
 )  # fmt: skip
+from recipes.run.metrics import smaller_is_better
 
 # Runs that differ in one of these did not train the same: their results are not comparable.
 _TRAINING = {
@@ -48,63 +52,172 @@ _COSTS = (
     "step_time", "samples_per_second", "tokens_per_second", "mfu", "peak_memory_bytes", "train_runtime",
 )  # fmt: skip
 _BY_NOISE = " ~"
-_ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-_NO_RESULT = (
-    "world_size",
-    "data_parallel_size",
-    "num_parameters",
-    "step_time_off",
-)  # numbers in a record that are not results
-
-
-@dataclass(frozen=True)
-class Run:
-    """A record, and the name it has in the tables."""
-
-    name: str
-    path: Path
-    record: Json
-
-    @property
-    def settings(self) -> dict[str, Json]:
-        return self.record["settings"]
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """Its results, NaN (a diverged loss) among them."""
-        return {
-            name: value for name, value in self.record.items() if type(value) in (int, float) and name not in _NO_RESULT
-        }
-
-
-@dataclass(frozen=True)
-class Target:
-    """A value that a result should reach: at least, or at most if less is better."""
-
-    metric: str
-    value: float
-
-    @property
-    def less_is_better(self) -> bool:
-        costs = any(word in self.metric for word in ("loss", "time", "memory", "perplexity"))
-        return costs or smaller_is_better(self.metric) is True
-
-    def margin(self, run: Run) -> float | None:
-        """How much better a run is than asked, negative if worse; None if it has no such number."""
-        value = run.numbers.get(self.metric)
-        if value is None or not math.isfinite(value):
-            return None
-        return self.value - value if self.less_is_better else value - self.value
-
-    def met(self, run: Run) -> bool:
-        margin = self.margin(run)
-        return margin is not None and margin >= 0
-
-    def __str__(self) -> str:
-        return f"{self.metric} {'at most' if self.less_is_better else 'at least'} {self.value:g}"
+# Numbers in a record that are not results.
+_NO_RESULT = ("world_size", "data_parallel_size", "num_parameters", "step_time_off")
 
 
 def add_parser(commands: Commands) -> None:
+    _add_show(commands)
+    _add_diff(commands)
+    _add_compare(commands)
+
+
+# --- show -----------------------------------------------------------------------------------------
+
+
+def _add_show(commands: Commands) -> None:
+    fields = "\n".join(f"  {name:<20}{meaning}" for name, meaning in FIELDS.items())
+    parser = commands.add_parser(
+        "show",
+        allow_abbrev=False,
+        epilog=f"fields of a run.json:\n{fields}\nand Trainer's own results, under its names",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help=f"{RECIPE}; or a run: its output folder, or run.json")
+    parser.add_argument("--diff", metavar="OTHER", help="only what differs from another recipe or run")
+    parser.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
+    parser.add_argument(*spellings("global_batch_size"), type=count, help="examples per optimizer step [16]")
+    parser.add_argument("--json", action="store_true", help="for scripts; of a run, its record as it is")
+    parser.set_defaults(run=show)
+
+
+def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    if options.diff:
+        options.names = [options.name, options.diff]
+        return diff(options, rest)
+    if _is_run(options.name):
+        _show_run(options)
+        return 0
+    run = _resolve_recipe(options.name, options.num_processes, options.global_batch_size)
+    settings = {name: setting for name, setting in run.chosen().items() if name != "recipe"}
+    if options.json:
+        print(json.dumps(run_as_json(run, settings), indent=2, default=str))
+        return 0
+    _print_heading(run)
+    of_the_recipe = []  # its two values that are no settings of train.py
+    for name in ("engine", "micro_batch_cap"):
+        value, reason = run.recipe.fixed(name)
+        by, _ = run.recipe.stated(name) or (run.recipe, None)
+        of_the_recipe.append([name, value, by.source, reason])
+    _print_settings([*of_the_recipe, *([name, s.value, s.source, s.reason] for name, s in settings.items())])
+    return 0
+
+
+def _show_run(options: argparse.Namespace) -> None:
+    record = recorded.read(options.name, "NAME")
+    if options.num_processes or options.global_batch_size:
+        what = f"{options.name} is a run, which had its own processes and batch"
+        raise mistake("NAME", what, "leave --num_processes and --global_batch_size out")
+    if options.json:
+        print(json.dumps(record, indent=2))
+        return
+    machine = record.get("hardware", {})
+    hardware = gpu_names(machine) if machine.get("gpus") else f"CPU, {plural(machine.get('cores', 1), 'core')}"
+    world = plural(record.get("world_size") or 1, "process")
+    error = f": {record['error']}" if "error" in record else ""
+    print(f"{record.get('recipe')}, {record['status']}{error}")
+    print(f"on {hardware}, {world}, {record.get('engine')}, started {record.get('started')}\n")
+    if table := _result_rows(results([record]), {}):
+        print_table(["result", "value"], table)
+        print()
+    chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}
+    _print_settings(
+        [[name, entry["value"], entry["source"], entry.get("reason", "")] for name, entry in chosen.items()]
+    )
+
+
+def _print_settings(rows: list[list]) -> None:
+    print_table(
+        ["setting", "value", "from", "reason"], [[name, value_text(value), *rest] for name, value, *rest in rows]
+    )
+
+
+def _is_run(name: str) -> bool:
+    """True for the name of a folder or a .json, there or not. Any other is a recipe's."""
+    is_recipe = name in RECIPES or name.endswith((".yaml", ".yml")) or ".py" in name
+    return not is_recipe and ("/" in name or name.endswith(".json") or Path(name).is_dir())
+
+
+def _resolve_recipe(name: str, processes: int | None, batch: int | None, demonstrates: bool = False) -> RunSpec:
+    """A recipe's run here. Raises `UserError` with every problem."""
+    settings = {"recipe": name} | ({"global_batch_size": batch} if batch else {})
+    run = resolve(place=here(processes, trained_by="train.py" if demonstrates else "nobody"), settings=settings)
+    if run.problems:
+        raise UserError(*run.problems)
+    return run
+
+
+def _print_heading(run: RunSpec) -> None:
+    print(f"{run.recipe.name}: {run.recipe.purpose}")
+    world = plural(run.world_size, "process")
+    print(f"on {run.hardware}, {world}, {run.engine_title} ({run.recipe.engine}), batch {run.batch}\n")
+
+
+# --- diff -----------------------------------------------------------------------------------------
+
+
+def _add_diff(commands: Commands) -> None:
+    parser = commands.add_parser("diff", allow_abbrev=False, usage="recipes diff A B [--num_processes N] [--json]")
+    parser.add_argument("names", metavar="A B", nargs=2, help="a run's output folder or run.json, or a recipe")
+    parser.add_argument(*spellings("num_processes"), type=count, help="of recipes [the run's, or 1]")
+    parser.add_argument(*spellings("global_batch_size"), type=count, help="of recipes [the run's, or 16]")
+    parser.add_argument("--json", action="store_true", help="name -> value in A and in B")
+    parser.set_defaults(run=diff)
+
+
+def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the differences of two runs or recipes. Recipes are resolved for the run's processes
+    and global batch, or for those of the `options`. Raises `UserError`.
+    """
+    names = options.names
+    records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
+    around: Json = next(iter(records.values()), {})
+    trained = around.get("settings", {})
+    processes = options.num_processes or around.get("world_size")
+    batch = options.global_batch_size or trained.get("global_batch_size", {}).get("value")
+    demonstrates = bool(trained) and not any(trained.get(name, {}).get("value") for name in MATERIAL)
+    specs = {name: _resolve_recipe(name, processes, batch, demonstrates) for name in names if name not in records}
+    for name, spec in specs.items():
+        records[name] = _as_record(spec, spec.recipe.engine if len(specs) == len(names) else spec.engine_title)
+    titles = _names_of([Path(name) for name in names]) if not specs else names
+    contents = [records[name] for name in names]
+    settings = differing_settings(contents)
+    if specs:
+        settings.pop("recipe", None)  # that they are two recipes is known
+    values = {name: [entry["value"] for entry in entries] for name, entries in settings.items()}
+    if not (options.json and specs):  # whose engine is named in the heading
+        values = {name: found for _, name, found in rows(contents)} | values
+    if options.json:
+        pairs = {name: dict(zip(titles, found, strict=True)) for name, found in values.items()}
+        print(json.dumps(_finite(pairs), indent=2))
+        return 0
+    if specs:
+        _print_heading(next(iter(specs.values())))
+    if not values:
+        print("nothing differs")
+        return 0
+    table = [[name, *map(value_text, found), _reason(settings.get(name), titles)] for name, found in values.items()]
+    print_table(["setting", *titles, "reason"], table)
+    return 0
+
+
+def _reason(entries: list[Json] | None, titles: Sequence[str]) -> str:
+    """Why the first chose the value; if it kept the default, why the second did not."""
+    mine, theirs = (entry.get("reason", "") for entry in entries or ({}, {}))
+    return mine or (f"{titles[1]}: {theirs}" if theirs else "")
+
+
+def _as_record(run: RunSpec, engine: str) -> Json:
+    """As much of a record as is known of a run that has not begun."""
+    entries = {name: vars(run.setting(name)) for name in run}
+    settings = {name: {**entry, "value": shown(name, entry["value"])} for name, entry in entries.items()}
+    return {"engine": engine, "settings": settings}
+
+
+# --- compare --------------------------------------------------------------------------------------
+
+
+def _add_compare(commands: Commands) -> None:
     parser = commands.add_parser(
         "compare",
         allow_abbrev=False,
@@ -128,14 +241,24 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if len(options.runs) < 2:
         raise mistake("RUN", "is only one run", "name two or more")
     paths = [Path(word) for word in options.runs]
-    records = [_read(path) for path in paths]
-    runs = [Run(*entry) for entry in zip(names_of(paths), paths, records, strict=True)]
-    targets = [_target(metric, value, runs) for metric, value in options.target]
-    print(json.dumps(finite(as_json(runs, targets)), indent=2)) if options.json else _print(runs, targets)
-    return 0 if not targets or _meet_all(runs, targets) else 1
-
-
-# --- Reading --------------------------------------------------------------------------------------
+    names, records = _names_of(paths), [_read(path) for path in paths]
+    targets = [(metric, _wanted(metric, value, records)) for metric, value in options.target]
+    found = comparison(records, targets)
+    met = [
+        name for name, *each in zip(names, *(target["met"] for target in found["targets"]), strict=True) if all(each)
+    ]
+    if options.json:
+        runs = [
+            {"name": name, "path": str(path)}
+            | {key: record.get(key) for key in ("recipe", "status", "error") if key != "error" or key in record}
+            for name, path, record in zip(names, paths, records, strict=True)
+        ]
+        print(json.dumps(_finite({"runs": runs, **found, **({"meets_all": met} if targets else {})}), indent=2))
+    else:
+        _print(names, records, found)
+        if targets:
+            print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
+    return 0 if met or not targets else 1
 
 
 def _read(path: Path) -> Json:
@@ -148,190 +271,118 @@ def _read(path: Path) -> Json:
     return content
 
 
-def names_of(paths: list[Path]) -> list[str]:
+def _names_of(paths: list[Path]) -> list[str]:
     """The names of the folders; the paths as written if two folders have one name."""
     names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
     return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
-def _target(metric: str, value: str, runs: list[Run]) -> Target:
-    known = sorted({name for run in runs for name in run.numbers})
+def _wanted(metric: str, value: str, records: list[Json]) -> float:
+    known = sorted({name for record in records for name in _numbers(record)})
     if metric not in known:
         fix = nearest(metric, known) or ("one of " + ", ".join(known) if known else "a run that has ended well")
         raise mistake("target", f"no run has a result {metric!r}", fix)
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise mistake("target", f"{metric} {value!r} is not a number", f"--target {metric} NUMBER")
-    return Target(metric, number)
+    with suppress(ValueError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise mistake("target", f"{metric} {value!r} is not a number", f"--target {metric} NUMBER")
 
 
-# --- What differs ---------------------------------------------------------------------------------
+def comparison(records: list[Json], targets: Sequence[tuple[str, float]] = ()) -> Json:
+    """The tables of a comparison. Lists are in the order of the runs.
+
+    `margin`: by how much a target is met; negative if it is missed, None without such a number.
+    """
+    found = results(records)
+    margins = [[margin(metric, value, record) for record in records] for metric, value in targets]
+    return {
+        "other_training": other_training(records),
+        "settings": _settings_by_source(records),
+        "surroundings": {row.name: row.values for row in rows(records)},
+        "results": found,
+        "noise_can_make": {name: marks for name in found if any(marks := by_noise(name, records))},
+        "targets": [
+            {"metric": metric, "value": value, "met": [by is not None and by >= 0 for by in each], "margin": each}
+            for (metric, value), each in zip(targets, margins, strict=True)
+        ],
+    }
 
 
-def other_training(runs: list[Run]) -> list[str]:
-    """What differs in the training itself; empty if all runs trained the same."""
-    found = []
+def other_training(records: list[Json]) -> list[str]:
+    """The parts of the training itself that differ; empty if all runs trained the same."""
+    settings, found = differing_settings(records), []
     for what, names in _TRAINING.items():
-        values = {name: [run.settings.get(name, {}).get("value") for run in runs] for name in names}
-        differing = [name for name in names if _differs(values[name]) and not _same_contents(runs, name)]
-        if what == "data" and not differing and _other_data(runs):
+        differing = [name for name in names if name in settings]
+        if what == "data" and not differing and any(row.name == "data" for row in rows(records)):
             differing = ["same name, other contents"]
         if differing:
             found.append(f"{what} ({', '.join(differing)})")
     return found
 
 
-def _same_contents(runs: list[Run], name: str) -> bool:
-    """Whether a setting names the same model or data in all runs, if in other folders."""
-    field = {"model_name_or_path": "model", "dataset_name": "data"}.get(name, "")
-    prints = {run.record.get(field) for run in runs}
-    names = {Path(str(run.settings.get(name, _ABSENT)["value"])).name for run in runs}
-    return len(prints) == len(names) == 1 and None not in prints
+def _settings_by_source(records: list[Json]) -> dict[str, dict[str, list[Json]]]:
+    """Source -> setting -> its value and source in each run."""
+    groups: dict[str, dict[str, list[Json]]] = {}
+    for name, entries in differing_settings(records).items():
+        shortened = [{"value": entry["value"], "source": entry["source"]} for entry in entries]
+        groups.setdefault(source_of(entries), {})[name] = shortened
+    return groups
 
 
-def _other_data(runs: list[Run]) -> bool:
-    return any(fingerprints.differ(runs[0].record.get("data"), run.record.get("data")) for run in runs[1:])
+def _numbers(record: Json) -> dict[str, float]:
+    """The results of a run, NaN (a diverged loss) among them."""
+    return {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
 
 
-def differing_settings(runs: list[Run]) -> dict[str, dict[str, list[Json]]]:
-    """Source -> setting -> its entry in each run.
-
-    The source is the most deliberate one that it has in any of them.
-    """
-    groups: dict[str, dict[str, list[Json]]] = {source: {} for source in _SOURCES}
-    for name in sorted({name for run in runs for name in run.settings} - record.NO_DIFFERENCE):
-        entries = [run.settings.get(name, _ABSENT) for run in runs]
-        if _differs([entry["value"] for entry in entries]) and not _same_contents(runs, name):
-            source = min((_group(entry["source"]) for entry in entries), key=_SOURCES.index)
-            groups[source][name] = [{"value": entry["value"], "source": entry["source"]} for entry in entries]
-    return {source: settings for source, settings in groups.items() if settings}
-
-
-def _group(source: str) -> str:
-    """The kind of a source: recipes and files have names of their own."""
-    if source.startswith("recipe "):
-        return "recipe"
-    return source if source in _SOURCES else "file"
-
-
-def surroundings(runs: list[Run]) -> dict[str, list]:
-    """What differs besides settings: engine, world, hardware, versions, code, environment, and the
-    contents of model and data. What one of the records does not have cannot differ.
-    """
-    records = [run.record for run in runs]
-    found = {name: [content.get(name) for content in records] for name in ("engine", "world_size", "peak_memory_of")}
-    found |= {name: _contents(records, name) for name in ("data", "model")}
-    found["code"] = [content.get("code", {}).get("source") for content in records]
-    for part in ("hardware", "versions"):
-        inner = [content.get(part, {}) for content in records]
-        names = [name for name in inner[0] if all(name in entries for entries in inner)]
-        found |= {name: [entries[name] for entries in inner] for name in names}
-    if all("gpus" in content.get("hardware", {}) for content in records):
-        found["gpus"] = [gpu_names(content["hardware"]) for content in records]
-    known = {name: values for name, values in found.items() if name in PACKAGES or None not in values}
-    if all("environment" in content for content in records):
-        variables = sorted({name for content in records for name in content["environment"]})
-        known |= {name: [content["environment"].get(name) for content in records] for name in variables}
-    return {name: values for name, values in known.items() if _differs(values)}
-
-
-def _contents(records: list[Json], name: str) -> list[Any]:
-    """The fingerprints of data or model; all the same if they cannot be compared."""
-    prints = [content.get(name) for content in records]
-    return prints if any(fingerprints.differ(prints[0], other) for other in prints[1:]) else [None] * len(prints)
-
-
-def results(runs: list[Run]) -> dict[str, list[float | None]]:
+def results(records: list[Json]) -> dict[str, list[float | None]]:
     """Losses, metrics of the evaluation, speed and memory, as far as any run has them."""
-    speed_of_evaluation = ("_runtime", "_per_second")
-    evaluated = {name for run in runs for name in run.numbers if name.startswith("eval_")}
-    metrics = sorted(name for name in evaluated if not name.endswith(speed_of_evaluation))
+    numbers = [_numbers(record) for record in records]
+    evaluated = {name for found in numbers for name in found if name.startswith("eval_")}
+    metrics = sorted(name for name in evaluated if not name.endswith(("_runtime", "_per_second")))
     names = [*_RESULTS, *metrics, "exchanges_per_step", *_COSTS]
-    found = {name: [run.numbers.get(name) for run in runs] for name in names}
-    return {name: values for name, values in found.items() if any(value is not None for value in values)}
+    table = {name: [found.get(name) for found in numbers] for name in names}
+    return {name: values for name, values in table.items() if any(value is not None for value in values)}
 
 
-def by_noise(name: str, runs: list[Run]) -> list[bool]:
-    """Of each run, whether noise can make its difference from the first."""
-    return [noise_can_make(name, runs[0].record, run.record) for run in runs]
+def margin(metric: str, wanted: float, record: Json) -> float | None:
+    """How much better a run is than asked, negative if worse; None if it has no such number."""
+    value = _numbers(record).get(metric)
+    if value is None or not math.isfinite(value):
+        return None
+    return wanted - value if _less_is_better(metric) else value - wanted
 
 
-def _differs(values: list) -> bool:
-    return any(value != values[0] for value in values[1:])
+def _less_is_better(metric: str) -> bool:
+    costs = any(word in metric for word in ("loss", "time", "memory", "perplexity"))
+    return costs or smaller_is_better(metric) is True
 
 
-def _meet_all(runs: list[Run], targets: list[Target]) -> list[Run]:
-    return [run for run in runs if all(target.met(run) for target in targets)]
+def by_noise(name: str, records: list[Json]) -> list[bool]:
+    """For each run, True if noise can make its difference from the first."""
+    return [noise_can_make(name, records[0], record) for record in records]
 
 
-# --- Showing --------------------------------------------------------------------------------------
-
-
-def as_json(runs: list[Run], targets: list[Target]) -> Json:
-    """Lists are in the order of the runs.
-
-    `margin`: by how much a target is met; negative if it is missed.
-    """
-    return {
-        "runs": [
-            {
-                "name": run.name,
-                "path": str(run.path),
-                "recipe": run.record.get("recipe"),
-                "status": run.record["status"],
-            }
-            | ({"error": run.record["error"]} if "error" in run.record else {})
-            for run in runs
-        ],
-        "other_training": other_training(runs),
-        "settings": differing_settings(runs),
-        "surroundings": surroundings(runs),
-        "results": results(runs),
-        "noise_can_make": {name: marks for name in results(runs) if any(marks := by_noise(name, runs))},
-        "targets": [
-            {
-                "metric": target.metric,
-                "value": target.value,
-                "met": [target.met(run) for run in runs],
-                "margin": [target.margin(run) for run in runs],
-            }
-            for target in targets
-        ],
-        **({"meets_all": [run.name for run in _meet_all(runs, targets)]} if targets else {}),
-    }
-
-
-def finite(content: object) -> object:
+def _finite(content: Json) -> Json:
     """NaN and infinity become null: JSON has neither."""
-    if isinstance(content, dict):
-        return {name: finite(value) for name, value in content.items()}
-    if isinstance(content, list):
-        return [finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    return json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
 
 
-def _print(runs: list[Run], targets: list[Target]) -> None:
-    other = other_training(runs)
-    if other:
-        print(f"not the same training, which changes the results too: other {', '.join(other)}\n")
-    names = [run.name for run in runs]
-    settings = _setting_rows(runs)
-    _table(["set by", "setting", *names], settings) if settings else print("no setting differs\n")
-    _table(["ran with", *names], [[name, *map(value_text, values)] for name, values in surroundings(runs).items()])
-    rows = result_rows(runs)
-    _table(["result", *names], [["status", *(run.record["status"] for run in runs)], *rows])
-    if any(cell.endswith(_BY_NOISE) for row in rows for cell in row):
+def _print(names: list[str], records: list[Json], found: Json) -> None:
+    if found["other_training"]:
+        other = ", ".join(found["other_training"])
+        print(f"not the same training, which changes the results too: other {other}\n")
+    if not found["settings"]:
+        print("no setting differs\n")
+    _table(["set by", "setting", *names], _setting_rows(found["settings"]))
+    _table(["ran with", *names], [[name, *map(value_text, values)] for name, values in found["surroundings"].items()])
+    status = ["status", *(record["status"] for record in records)]
+    _table(["result", *names], [status, *_result_rows(found["results"], found["noise_can_make"])])
+    if found["noise_can_make"]:
         print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
-    for run in runs:
-        if "error" in run.record:
-            print(f"{run.name}: {run.record['error']}")
-    if targets:
-        _table(["target", *names], [[str(target), *(_verdict(target, run) for run in runs)] for target in targets])
-        met = [run.name for run in _meet_all(runs, targets)]
-        print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
+    for name, record in zip(names, records, strict=True):
+        if "error" in record:
+            print(f"{name}: {record['error']}")
+    _table(["target", *names], [_target_row(target, records) for target in found["targets"]])
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> None:
@@ -340,41 +391,34 @@ def _table(headings: list[str], rows: list[list[str]]) -> None:
         print()
 
 
-def _setting_rows(runs: list[Run]) -> list[list[str]]:
+def _setting_rows(groups: dict[str, dict[str, list[Json]]]) -> list[list[str]]:
     rows = []
-    for source, settings in differing_settings(runs).items():
+    for source, settings in groups.items():
         for index, (name, entries) in enumerate(settings.items()):
-            one_source = not _differs([entry["source"] for entry in entries])
+            one_source = not differs([entry["source"] for entry in entries])
             cells = [value_text(entry["value"]) + ("" if one_source else f" ({entry['source']})") for entry in entries]
             rows.append(["" if index else source, name, *cells])
     return rows
 
 
-def result_rows(runs: list[Run]) -> list[list[str]]:
+def _result_rows(table: dict[str, list[float | None]], noise: Mapping[str, list[bool]]) -> list[list[str]]:
     """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
-    return [
-        [
-            name,
-            *(_cell(name, value, values[0], noise) for value, noise in zip(values, by_noise(name, runs), strict=True)),
-        ]
-        for name, values in results(runs).items()
-    ]
+    found = []
+    for name, values in table.items():
+        marks = noise.get(name) or [False] * len(values)
+        cells = [_cell(name, value, values[0]) for value in values]
+        found.append([name, *(cell + _BY_NOISE * marked for cell, marked in zip(cells, marks, strict=True))])
+    return found
 
 
-def _cell(name: str, value: float | None, first: float | None, noise: bool) -> str:
+def _cell(name: str, value: float | None, first: float | None) -> str:
     if value is None:
         return "-"
     shown = _format(name)(value)
     if first is None or first == value or not math.isfinite(first - value):
         return shown
     beside = f"x {value / first:.2f}" if name in _COSTS and first else f"{value - first:+.4g}"
-    return f"{shown} ({beside}){_BY_NOISE if noise else ''}"
-
-
-def hardware(content: Json) -> str:
-    """The GPUs of a record's machine, or its CPU."""
-    machine = content.get("hardware", {})
-    return gpu_names(machine) if machine.get("gpus") else f"CPU, {plural(machine.get('cores', 1), 'core')}"
+    return f"{shown} ({beside})"
 
 
 def _format(name: str) -> Callable[[float], str]:
@@ -386,12 +430,16 @@ def _format(name: str) -> Callable[[float], str]:
     return lambda value: f"{value:,.4g}{unit}" if abs(value) < 10_000 else f"{value:,.0f}{unit}"
 
 
-def _verdict(target: Target, run: Run) -> str:
-    margin = target.margin(run)
-    if margin is None:
-        return "missed: no such result" if target.metric not in run.numbers else "missed: it is not a number"
-    share = f" ({abs(margin / target.value):.1%})" if target.value else ""
-    return f"{'met' if margin >= 0 else 'missed'} by {abs(margin):.4g}{share}"
+def _target_row(target: Json, records: list[Json]) -> list[str]:
+    metric, wanted = target["metric"], target["value"]
+    cells = []
+    for by, record in zip(target["margin"], records, strict=True):
+        if by is None:
+            cells.append("missed: it is not a number" if metric in _numbers(record) else "missed: no such result")
+        else:
+            share = f" ({abs(by / wanted):.1%})" if wanted else ""
+            cells.append(f"{'met' if by >= 0 else 'missed'} by {abs(by):.4g}{share}")
+    return [f"{metric} {'at most' if _less_is_better(metric) else 'at least'} {wanted:g}", *cells]
 
 
 # --- Differences that noise can make --------------------------------------------------------------
@@ -403,7 +451,7 @@ _LAST_LOGS = 10
 
 
 def noise_can_make(name: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether noise can make the difference of a result between two records.
+    """True if noise can make the difference of a result between two records.
 
     False too where the records do not tell, as for an evaluation: there is one of each.
     """
@@ -422,7 +470,7 @@ def _off(record: Mapping[str, Any]) -> float:
 
 
 def _losses_cross(first: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the difference of the logged losses changes as much from log to log as it is large.
+    """True if the difference of the logged losses changes as much from log to log as it is large.
 
     Runs that see the same examples share the noise of the batches: their difference has none.
     """

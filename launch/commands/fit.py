@@ -21,21 +21,17 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--recipe", help="[--config's, or standard]")
     parser.add_argument(*spellings("num_processes"), type=count, help="processes here [one per GPU]")
-    parser.set_defaults(run=fit_run)
+    parser.set_defaults(run=fit)
 
 
-def fit_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    return fit(options.recipe, argv, options.num_processes)
-
-
-def fit(recipe: str | None, argv: Sequence[str], processes: int | None = None) -> int:
+def fit(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run train.py with --fit_only on this machine. Returns its exit code."""
-    job = here.job_here(recipe, with_flags(argv, {"fit_only": True}), processes, says_advice=False)
+    recipe = options.recipe
+    job = here.job_here(recipe, with_flags(argv, {"fit_only": True}), options.num_processes, says_advice=False)
     refuse_while_in_use(job.folder)
     code = here.run_script(without_secrets(local.render(job)), job)
     if code == 0:
         training = with_flags(argv, {"fit": None, "fit_only": None})
-        chosen = ["--recipe", recipe] if recipe else []
-        words = [*chosen, "--processes_per_node", str(job.processes_per_node), "--", *training]
-        print(f"train with it: recipes submit local {join(words)}")
+        words = ["--recipe", recipe] * bool(recipe) + ["--processes_per_node", str(job.processes_per_node)]
+        print(f"train with it: recipes submit local {join([*words, '--', *training])}")
     return code

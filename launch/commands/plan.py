@@ -12,9 +12,9 @@ from dataclasses import asdict
 
 from launch.commands import plan_picture
 from launch.commands.train import in_own_yaml
-from launch.flags import Commands, count
-from launch.terminal import console, print_problems, print_table
-from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, BatchSplit, Planned
+from launch.flags import Commands, count, spellings
+from launch.terminal import console, duration, print_problems, print_table
+from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, Planned
 from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.shapes import EVALUATION, Components
 from recipes.planner.speed import StepTime
@@ -41,7 +41,7 @@ _OTHER_COLUMNS = {
     "host": "RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save",
     "step": "seconds of an optimizer step: compute, what it does not hide of sending, and offload",
 }
-_NOT_COUNTED = "memory of data loading; kernels of torch.compile"
+_ASKED = ("gpu", "gpu_memory", "host_memory", "nodes", "recipe", "accelerate_config", "mfu", "bandwidth")
 
 
 def add_parser(commands: Commands) -> None:
@@ -54,19 +54,15 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--model", required=True, help="a Hub id, a folder, a config.json, or a size: 7B")
     parser.add_argument("--gpu", metavar="NAME", help="a card: A100 80GB, H100, L4, ...")
-    parser.add_argument("--gpu_memory", "--gpu-memory", metavar="GB", type=_size, help="usable GB of another card")
+    parser.add_argument(*spellings("gpu_memory"), metavar="GB", type=_size, help="usable GB of another card")
     ram = "GB of RAM per node [any is enough]"
-    parser.add_argument("--host_memory", "--host-memory", metavar="GB", type=_size, help=ram)
+    parser.add_argument(*spellings("host_memory"), metavar="GB", type=_size, help=ram)
     gpus = "number of GPUs [num_processes of an Accelerate YAML of your own, or 1]"
-    parser.add_argument("--num_processes", "--num-processes", type=count, help=gpus)
+    parser.add_argument(*spellings("num_processes"), type=count, help=gpus)
     parser.add_argument("--nodes", type=count, default=1, help="nodes that these GPUs are on [1]")
     parser.add_argument("--recipe", metavar="NAME", help="plan only this recipe, or a file of your own")
-    parser.add_argument(
-        "--accelerate_config",
-        "--accelerate-config",
-        metavar="FILE|NAME",
-        help="instead of the recipe's own YAML",
-    )
+    yaml = "instead of the recipe's own YAML"
+    parser.add_argument(*spellings("accelerate_config"), metavar="FILE|NAME", help=yaml)
     share = "share of the GPU's peak that a step reaches [as published for the card]"
     parser.add_argument("--mfu", metavar="SHARE", type=_share, help=share)
     busbw = "between GPUs: busbw of nccl-tests [NVLink's or PCIe's, in one node]"
@@ -98,20 +94,9 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.plot is not None:
         plan_picture.require_writable(options.plot)
     processes = options.num_processes or in_own_yaml(options.accelerate_config) or 1
+    asked = {name: getattr(options, name) for name in _ASKED}
     with _note_if_slow(options.model):
-        plan = plan_memory(
-            options.model,
-            gpu=options.gpu,
-            gpu_memory=options.gpu_memory,
-            num_processes=processes,
-            nodes=options.nodes,
-            recipe=options.recipe,
-            argv=rest,
-            accelerate_config=options.accelerate_config,
-            mfu=options.mfu,
-            bandwidth=options.bandwidth,
-            host_memory=options.host_memory,
-        )
+        plan = plan_memory(options.model, num_processes=processes, argv=rest, **asked)
     if options.plot:
         plan_picture.draw(plan, _HEADS, options.plot)
     print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.explain)
@@ -123,7 +108,6 @@ def _note_if_slow(model: str) -> Iterator[None]:
     """A line on stderr if the plan takes a while: each micro-batch that it tries runs the model."""
     words = f"planning {model}: up to a minute for a large model, or where little fits"
     timer = threading.Timer(_SILENT_SECONDS, print, (words,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     timer.start()
     try:
         yield
@@ -155,25 +139,18 @@ def as_json(plan: Plan) -> Json:
         "command": plan.command,
         "advice": [vars(problem) for problem in plan.advice],
         "recipes": [
-            {**asdict(entry), **_totals(entry.components), **_time_as_json(plan.times[entry.name])}
-            for entry in plan.recipes
+            asdict(entry) | _totals(entry.components) | _time_as_json(plan.times[entry.name]) for entry in plan.recipes
         ],
-        "choices": [
-            {
-                **{name: value for name, value in vars(split).items() if name != "time"},
-                **_time_as_json(split.time),
-            }
-            for split in plan.choices
-        ],
+        "choices": [_without(split, "time") | _time_as_json(split.time) for split in plan.choices],
         "refused": plan.refused,
         "next_steps": [
-            {
-                **{name: value for name, value in vars(step).items() if name != "seconds"},
-                "step_ms": _milliseconds(step.seconds),
-            }
-            for step in plan.next_steps
+            _without(step, "seconds") | {"step_ms": _milliseconds(step.seconds)} for step in plan.next_steps
         ],
     }
+
+
+def _without(entry: object, left_out: str) -> Json:
+    return {name: value for name, value in vars(entry).items() if name != left_out}
 
 
 def _totals(components: Components) -> Json:
@@ -186,12 +163,8 @@ def _totals(components: Components) -> Json:
 
 
 def _time_as_json(time: StepTime) -> Json:
-    return {
-        "sent_bytes": time.sent_bytes,
-        "compute_ms": _milliseconds(time.compute),
-        "communication_ms": _milliseconds(time.communication),
-        "host_ms": _milliseconds(time.host),
-    }
+    parts = {"compute": time.compute, "communication": time.communication, "host": time.host}
+    return {"sent_bytes": time.sent_bytes} | {f"{name}_ms": _milliseconds(part) for name, part in parts.items()}
 
 
 def _milliseconds(seconds: float | None) -> int | None:
@@ -229,9 +202,11 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
         if entry.moment == EVALUATION:
             print(f"{entry.name}: {_evaluation(entry)}")
     if varied := [entry for entry in plan.recipes if entry.varied_bytes > entry.total_bytes * (1 + MARGIN)]:
-        print(_varied(varied))
-    for note, names in _notes(plan).items():
-        print(f"{', '.join(names)}: {note}")
+        kept = ", ".join(f"{_gib(entry.varied_bytes)} GiB ({entry.name})" for entry in varied)
+        print(f"lengths vary, so torch may come to keep {kept}, in pieces of all sizes;")
+        print("with PYTORCH_ALLOC_CONF=expandable_segments:True it keeps about the total")
+    for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
+        print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():
         print(f"{name}: not legal with these flags: {why}")
     print()
@@ -253,7 +228,7 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
         print(f"micro-batch 1: of a global batch of {processes} each GPU has one; --global_batch_size asks for more")
     print(f"take {best.name}, {_why(plan)}: {plan.command}")
     for step in plan.next_steps:
-        time = "" if step.seconds is None else f" and {_seconds(step.seconds)} a step"
+        time = "" if step.seconds is None else f" and {duration(step.seconds)} a step"
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
         how = "without offload" if plan.times[best.name].host else "with a smaller micro-batch, not checkpointed"
         install = f" after pip install {step.install}" if step.install else ""
@@ -261,31 +236,13 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
 
 
 def _evaluation(entry: Planned) -> str:
-    """That evaluations need most, and what to write if they do not fit."""
+    """A line for evaluations that need most, with the flag that makes them fit."""
     words = "evaluations need most, not steps"
     if entry.fits:
         return f"{words}: --per_device_eval_batch_size sets their memory"
     if entry.evaluation_batch is None:
         return words
     return f"{words}; with --per_device_eval_batch_size {entry.evaluation_batch} they fit"
-
-
-def _notes(plan: Plan) -> dict[str, list[str]]:
-    """What is said of recipes, and of which of them."""
-    found: dict[str, list[str]] = {}
-    for entry in plan.recipes:
-        for note in entry.notes:
-            found.setdefault(note, []).append(entry.name)
-    return found
-
-
-def _varied(entries: list[Planned]) -> str:
-    """What nvidia-smi may come to show where lengths vary, which no step needs."""
-    kept = ", ".join(f"{_gib(entry.varied_bytes)} GiB ({entry.name})" for entry in entries)
-    return (
-        f"lengths vary, so torch may come to keep {kept}, in pieces of all sizes;\n"
-        "with PYTORCH_ALLOC_CONF=expandable_segments:True it keeps about the total"
-    )
 
 
 def _print_explanation(plan: Plan) -> None:
@@ -295,7 +252,7 @@ def _print_explanation(plan: Plan) -> None:
         print(f"{head}: {words}")
     for reading in plan.context.readings:
         print(f"context of {reading}")
-    print(f"not counted: {_NOT_COUNTED}")
+    print("not counted: memory of data loading; kernels of torch.compile")
     print("how sure: of 21 public readings of reserved memory two lie 3.5% and 7.8% above the plan, the others at most")
     print(f"1% (python -m tests.benchmarks.reserved); here {_margin(plan):.0%} is kept free\n")
 
@@ -305,7 +262,7 @@ def _margin(plan: Plan) -> float:
 
 
 def _why(plan: Plan) -> str:
-    """What the recommended recipe is among those that fit."""
+    """The reason to take the recommended recipe of those that fit."""
     fitting = [plan.times[entry.name] for entry in plan.recipes if entry.fits]
     if len(fitting) == 1:
         return "the only one that fits" if len(plan.recipes) > 1 else "which fits"
@@ -323,9 +280,22 @@ def _print_splits(plan: Plan, name: str, processes: int) -> None:
     if len(plan.choices) == 1 or (time.compute is None and processes == 1):
         return
     print(f"{name} at the same global batch, micro-batch x accumulation x GPUs, per step:")
-    heads = ["batch", "GiB", "fits"] + ["compute"] * (time.compute is not None)
-    heads += ["sent by each GPU"] * (processes > 1) + ["sending", "of compute"] * (time.communication is not None)
-    print_table(heads, [_split_row(split, processes, len(heads)) for split in plan.choices])
+    columns = {
+        "batch": [f"{split.micro_batch} x {split.accumulation} x {processes}" for split in plan.choices],
+        "GiB": [_gib(split.total_bytes) for split in plan.choices],
+        "fits": ["yes" if split.fits else "no" for split in plan.choices],
+    }
+    times = [split.time for split in plan.choices]
+    if time.compute is not None:
+        columns["compute"] = [duration(each.compute or 0) for each in times]
+    if processes > 1:
+        columns["sent by each GPU"] = [f"{each.sent_bytes / 1e9:,.2f} GB" for each in times]
+    if time.communication is not None:
+        columns["sending"] = [duration(each.communication or 0) for each in times]
+        columns["of compute"] = [
+            f"{(each.communication or 0) / each.compute:.0%}" if each.compute else "" for each in times
+        ]
+    print_table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
     if time.compute is not None:
         print("compute: a small micro-batch reaches a smaller share of the peak")
     if processes > 1:
@@ -335,20 +305,6 @@ def _print_splits(plan: Plan, name: str, processes: int) -> None:
 
 def _link(plan: Plan, otherwise: str) -> str:
     return otherwise if plan.bandwidth is None else f"at {plan.bandwidth / 1e9:g} GB/s ({plan.link})"
-
-
-def _split_row(split: BatchSplit, processes: int, columns: int) -> list[str]:
-    time = split.time
-    row = [f"{split.micro_batch} x {split.accumulation} x {processes}", _gib(split.total_bytes)]
-    row.append("yes" if split.fits else "no")
-    if time.compute is not None:
-        row.append(_seconds(time.compute))
-    if processes > 1:
-        row.append(f"{time.sent_bytes / 1e9:,.2f} GB")
-    if time.communication is not None:
-        row.append(_seconds(time.communication))
-        row.append(f"{time.communication / time.compute:.0%}" if time.compute else "")
-    return row[:columns]
 
 
 def _print_next_steps(plan: Plan) -> None:
@@ -387,14 +343,8 @@ def _row(entry: Planned, seconds: float | None) -> list[str]:
     batch = f"{entry.micro_batch} x {entry.accumulation}"
     fits = "yes" if entry.fits else "no (host)" if entry.fits_gpu else "no"
     row = [entry.name, batch, *parts, _gib(entry.total_bytes), fits, _gib(entry.host_bytes_per_node)]
-    return row if seconds is None else [*row, _seconds(seconds)]
+    return row if seconds is None else [*row, duration(seconds)]
 
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:,.1f}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"

@@ -9,11 +9,11 @@ from itertools import chain
 from itertools import count as count_from
 from pathlib import Path
 
+from launch.commands.differences import differences
 from launch.flags import Commands, count, spellings
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
 from launch.jobs.targets import TARGETS
-from launch.output.differences import differences
 from launch.output.record import read
 from launch.output.restore import restore
 from launch.terminal import console, print_problems

@@ -15,22 +15,11 @@ from launch.terminal import print_table
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("status", allow_abbrev=False)
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        default="outputs",
-        help="output folder of a run, or of several [outputs]",
-    )
+    several = "output folder of a run, or of several"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="outputs", help=f"{several} [outputs]")
     parser.set_defaults(run=show_status)
     logs = commands.add_parser("logs", allow_abbrev=False)
-    logs.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        default="outputs",
-        help="output folder of a run, or of several: the newest [outputs]",
-    )
+    logs.add_argument("folder", metavar="FOLDER", nargs="?", default="outputs", help=f"{several}: the newest [outputs]")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
     logs.set_defaults(run=show_logs)
 

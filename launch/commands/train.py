@@ -31,24 +31,19 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(*spellings("num_processes"), type=count, metavar="N", help=processes)
     yaml = "instead of the recipe's own YAML"
     parser.add_argument(*spellings("accelerate_config"), metavar="FILE|NAME", help=yaml)
-    parser.set_defaults(run=train_run)
+    parser.set_defaults(run=train)
 
 
-def train_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    train(options.recipe, argv, options.num_processes, options.accelerate_config)
-
-
-def train(
-    recipe: str | None, argv: Sequence[str], processes: int | None = None, accelerate_config: str | None = None
-) -> NoReturn:
+def train(options: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     """Replace this process by the launcher of the run, whose exit code is train.py's.
 
     Advice is left to train.py, whose output follows at once. Raises `UserError` with every problem.
     """
-    node = this_node(processes or in_own_yaml(accelerate_config))
-    run = run_on(node, recipe, argv, accelerate_config=accelerate_config)
+    yaml = options.accelerate_config
+    node = this_node(options.num_processes or in_own_yaml(yaml))
+    run = run_on(node, options.recipe, argv, accelerate_config=yaml)
     require_legal(run)
-    job = job_of(run, 1, node.processes, argv, accelerate_config=accelerate_config, is_stored=False)
+    job = job_of(run, 1, node.processes, argv, accelerate_config=yaml, is_stored=False)
     refuse_while_in_use(job.folder)
     block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from pathlib import Path
 
 from launch.flags import Commands
 from launch.jobs.job import SCRIPT
 from launch.terminal import print_table
 from recipes.errors import mistake
-from recipes.run.files import shipped
+from recipes.run.files import nearest, shipped
 
 
 def add_parser(commands: Commands) -> None:
@@ -30,8 +29,8 @@ def show_where(options: argparse.Namespace, rest: list[str]) -> int:
         return 0
     name = options.name if options.name in found else f"{options.name}.yaml"
     if name not in found:
-        nearest = difflib.get_close_matches(options.name, found, n=1)
-        raise mistake("NAME", f"there is no {options.name}", nearest[0] if nearest else f"one of {', '.join(found)}")
+        fix = nearest(options.name, found) or f"one of {', '.join(found)}"
+        raise mistake("NAME", f"there is no {options.name}", fix)
     print(found[name])
     return 0
 

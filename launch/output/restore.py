@@ -96,10 +96,8 @@ class _Files:
     def write(self, path: str, content: str, name: str) -> str:
         """Write the content of a file under a name in the folder. Returns its place."""
         target = self.folder / name
-        if not target.resolve().is_relative_to(self.folder.resolve()):
-            raise mistake(path, "is not a path of a file", f"a {NAME} as train.py wrote it")
         try:
-            write_whole(target, content.encode(errors="backslashreplace"))
+            write_whole(target, content.encode())
         except OSError as error:
             what = f"{target} cannot be written: {error.strerror}"
             raise mistake("output_dir", what, "another --output_dir") from None
@@ -113,7 +111,7 @@ class _Files:
 
 
 def _reads(path: str, content: str) -> bool:
-    """Whether a file has this content, of which the hash is recorded if it held a secret."""
+    """True if a file has this content, of which the hash is recorded if it held a secret."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -131,7 +129,8 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
     path = record.get("accelerate_config")
     if path not in files.contents:
         path = str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
-    recorded = _content(files.text(path), path) if path in files.contents else read_yaml(path, "accelerate_config")
+    text = files.text(path) if path in files.contents else None
+    recorded = yaml_content(text, path, "accelerate_config") if text else read_yaml(path, "accelerate_config")
     raw = _with_flags(recorded, record.get("launcher") or [], files.notes)
     _place_deepspeed_file(raw, record, files)
     if raw == recorded:
@@ -139,13 +138,6 @@ def _accelerate_config(record: Json, files: _Files, processes: int) -> str:
     import yaml
 
     return files.write(path, yaml.safe_dump(raw, sort_keys=False), "accelerate.yaml")
-
-
-def _content(text: str, path: str) -> Json:
-    content = yaml_content(text, path, "accelerate_config")
-    if not isinstance(content, dict):
-        raise mistake(path, f"is not a YAML with settings in {NAME}", "--accelerate_config with one")
-    return content
 
 
 def _with_flags(recorded: Json, launcher: list[str], notes: list[Problem]) -> Json:

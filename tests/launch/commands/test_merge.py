@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -122,13 +122,15 @@ def test_one_checkpoint_can_be_named(adapter, tmp_path, capsys):
     assert merge(capsys, adapter / "checkpoint-2", "--output", tmp_path / "merged")[0] == 0
 
 
-def test_a_base_that_has_moved_is_named(adapter, tiny_model, tmp_path, capsys):
+@pytest.mark.parametrize("base", ["gone/base", "/gone/base"])
+def test_a_base_that_has_moved_is_named(base, adapter, tiny_model, tmp_path, capsys):
     folder = shutil.copytree(adapter, tmp_path / "out")
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "gone/base"}))
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
     assert merge(capsys, folder, "--output", tmp_path / "one")[0] == 0  # run.json knows where it was
     (folder / "run.json").unlink()
-    assert merge(capsys, folder, "--output", tmp_path / "two")[0] == 2
+    code, said = merge(capsys, folder, "--output", tmp_path / "two")
+    assert code == 2 and base in said and "Fix: " in said
     assert merge(capsys, folder, "--output", tmp_path / "two", "--model_name_or_path", tiny_model)[0] == 0
 
 
@@ -171,9 +173,8 @@ def test_an_output_that_exists_is_left_alone(adapter, tmp_path, capsys):
 
 
 def test_a_folder_without_an_adapter(tiny_model, tmp_path, capsys):
-    assert "holds a whole model" in merge(capsys, tiny_model)[1]
-    assert "holds no adapter_config.json" in merge(capsys, tmp_path)[1]
-    assert "there is no folder" in merge(capsys, tmp_path / "nowhere")[1]
+    for folder in (tiny_model, tmp_path / "nowhere"):
+        assert f"{folder} holds no adapter" in merge(capsys, folder)[1]
 
 
 def test_a_base_that_is_stored_quantised(adapter, tiny_model, tmp_path, capsys):
@@ -185,44 +186,10 @@ def test_a_base_that_is_stored_quantised(adapter, tiny_model, tmp_path, capsys):
     assert code == 2 and "is stored quantised" in said
 
 
-def test_an_adapter_that_has_no_weights_to_add(tiny_model, tmp_path, capsys):
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), prompts).save_pretrained(tmp_path)
-    code, said = merge(capsys, tmp_path)
-    assert code == 2 and "peft cannot merge an adapter of the type PROMPT_TUNING" in said
-
-
-@pytest.mark.parametrize("name", ["peft_type", "task_type", "r", "lora_alpha", "target_modules"])
-def test_a_configuration_that_lacks_what_peft_writes(name, adapter, tmp_path, capsys):
-    folder = shutil.copytree(adapter, tmp_path / "out")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    del config[name]
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    code, said = merge(capsys, folder)
-    assert code == 2 and f"adapter_config.json has no {name}. Fix: the one that peft wrote" in said
-    (folder / "adapter_config.json").write_text('{"peft_type": ')
-    assert "is not a JSON object" in merge(capsys, folder)[1]
-
-
-def test_an_output_that_cannot_be_made_is_told_before_anything_is_loaded(adapter, texts, capsys, monkeypatch):
-    monkeypatch.setattr("launch.commands.merge._load", None)
+def test_an_output_that_cannot_be_made(adapter, texts, capsys):
     for output in (texts / "merged", "/proc/merged"):
         code, said = merge(capsys, adapter, "--output", output)
         assert code == 2 and f"error  output: {output} cannot be written: " in said
-
-
-def test_a_file_is_not_a_folder(texts, capsys):
-    code, said = merge(capsys, texts)
-    assert code == 2 and "texts.jsonl is a file" in said
-
-
-def test_a_base_that_is_gone(adapter, tmp_path, capsys):
-    folder = shutil.copytree(adapter, tmp_path / "out")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone/base"}))
-    (folder / "run.json").unlink()
-    code, said = merge(capsys, folder)
-    assert code == 2 and "is not there: /gone/base. Fix: --model_name_or_path with where it is now" in said
 
 
 def test_a_full_disk_is_told_before_anything_is_written(adapter, tmp_path, capsys, monkeypatch):

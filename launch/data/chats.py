@@ -15,11 +15,7 @@ from launch.data.formats import (
     Rows,
     Tools,
     chats_of,
-    has_answer,
     is_learned,
-    messages_of,
-    tool_schemas,
-    with_system,
 )
 from recipes.errors import UserError, mistake
 
@@ -27,54 +23,38 @@ Spans = list[tuple[int, int]]  # of characters
 _NOTHING: dict[str, list] = {"input_ids": [[]], "labels": [[]]}
 
 
-def encode_chats(rows: Rows, tokenizer, assistant_only: bool, column: str, filled: bool) -> dict[str, list]:
+def encode_chats(
+    rows: Rows, tokenizer, column: str, filled: bool, assistant_only: bool, completion_only: bool = False
+) -> dict[str, list]:
     """A chat ends as its template ends it. A second EOS is not appended.
 
-    Messages that are not to be learned are read, and have no labels: see `is_learned`. `column` and
-    `filled`: see `chats_of`.
+    Messages that are not to be learned are read, and have no labels: see `is_learned`, and with
+    `completion_only` those of the prompt. `column` and `filled`: see `chats_of`.
     """
     chats = list(chats_of(rows, column, filled))
-    texts = [_render_whole(chat, tools, tokenizer) if chat else "" for chat, tools in chats]
+    texts = [_render_whole(chat, tools, tokenizer) if chat else "" for chat, tools, _ in chats]
     if not texts:
         return {"input_ids": [], "labels": []}
-    if not assistant_only and all(is_learned(message) for chat, _ in chats for message in chat):
+    if (
+        not assistant_only
+        and not completion_only
+        and all(is_learned(message) for chat, *_ in chats for message in chat)
+    ):
         ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return {"input_ids": ids, "labels": ids}
-    if assistant_only and _marks_assistant(tokenizer):
+    if assistant_only and column != "completion" and _marks_assistant(tokenizer):
         return _merged(
             _encode_marked(chat, tools, text, tokenizer) if chat else _NOTHING
-            for (chat, tools), text in zip(chats, texts, strict=True)
+            for (chat, tools, _), text in zip(chats, texts, strict=True)
         )
-    find = assistant_spans if assistant_only else _all_but_muted
-    spans = [find(chat, tools, text, tokenizer) for (chat, tools), text in zip(chats, texts, strict=True)]
-    return _encode_spans(texts, spans, tokenizer)
-
-
-def encode_chat_completions(
-    rows: Rows, tokenizer, completion_only: bool, assistant_only: bool, filled: bool
-) -> dict[str, list]:
-    """A prompt of messages and a completion of messages are one chat."""
-    texts: list[str] = []
     spans: list[Spans] = []
-    nothing = [None] * len(rows["prompt"])
-    context = (rows.get("tools", nothing), rows.get("system", nothing))
-    for opening, answer, tools, system in zip(rows["prompt"], rows["completion"], *context, strict=True):
-        completion = messages_of(answer or [], filled)
-        if not completion or not has_answer(completion):
-            texts.append("")
-            spans.append([])
-            continue
-        chat = with_system([*messages_of(opening or [], filled), *completion], system)
-        prompt = chat[: -len(completion)]
-        schemas = tool_schemas(tools)
-        text = _render_whole(chat, schemas, tokenizer)
-        border = _end_of(chat, len(prompt) - 1, schemas, text, tokenizer) if completion_only else 0
+    for (chat, tools, start), text in zip(chats, texts, strict=True):
+        first = start if completion_only else 0
+        border = _end_of(chat, first - 1, tools, text, tokenizer) if completion_only and chat else 0
         if assistant_only:
-            learned = [span for span in assistant_spans(chat, schemas, text, tokenizer) if span[0] >= border]
+            spans.append([span for span in assistant_spans(chat, tools, text, tokenizer) if span[0] >= border])
         else:
-            learned = _all_but_muted(chat, schemas, text, tokenizer, len(prompt) if completion_only else 0, border)
-        texts.append(text)
-        spans.append(learned)
+            spans.append(_all_but_muted(chat, tools, text, tokenizer, first, border))
     return _encode_spans(texts, spans, tokenizer)
 
 
@@ -166,8 +146,6 @@ def _encode_marked(chat: Messages, tools: Tools | None, text: str, tokenizer) ->
 
 def _encode_spans(texts: list[str], spans: list[Spans], tokenizer) -> dict[str, list]:
     """Labels only for tokens that contain characters of a span."""
-    if not texts:
-        return {"input_ids": [], "labels": []}
     require_offsets(tokenizer, "dataset_name")
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     labels = [

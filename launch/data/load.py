@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening
 from launch.data.batches import UNKNOWN, Example, Pad, Stack
 from launch.data.cache import Tokenized
 from launch.data.formats import described
-from launch.data.labels import Labelled, collator, labelled, recognise
+from launch.data.labels import Labelled, labelled, recognise
 from launch.data.mixture import Source, evaluated, mixed, of_parts, table, tokens_of_parts
 from launch.data.packing import Cut, Joined, Packs, joined, joins, lengths_of, packed
 from launch.data.sources import unread_files
@@ -225,7 +225,7 @@ def _classification(run: RunSpec, tokenizer, classes: Sequence[str]) -> Data:
     return Data(
         train=train,
         eval=held_out,
-        collator=collator(_padding(run, tokenizer), target),
+        collator=_padding(run, tokenizer),
         description=description + unread_files(part.name, found.kind) + _held_out(run, held_out, left_out),
         labels=target.names,
         commit=found.commit,

@@ -34,7 +34,7 @@ from launch.data.cache import features_of, tokenized
 from launch.data.formats import described
 from launch.data.mixture import MOST_LINES, evenly, naming
 from launch.data.packing import Cut, joined, joins, packed
-from launch.data.sources import null_is_a_row, stream_broke
+from launch.data.sources import stream_broke
 from launch.data.tokenizing import encode_in_pieces, encode_table
 from launch.data.tokens import NOTHING, token_table
 from launch.terminal import plural
@@ -97,9 +97,8 @@ class Stream(torch.utils.data.IterableDataset):
         begin = {"round": self.first_round, "rows": None, "used": 0}
         place = self.places.get(str(worker)) or {"window": 0, "taken": 0, "parts": [begin] * len(self.parts)}
         try:
-            with null_is_a_row():
-                for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
-                    yield {**example, PLACE: {"worker": worker, **at}}
+            for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
+                yield {**example, PLACE: {"worker": worker, **at}}
         except (UserError, StreamBroke) as error:
             # A worker's error would arrive as text. This one is raised when its turn comes, after
             # all the examples before it were trained.
@@ -203,21 +202,20 @@ def open_part(run: RunSpec, part: Part, tokenizer) -> tuple[StreamedPart, Datase
     """
     name = run["dataset_name"]
     commit = sources.newest_commit(name) if name and not paths_of(name) else None
-    with null_is_a_row():
-        streams = sources.open_streams(run, commit, SHARDS)
-        splits = _wanted(run, list(streams.splits))
-        rows = streams.splits[splits["dataset_train_split"]]
-        if rows.num_shards % _readers(run):
-            rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-        rows = rows.with_format("arrow")
-        features = features_of(rows, name, part.columns)
-        read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
-        learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
-        undealt, seen = False, ""
-        if (first := next(read(rows, rows=WINDOW), None)) is not None:
-            found = learnable(first)  # what is wrong with its columns is said before a model is loaded
-            undealt = len(first) < WINDOW and len(found) < _readers(run)
-            seen = _left_out(len(first), found, run)
+    streams = sources.open_streams(run, commit, SHARDS)
+    splits = _wanted(run, list(streams.splits))
+    rows = streams.splits[splits["dataset_train_split"]]
+    if rows.num_shards % _readers(run):
+        rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
+    rows = rows.with_format("arrow")
+    features = features_of(rows, name, part.columns)
+    read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
+    learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
+    undealt, seen = False, ""
+    if (first := next(read(rows, rows=WINDOW), None)) is not None:
+        found = learnable(first)  # what is wrong with its columns is said before a model is loaded
+        undealt = len(first) < WINDOW and len(found) < _readers(run)
+        seen = _left_out(len(first), found, run)
     evaluation = None
     if split := splits.get("dataset_test_split"):  # whose tokens are made once and kept
         only = run.given_too(dataset_train_split=split, dataset_test_split=split)

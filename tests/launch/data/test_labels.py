@@ -207,17 +207,6 @@ def test_fractions_are_a_regression(tmp_path, tokenizer):
     assert data.description.endswith("regression: numbers from -100 to 3")
 
 
-def test_whole_numbers_with_a_point_may_be_meant_as_classes_which_is_said(tmp_path, tokenizer):
-    """pandas writes them so if a value is missing."""
-    said = load_data(labelled(tmp_path, [0.0, 1.0, 2.0]), tokenizer).description
-    assert said.endswith(f"regression: numbers from 0 to 2; for 3 classes: --problem_type {SINGLE}")
-    for number, labels in enumerate(([0.0, 1.5], [float(year) for year in range(1990, 2020)])):
-        run = labelled(tmp_path, labels, f"{number}.jsonl")
-        assert "--problem_type" not in load_data(run, tokenizer).description
-    asked = labelled(tmp_path, [0.0, 1.0], "asked.jsonl", problem_type=REGRESSION)
-    assert "--problem_type" not in load_data(asked, tokenizer).description
-
-
 def test_whole_numbers_are_a_regression_on_request(tmp_path, tokenizer):
     assert batch_of(load_data(labelled(tmp_path, [5, 1], problem_type=REGRESSION), tokenizer)) == [5.0, 1.0]
 

@@ -273,12 +273,6 @@ def test_a_stream_says_what_its_first_rows_lose(tmp_path, tokenizer):
     assert lost in load_data(run, tokenizer).description
 
 
-def test_rows_of_null_are_left_out(tmp_path, tokenizer):
-    (tmp_path / "data.jsonl").write_text('null\n{"text": "one"}\nnull\n{"text": null}\n{"text": "two"}\n')
-    found = rows_of(first(stream(tmp_path / "data.jsonl", tokenizer), 4), tokenizer)
-    assert sorted(found) == ["one", "one", "two", "two"]
-
-
 def test_chats_with_other_keys_in_each_message(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
     answers = ({"role": "assistant", "content": "b", "name": "x"}, {"role": "assistant", "content": "c"})

@@ -48,7 +48,7 @@ BUDGETS = {
     "recipes/scaling": 2020,
     "launch": 580,
     "launch/commands": 2080,
-    "launch/data": 3390,
+    "launch/data": 3020,
     "launch/doctor": 2950,
     "launch/explain": 770,
     "launch/fit": 500,

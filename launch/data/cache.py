@@ -33,7 +33,7 @@ import transformers
 from datasets import Dataset, Features, IterableDataset
 from datasets.table import MemoryMappedTable, concat_tables
 from filelock import FileLock, Timeout
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from launch.data import sources
 from launch.data.tokenizing import encode_table, in_order
@@ -197,7 +197,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 class _Progress(tqdm):
-    """Counts tokens: a bar on a terminal, a line every ten seconds elsewhere."""
+    """Counts tokens, on a terminal at once, and every ten seconds elsewhere."""
 
     monitor_interval = 0  # its thread would be forked with the processes that tokenize
 

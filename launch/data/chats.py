@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterable
 from itertools import groupby
 
 from jinja2 import TemplateError
@@ -20,7 +20,6 @@ from launch.data.formats import (
 from recipes.errors import UserError, mistake
 
 Spans = list[tuple[int, int]]  # of characters
-_NOTHING: dict[str, list] = {"input_ids": [[]], "labels": [[]]}
 
 
 def encode_chats(
@@ -43,10 +42,11 @@ def encode_chats(
         ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return {"input_ids": ids, "labels": ids}
     if assistant_only and column != "completion" and _marks_assistant(tokenizer):
-        return _merged(
-            _encode_marked(chat, tools, text, tokenizer) if chat else _NOTHING
+        both = [
+            _encode_marked(chat, tools, text, tokenizer) if chat else ([], [])
             for (chat, tools, _), text in zip(chats, texts, strict=True)
-        )
+        ]
+        return {"input_ids": [ids for ids, _ in both], "labels": [labels for _, labels in both]}
     spans: list[Spans] = []
     for (chat, tools, start), text in zip(chats, texts, strict=True):
         first = start if completion_only else 0
@@ -135,13 +135,14 @@ def _rewrites() -> UserError:
     )
 
 
-def _encode_marked(chat: Messages, tools: Tools | None, text: str, tokenizer) -> dict[str, list]:
+def _encode_marked(chat: Messages, tools: Tools | None, text: str, tokenizer) -> tuple[list[int], list[int]]:
+    """The input_ids and labels of a chat whose template marks the words of the assistant."""
     encoded = _apply(chat, tools, tokenizer, return_dict=True, return_assistant_tokens_mask=True)
     ids = learned = encoded["input_ids"]
     if not all(map(is_learned, chat)):
         learned = _encode_spans([text], [_all_but_muted(chat, tools, text, tokenizer)], tokenizer)["labels"][0]
     labels = [token if spoken else IGNORED for token, spoken in zip(learned, encoded["assistant_masks"], strict=True)]
-    return {"input_ids": [ids], "labels": [labels]}
+    return ids, labels
 
 
 def _encode_spans(texts: list[str], spans: list[Spans], tokenizer) -> dict[str, list]:
@@ -167,11 +168,6 @@ def require_offsets(tokenizer, flag: str) -> None:
 
 def _marks_assistant(tokenizer) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
-
-
-def _merged(encoded: Iterable[dict[str, list]]) -> dict[str, list]:
-    parts = list(encoded)
-    return {name: [row for part in parts for row in part[name]] for name in ("input_ids", "labels")}
 
 
 # --- The template --------------------------------------------------------------------------------
@@ -217,16 +213,8 @@ def _calls(chat: Messages) -> list[dict]:
     return [call for message in chat if isinstance(message, dict) for call in message.get("tool_calls") or []]
 
 
-def _written(arguments: object) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
-
-
 def _with_written_arguments(chat: Messages) -> Messages:
-    written = []
-    for message in chat:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _written(call["function"]["arguments"])}}
-            for call in message.get("tool_calls") or []
-        ]
-        written.append({**message, "tool_calls": calls} if calls else message)
-    return written
+    chat = copy.deepcopy(chat)
+    for call in _calls(chat):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return chat

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 import pyarrow.compute
 from datasets import Dataset, DatasetInfo, Features
@@ -252,14 +253,14 @@ def encode_tokenized(rows: Rows) -> dict[str, list]:
     for ids, labels, mask in zip(*columns, strict=True):
         ids = ids or []
         labels = (labels or []) if "labels" in rows else ids
-        for name, values in (("labels", labels), ("values in attention_mask", ids if mask is None else mask)):
+        mask = [1] * len(ids) if mask is None else mask
+        for name, values in (("labels", labels), ("values in attention_mask", mask)):
             if len(values) != len(ids):
                 what = f"has {len(ids)} input_ids and {len(values)} {name} in one example"
-                raise mistake(
-                    "dataset_name", what, "one for every token; the label is -100 where there is nothing to learn"
-                )
-        encoded["input_ids"].append(_where(mask, ids) if mask else ids)
-        encoded["labels"].append(_where(mask, labels) if mask else labels)
+                fix = "one for every token; the label is -100 where there is nothing to learn"
+                raise mistake("dataset_name", what, fix)
+        encoded["input_ids"].append(list(compress(ids, mask)))
+        encoded["labels"].append(list(compress(labels, mask)))
     return encoded
 
 
@@ -295,7 +296,7 @@ def encode_completions(rows: Rows, tokenizer, completion_only: bool) -> dict[str
             prompt = prompt[:-1]  # some tokenizers append EOS to every text
         completion = _ended(completion, tokenizer)
         encoded["input_ids"].append(prompt + completion)
-        encoded["labels"].append((_ignored(prompt) if completion_only else prompt) + completion)
+        encoded["labels"].append(([IGNORED] * len(prompt) if completion_only else prompt) + completion)
     return encoded
 
 
@@ -311,11 +312,3 @@ def _tokenize(tokenizer, texts: list[str], **options) -> list[list[int]]:
 def _ended(ids: list[int], tokenizer) -> list[int]:
     eos = tokenizer.eos_token_id
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-
-def _ignored(ids: list[int]) -> list[int]:
-    return [IGNORED] * len(ids)
-
-
-def _where(mask: list[int], values: list[int]) -> list[int]:
-    return [value for seen, value in zip(mask, values, strict=True) if seen]

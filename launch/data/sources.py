@@ -111,16 +111,12 @@ def file_versions(run: Settings) -> list | None:
     paths = paths_of(run["dataset_name"])
     if not paths:
         return None
-    files = sorted(_files_in(paths[0])) if paths[0].is_dir() else paths
+    files = paths
+    if (folder := paths[0]).is_dir():  # the library reads no hidden ones
+        inside = [file for file in folder.rglob("*") if file.is_file()]
+        files = sorted(file for file in inside if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}"))
     found = [(file, file.stat()) for file in files]
     return [(str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    """As the library does, without hidden ones."""
-    for file in folder.rglob("*"):
-        if file.is_file() and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts):
-            yield file
 
 
 def newest_commit(name: str) -> str | None:
@@ -144,9 +140,11 @@ def open_streams(run: Settings, commit: str | None, shards: int = 1) -> Streams:
     if not paths:
         return _stream_hub(run["dataset_name"], run["dataset_config"], commit, shards)
     path = paths[0]
-    if path.is_dir() and _is_saved(path):
-        return Streams(_from_tables(_read_saved(path), shards), None)
     try:
+        if path.is_dir() and _is_saved(path):
+            saved = datasets.load_from_disk(str(path))
+            splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+            return Streams(_from_tables(splits, shards), None)
         if path.is_dir():
             builder = datasets.load_dataset_builder(str(path), run["dataset_config"])
         else:
@@ -164,11 +162,18 @@ def _from_tables(splits: Mapping[str, Dataset], shards: int) -> dict[str, Iterab
 
 
 def _stream_hub(name: str, config: str | None, commit: str | None, shards: int) -> Streams:
-    if commit is not None:
-        return Streams(_load_hub(name, config, revision=commit, streaming=True), commit)
-    # Out of reach: what is in the library's own cache.
-    found = _load_hub(name, config)
-    return Streams(_from_tables(found, shards), hub_commit(next(iter(found.values()))))
+    try:
+        if commit is not None:
+            return Streams(dict(datasets.load_dataset(name, config, revision=commit, streaming=True)), commit)
+        cached = dict(datasets.load_dataset(name, config))  # out of reach: in the library's own cache
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        # No such configuration, or one must be chosen: the library lists them.
+        if isinstance(error, ValueError) and "config" in str(error).lower():
+            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
+        what = "is neither a local file or folder nor a data set that can be read from the Hub"
+        fix = f"{_ON_HUB}; a local path is found from the current folder"
+        raise mistake("dataset_name", f"{name!r} {what}: {_cause(error)}", fix) from None
+    return Streams(_from_tables(cached, shards), hub_commit(next(iter(cached.values()))))
 
 
 def new_names(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
@@ -222,8 +227,8 @@ def unreadable(name: str, error: Exception) -> UserError:
         fix = f"iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path}, if it is that"
     else:
         fix = "correct the file"
-    kind = "" if path.is_dir() else f" as {file_kind(path)}"
-    return mistake("dataset_name", f"{path} cannot be read{kind}: {cause}", fix)
+    what = f"the folder {path} cannot be read" if path.is_dir() else f"{path} cannot be read as {file_kind(path)}"
+    return mistake("dataset_name", f"{what}: {cause}", fix)
 
 
 def stream_broke(name: str, error: Exception) -> UserError | StreamBroke:
@@ -279,14 +284,6 @@ def _first_bad_line(path: Path) -> str:
     return ""
 
 
-def _read_saved(path: Path) -> dict[str, Dataset]:
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise unreadable(str(path), error) from None
-    return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
-
-
 def _is_saved(folder: Path) -> bool:
     """Whether save_to_disk wrote it."""
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
@@ -304,26 +301,6 @@ def unread_files(name: str, kind: str | None) -> str:
     names = sorted(path.name for path in others if not path.name.startswith((".", "_")))
     more = f" and {len(names) - 1} more" if names[1:] else ""
     return f"; not read, since most files are {kind}: {names[0]}{more}" if names else ""
-
-
-def _load_hub(name: str, config: str | None, **options) -> dict:
-    try:
-        return dict(datasets.load_dataset(name, config, **options))
-    # No such configuration, or one must be chosen: the library lists them.
-    except ValueError as error:
-        if "config" in str(error).lower():
-            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
-        raise _not_on_hub(name, error) from None
-    except (OSError, datasets.exceptions.DatasetsError) as error:
-        raise _not_on_hub(name, error) from None
-
-
-def _not_on_hub(name: str, error: Exception) -> UserError:
-    return mistake(
-        "dataset_name",
-        f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub: {_cause(error)}",
-        f"{_ON_HUB}; a local path is found from the current folder",
-    )
 
 
 def _cause(error: BaseException) -> str:

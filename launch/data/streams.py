@@ -32,7 +32,7 @@ from launch.data import sources
 from launch.data.batches import IGNORED, Example
 from launch.data.cache import features_of, tokenized
 from launch.data.formats import described
-from launch.data.mixture import MOST_LINES, evenly, naming
+from launch.data.mixture import evenly, naming
 from launch.data.packing import Cut, joined, joins, packed
 from launch.data.sources import stream_broke
 from launch.data.tokenizing import encode_in_pieces, encode_table
@@ -112,7 +112,7 @@ class Stream(torch.utils.data.IterableDataset):
             examples = self.prepare(pa.concat_tables(tables).take(evenly([len(table) for table in tables])))
             order = np.arange(len(examples))
             if self.shuffles:
-                _numbers(self.seed, reader, window, *(at["round"] for at in starts)).shuffle(order)
+                np.random.default_rng((self.seed, reader, window, *(at["round"] for at in starts))).shuffle(order)
             for count in range(taken, len(order)):
                 yield examples[int(order[count])], {"window": window, "taken": count + 1, "parts": starts}
             taken, fruitless = 0, 0 if len(order) else fruitless + 1
@@ -143,7 +143,7 @@ class Stream(torch.utils.data.IterableDataset):
             while True:
                 rows, fellow, fellows = dealt(part.rows, *((0, 1) if part.undealt else (reader, readers)))
                 if self.shuffles:
-                    rows.set_epoch(1 + int(_numbers(self.seed, number, turn).integers(2**31)))
+                    rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
                 if before is not None:
                     rows.load_state_dict(before)
                 learns = bool(before or used)  # of a round that an earlier start began, nobody knows
@@ -169,10 +169,6 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
     return rows.shard(groups, reader % groups, contiguous=False), reader // groups, readers // groups
-
-
-def _numbers(*seeds: int) -> np.random.Generator:
-    return np.random.default_rng(seeds)
 
 
 def _nothing_to_learn(readers: int, longest: int) -> UserError:
@@ -259,13 +255,10 @@ def description_of(run: RunSpec, stream: Stream, notes: Sequence[str]) -> str:
     text = f"{name}, streamed: {shards} for {plural(_readers(run), 'reader')}, {order}{packing}"
     if len(notes) == 1:
         return text + notes[0]
-    shares = [stream.share(number) for number in range(len(notes))]
-    each = zip(stream.parts, shares, stream.shards, notes, strict=True)
-    lines = [
-        f"{part.source}: {share:.1%} of all, {plural(shards, 'shard')}{note}" for part, share, shards, note in each
-    ]
-    more = [f"and {len(lines) - MOST_LINES} more parts: {sum(shares[MOST_LINES:]):.1%} of all"]
-    return "\n".join([text, *lines[:MOST_LINES], *(more if lines[MOST_LINES:] else [])])
+    for number, (part, note) in enumerate(zip(stream.parts, notes, strict=True)):
+        shards = plural(part.rows.num_shards, "shard")
+        text += f"\n{part.source}: {stream.share(number):.1%} of all, {shards}{note}"
+    return text
 
 
 def _learnable(rows: pa.Table, run: Settings, tokenizer, features: Features) -> pa.Table:

@@ -104,13 +104,6 @@ def test_a_classifiers_texts_are_cut_by_the_tokenizer_so_another_length_makes_ot
         assert {len(row["input_ids"]) for row in load_data(run, tokenizer).train} == {longest}
 
 
-def test_changed_data_is_other_data(tmp_path, tokenizer):
-    name = jsonl(tmp_path, texts("a"))
-    load_data(run_with(dataset_name=name), tokenizer)
-    jsonl(tmp_path, texts("b"))
-    assert decoded(tokenizer, load_data(run_with(dataset_name=name), tokenizer).train) == ["b<|endoftext|>"]
-
-
 def test_data_that_was_changed_is_seen_though_its_date_was_set_back(tmp_path, tokenizer):
     path = jsonl(tmp_path, texts("old"))
     before = Path(path).stat()
@@ -170,7 +163,9 @@ def test_rows_without_tokens_count_in_a_slice(tmp_path, tokenizer):
 # --- Processes and threads -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [texts(*WORDS), CHATS], ids=["texts", "chats"])
+@pytest.mark.parametrize(
+    "data", [texts(*WORDS), CHATS, [*texts(*WORDS[:500]), *CHATS[:500]]], ids=["texts", "chats", "both"]
+)
 def test_their_number_makes_no_difference(data, tmp_path, tokenizer, small_units):
     found = []
     for workers in (1, 3):

@@ -12,11 +12,11 @@ and its other ranks wait inside a barrier.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 from collections import deque
@@ -32,14 +32,16 @@ import tokenizers
 import transformers
 from datasets import Dataset, Features, IterableDataset
 from datasets.table import MemoryMappedTable, concat_tables
+from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from launch.data import sources
-from launch.data.progress import Progress, Wait
 from launch.data.tokenizing import encode_table, in_order
 from launch.data.tokens import TOKENS
 from launch.host.files import flush, write_whole
+from launch.terminal import console
 from recipes import __version__
-from recipes.errors import Failure, Problem, UserError, mistake
+from recipes.errors import mistake
 from recipes.run import Json, RunSpec
 from recipes.run.files import read_json
 
@@ -49,7 +51,7 @@ _FORMAT = 2  # of the files: another one does not read these
 _SETTINGS = ("dataset_text_field", "assistant_only_loss", "completion_only_loss")  # what `encoder` reads
 _OF_CLASSIFIERS = ("task", "dataset_text_field", "dataset_label_field", "max_length")
 _HOW_IT_WAS_FOUND = ("is_local", "local_files_only", "name_or_path")  # in a tokenizer's configuration
-_INDEX, _FAILED = "index.json", "failed.json"
+_INDEX = "index.json"
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,21 @@ def tokenized(run: RunSpec, tokenizer, columns: Mapping[str, str] = MappingProxy
     """The tokens of the run's data: from the cache, or made now by one process of each node.
     `columns` renames some of its columns before.
 
-    The others wait without a deadline. Raises `UserError` for what the user can correct, and
-    `Failure` if another process failed at it.
+    The others wait without a deadline. Raises `UserError` for what the user can correct. A process
+    that waited for one that failed begins after its last file, and so fails at once.
     """
     if not run["dataset_name"]:
         return _in_memory(run, tokenizer)
-    started = time.time()
     folder, commit = _folder(run, tokenizer, columns)
     if (found := _open(folder, run)) is not None:
         return found
     if int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(1)  # the first rank begins, so that it is the one that reports
-    while (found := _open(folder, run)) is None:
-        with one_at_a_time(folder) as is_first:
-            if is_first and _open(folder, run) is None:
-                _require_no_failure(folder, started)
-                with _noting_failure(folder):
-                    _make(folder, run, tokenizer, commit, columns)
+    with alone_in(folder):
+        if (found := _open(folder, run)) is None:
+            _make(folder, run, tokenizer, commit, columns)
+            found = _open(folder, run)
+    assert found is not None
     return found
 
 
@@ -176,73 +176,34 @@ def _mapped(folder: Path, units: list[Json]) -> Dataset:
     return Dataset(table, fingerprint=f"{folder.parent.name}-{folder.name}")
 
 
-# --- One process of a node -----------------------------------------------------------------------
+# --- One process at a time -----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Whether this is the first process to come here: then it is alone. All that have waited for
-    it come after it at once. A lock of a process that was killed is free.
-    """
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait, without a deadline, until no other process makes the tokens of this folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = _lock_file(folder)
+    lock = FileLock(folder / "lock")
     try:
-        if _locked(handle, fcntl.LOCK_EX):
-            yield True
-            return
-        wait = Wait(folder)
-        while not _locked(handle, fcntl.LOCK_SH):
-            wait.go_on()
-        yield False
-    finally:
-        os.close(handle)
-
-
-def _lock_file(folder: Path) -> int:
-    """Open the file to lock. It is on the node's own disk if the folder's has no locks: then each
-    node makes the same files, of which either may be the one that stays.
-    """
-    handle = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o666)
-    try:
-        _locked(handle, fcntl.LOCK_EX)
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        return handle
-    except OSError:
-        os.close(handle)
-        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-        return os.open(Path(tempfile.gettempdir(), f"recipes-{os.getuid()}-{name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
-
-
-def _locked(handle: int, kind: int) -> bool:
-    try:
-        fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _noting_failure(folder: Path) -> Iterator[None]:
-    """Leave a note for the processes that wait, or each would fail after the same hour."""
+        lock.acquire(timeout=1)
+    except Timeout:
+        text = f"waiting for another process that reads the data: {folder}"
+        console(os.environ.get("LOCAL_RANK", "0") == "0").print(text, highlight=False, markup=False)
+        lock.acquire()
     try:
         yield
-    except Exception as error:
-        problems = [vars(problem) for problem in error.problems] if isinstance(error, UserError) else []
-        note = {"problems": problems, "error": f"{type(error).__name__}: {error}"[:500]}
-        with contextlib.suppress(OSError):
-            write_whole(folder / _FAILED, json.dumps(note).encode())
-        raise
+    finally:
+        lock.release()
 
 
-def _require_no_failure(folder: Path, since: float) -> None:
-    """Raises what another process has raised since this one wants the same."""
-    file = folder / _FAILED
-    note = read_json(file)[0]
-    if note is None or file.stat().st_mtime < since:
-        return
-    if note["problems"]:
-        raise UserError(*(Problem(**problem) for problem in note["problems"]))
-    raise Failure(f"another process failed to tokenize the data: {note['error']}")
+class _Progress(tqdm):
+    """Counts tokens, on a terminal at once, and every ten seconds elsewhere."""
+
+    monitor_interval = 0  # its thread would be forked with the processes that tokenize
+
+    def __init__(self, name: str) -> None:
+        seconds = 0.2 if sys.stderr.isatty() else 10
+        super().__init__(desc=f"tokenizing {name}", unit=" tokens", unit_scale=True, mininterval=seconds, delay=1)
 
 
 # --- Making it -----------------------------------------------------------------------------------
@@ -250,18 +211,16 @@ def _require_no_failure(folder: Path, since: float) -> None:
 
 def _make(folder: Path, run: RunSpec, tokenizer, commit: str | None, columns: Mapping[str, str]) -> None:
     """Tokenize what is not there yet of the splits that the run reads."""
-    with sources.null_is_a_row():
-        streams = sources.open_streams(run, commit)
-        names = list(streams.splits)
-        needed = sources.rows_needed(run, names)
-        arrow = {split: streams.splits[split].with_format("arrow") for split in needed}
-        features = {split: features_of(arrow[split], run["dataset_name"], columns) for split in needed}
-        train = next(iter(needed))
-        index = {"splits": names, "columns": list(features[train]), "kind": streams.kind, "commit": streams.commit}
-        write_whole(folder / _INDEX, json.dumps(index).encode())
-        for split, rows in needed.items():
-            with Progress(f"{run['dataset_name']} ({split})", streams.files.get(split, [])) as progress:
-                _make_split(folder / split, arrow[split], features[split], rows, run, tokenizer, progress, columns)
+    streams = sources.open_streams(run, commit)
+    names = list(streams.splits)
+    needed = sources.rows_needed(run, names)
+    arrow = {split: streams.splits[split].with_format("arrow") for split in needed}
+    features = {split: features_of(arrow[split], run["dataset_name"], columns) for split in needed}
+    train = next(iter(needed))
+    index = {"splits": names, "columns": list(features[train]), "kind": streams.kind, "commit": streams.commit}
+    write_whole(folder / _INDEX, json.dumps(index).encode())
+    for split, rows in needed.items():
+        _make_split(folder / split, arrow[split], features[split], rows, run, tokenizer, columns)
 
 
 def features_of(stream: IterableDataset, name: str, columns: Mapping[str, str]) -> Features:
@@ -283,7 +242,6 @@ def _make_split(
     wanted: float,
     run: RunSpec,
     tokenizer,
-    progress: Progress,
     columns: Mapping[str, str],
 ) -> None:
     """Write units until there are as many rows as wanted, or none are left."""
@@ -305,12 +263,13 @@ def _make_split(
     workers = run["dataset_num_proc"] or run.hardware.cores
     unit: list[pa.Table] = []
     ended, state = True, {}
-    with closing(in_order(tables(), features, run, tokenizer, workers)) as encoded:
+    name = f"{run['dataset_name']} ({folder.name})"
+    with closing(in_order(tables(), features, run, tokenizer, workers)) as encoded, _Progress(name) as progress:
         for table in encoded:
             unit.append(table)
             state = states.popleft()
             count += len(table)
-            progress.add(len(table), len(table["input_ids"].combine_chunks().flatten()))
+            progress.update(len(table["input_ids"].combine_chunks().flatten()))
             ended = count < wanted
             if not ended:
                 break

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterable
 from itertools import groupby
 
 from jinja2 import TemplateError
@@ -15,66 +15,46 @@ from launch.data.formats import (
     Rows,
     Tools,
     chats_of,
-    has_answer,
     is_learned,
-    messages_of,
-    tool_schemas,
-    with_system,
 )
 from recipes.errors import UserError, mistake
 
 Spans = list[tuple[int, int]]  # of characters
-_NOTHING: dict[str, list] = {"input_ids": [[]], "labels": [[]]}
 
 
-def encode_chats(rows: Rows, tokenizer, assistant_only: bool, column: str, filled: bool) -> dict[str, list]:
+def encode_chats(
+    rows: Rows, tokenizer, column: str, filled: bool, assistant_only: bool, completion_only: bool = False
+) -> dict[str, list]:
     """A chat ends as its template ends it. A second EOS is not appended.
 
-    Messages that are not to be learned are read, and have no labels: see `is_learned`. `column` and
-    `filled`: see `chats_of`.
+    Messages that are not to be learned are read, and have no labels: see `is_learned`, and with
+    `completion_only` those of the prompt. `column` and `filled`: see `chats_of`.
     """
     chats = list(chats_of(rows, column, filled))
-    texts = [_render_whole(chat, tools, tokenizer) if chat else "" for chat, tools in chats]
+    texts = [_render_whole(chat, tools, tokenizer) if chat else "" for chat, tools, _ in chats]
     if not texts:
         return {"input_ids": [], "labels": []}
-    if not assistant_only and all(is_learned(message) for chat, _ in chats for message in chat):
+    if (
+        not assistant_only
+        and not completion_only
+        and all(is_learned(message) for chat, *_ in chats for message in chat)
+    ):
         ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return {"input_ids": ids, "labels": ids}
-    if assistant_only and _marks_assistant(tokenizer):
-        return _merged(
-            _encode_marked(chat, tools, text, tokenizer) if chat else _NOTHING
-            for (chat, tools), text in zip(chats, texts, strict=True)
-        )
-    find = assistant_spans if assistant_only else _all_but_muted
-    spans = [find(chat, tools, text, tokenizer) for (chat, tools), text in zip(chats, texts, strict=True)]
-    return _encode_spans(texts, spans, tokenizer)
-
-
-def encode_chat_completions(
-    rows: Rows, tokenizer, completion_only: bool, assistant_only: bool, filled: bool
-) -> dict[str, list]:
-    """A prompt of messages and a completion of messages are one chat."""
-    texts: list[str] = []
+    if assistant_only and column != "completion" and _marks_assistant(tokenizer):
+        both = [
+            _encode_marked(chat, tools, text, tokenizer) if chat else ([], [])
+            for (chat, tools, _), text in zip(chats, texts, strict=True)
+        ]
+        return {"input_ids": [ids for ids, _ in both], "labels": [labels for _, labels in both]}
     spans: list[Spans] = []
-    nothing = [None] * len(rows["prompt"])
-    context = (rows.get("tools", nothing), rows.get("system", nothing))
-    for opening, answer, tools, system in zip(rows["prompt"], rows["completion"], *context, strict=True):
-        completion = messages_of(answer or [], filled)
-        if not completion or not has_answer(completion):
-            texts.append("")
-            spans.append([])
-            continue
-        chat = with_system([*messages_of(opening or [], filled), *completion], system)
-        prompt = chat[: -len(completion)]
-        schemas = tool_schemas(tools)
-        text = _render_whole(chat, schemas, tokenizer)
-        border = _end_of(chat, len(prompt) - 1, schemas, text, tokenizer) if completion_only else 0
+    for (chat, tools, start), text in zip(chats, texts, strict=True):
+        first = start if completion_only else 0
+        border = _end_of(chat, first - 1, tools, text, tokenizer) if completion_only and chat else 0
         if assistant_only:
-            learned = [span for span in assistant_spans(chat, schemas, text, tokenizer) if span[0] >= border]
+            spans.append([span for span in assistant_spans(chat, tools, text, tokenizer) if span[0] >= border])
         else:
-            learned = _all_but_muted(chat, schemas, text, tokenizer, len(prompt) if completion_only else 0, border)
-        texts.append(text)
-        spans.append(learned)
+            spans.append(_all_but_muted(chat, tools, text, tokenizer, first, border))
     return _encode_spans(texts, spans, tokenizer)
 
 
@@ -155,19 +135,18 @@ def _rewrites() -> UserError:
     )
 
 
-def _encode_marked(chat: Messages, tools: Tools | None, text: str, tokenizer) -> dict[str, list]:
+def _encode_marked(chat: Messages, tools: Tools | None, text: str, tokenizer) -> tuple[list[int], list[int]]:
+    """The input_ids and labels of a chat whose template marks the words of the assistant."""
     encoded = _apply(chat, tools, tokenizer, return_dict=True, return_assistant_tokens_mask=True)
     ids = learned = encoded["input_ids"]
     if not all(map(is_learned, chat)):
         learned = _encode_spans([text], [_all_but_muted(chat, tools, text, tokenizer)], tokenizer)["labels"][0]
     labels = [token if spoken else IGNORED for token, spoken in zip(learned, encoded["assistant_masks"], strict=True)]
-    return {"input_ids": [ids], "labels": [labels]}
+    return ids, labels
 
 
 def _encode_spans(texts: list[str], spans: list[Spans], tokenizer) -> dict[str, list]:
     """Labels only for tokens that contain characters of a span."""
-    if not texts:
-        return {"input_ids": [], "labels": []}
     require_offsets(tokenizer, "dataset_name")
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     labels = [
@@ -189,11 +168,6 @@ def require_offsets(tokenizer, flag: str) -> None:
 
 def _marks_assistant(tokenizer) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
-
-
-def _merged(encoded: Iterable[dict[str, list]]) -> dict[str, list]:
-    parts = list(encoded)
-    return {name: [row for part in parts for row in part[name]] for name in ("input_ids", "labels")}
 
 
 # --- The template --------------------------------------------------------------------------------
@@ -239,16 +213,8 @@ def _calls(chat: Messages) -> list[dict]:
     return [call for message in chat if isinstance(message, dict) for call in message.get("tool_calls") or []]
 
 
-def _written(arguments: object) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
-
-
 def _with_written_arguments(chat: Messages) -> Messages:
-    written = []
-    for message in chat:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _written(call["function"]["arguments"])}}
-            for call in message.get("tool_calls") or []
-        ]
-        written.append({**message, "tool_calls": calls} if calls else message)
-    return written
+    chat = copy.deepcopy(chat)
+    for call in _calls(chat):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return chat

@@ -11,7 +11,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.integrations import unset_hf_deepspeed_config
@@ -98,35 +97,10 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
-def generate_sample(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int
-) -> str:
-    """What the model writes after `prompt`: the same for the same weights.
-
-    Random states are left as they are.
-    """
-    was_training = model.training
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    model.eval()
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(0)
-        written = model.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.7,
-            use_cache=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    model.train(was_training)
-    return tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
 def saved_sample(folder: str) -> str:
     """A few lines by the model that a finished run saved in `folder`, loaded as a user loads it.
 
-    Empty if no whole model was saved: ZeRO-3 may leave only its shards.
+    The same for the same weights. Empty if no whole model was saved: ZeRO-3 may leave its shards.
     """
     # Under ZeRO-3 transformers would shard this model too, and one rank alone loads it.
     unset_hf_deepspeed_config()
@@ -134,4 +108,14 @@ def saved_sample(folder: str) -> str:
         return ""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return SAMPLE_PROMPT + generate_sample(model, tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS)
+    torch.manual_seed(0)
+    written = model.generate(
+        **tokenizer(SAMPLE_PROMPT, return_tensors="pt", return_token_type_ids=False),
+        max_new_tokens=SAMPLE_TOKENS,
+        do_sample=True,
+        temperature=0.7,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return tokenizer.decode(written[0], skip_special_tokens=True)

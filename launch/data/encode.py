@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 import pyarrow.compute
 from datasets import Dataset, DatasetInfo, Features
 
 from launch.data.batches import IGNORED
-from launch.data.chats import encode_chat_completions, encode_chats, require_offsets
+from launch.data.chats import encode_chats, require_offsets
 from launch.data.formats import (
     ALPACA,
     COMPLETIONS,
     FORMATS,
     Format,
     Rows,
-    alpaca,
+    alpaca_chats,
     by_format,
     for_another_objective,
     formats_of,
+    stanford_texts,
 )
 from recipes.errors import UserError, mistake
 from recipes.run import Settings
@@ -89,51 +91,46 @@ def encoder(run: Settings, tokenizer, rows: Dataset) -> Encoder:
 
 
 def _of_chats(run: Settings, tokenizer, rows: Dataset, column: str) -> Encoder:
-    _require_messages(rows, column)
-    _require_chat_template(tokenizer, run)
-    assistant_only = run["assistant_only_loss"]
-    if assistant_only:
+    """`column` holds whole chats, or is "completion"."""
+    columns = ("prompt", "completion") if column == "completion" else (column,)
+    for name in columns:
+        _require_messages(rows, name)
+    if run["assistant_only_loss"]:
         require_offsets(tokenizer, "assistant_only_loss")
-    elif run["completion_only_loss"]:
+    elif run["completion_only_loss"] and column != "completion":
         raise _no_completions(rows, "data with both columns; for chats --assistant_only_loss without it")
-    filled = _may_be_filled(rows, column)
-    return partial(encode_chats, tokenizer=tokenizer, assistant_only=assistant_only, column=column, filled=filled)
+    return _chat_encoder(run, tokenizer, column, filled=any(_may_be_filled(rows, name) for name in columns))
+
+
+def _chat_encoder(run: Settings, tokenizer, column: str, filled: bool) -> Encoder:
+    if not tokenizer.chat_template:
+        raise mistake(
+            "model_name_or_path",
+            f"the tokenizer of {run['model_name_or_path']} has no chat template, and the data is chats",
+            "a model for chats (their names often end in -Instruct), or data with a text column",
+        )
+    only = column == "completion" and run["completion_only_loss"] is not False
+    chosen = {"assistant_only": run["assistant_only_loss"], "completion_only": only}
+    return partial(encode_chats, tokenizer=tokenizer, column=column, filled=filled, **chosen)
 
 
 def _of_completions(run: Settings, tokenizer, rows: Dataset) -> Encoder:
     if not _holds_texts(rows, "prompt"):
-        for column in ("prompt", "completion"):
-            _require_messages(rows, column)
-        filled = any(_may_be_filled(rows, column) for column in ("prompt", "completion"))
-        return _of_chat_completions(run, tokenizer, filled)
+        return _of_chats(run, tokenizer, rows, "completion")
     _refuse_assistant_only(run, rows)
     require_text(rows, "completion", flag="dataset_name")
     return partial(encode_completions, tokenizer=tokenizer, completion_only=run["completion_only_loss"] is not False)
 
 
-def _of_chat_completions(run: Settings, tokenizer, filled: bool) -> Encoder:
-    _require_chat_template(tokenizer, run)
-    require_offsets(tokenizer, "dataset_name")
-    return partial(
-        encode_chat_completions,
-        tokenizer=tokenizer,
-        completion_only=run["completion_only_loss"] is not False,
-        assistant_only=run["assistant_only_loss"],
-        filled=filled,
-    )
-
-
 def _of_alpaca(run: Settings, tokenizer, rows: Dataset) -> Encoder:
     for column in {"instruction", "input", "output"} & set(rows.column_names):
         require_text(rows, column, flag="dataset_name")
-    completion_only = run["completion_only_loss"] is not False
+    only = run["completion_only_loss"] is not False
     if tokenizer.chat_template:
-        encode = _of_chat_completions(run, tokenizer, filled=False)
-    else:
-        _refuse_assistant_only(run, rows)
-        encode = partial(encode_completions, tokenizer=tokenizer, completion_only=completion_only)
-    as_chats = bool(tokenizer.chat_template)
-    return lambda rows: encode(alpaca(rows, as_chats, completion_only))
+        encode = _chat_encoder(run, tokenizer, "completion", filled=False)
+        return lambda rows: encode(alpaca_chats(rows, only))
+    _refuse_assistant_only(run, rows)
+    return lambda rows: encode_completions(stanford_texts(rows), tokenizer, only)
 
 
 def _of_texts(run: Settings, tokenizer, rows: Dataset) -> Encoder:
@@ -214,52 +211,34 @@ def _is_list(kind: pyarrow.DataType) -> bool:
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def _is_number(kind: pyarrow.DataType) -> bool:
-    types = pyarrow.types
-    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
-
-
-def _all_whole(numbers: pyarrow.ChunkedArray) -> bool:
-    compute = pyarrow.compute
-    return compute.all(compute.equal(numbers, compute.floor(numbers))).as_py() in (True, None)
-
-
 def _require_numbers(rows: Dataset, name: str, vocabulary: int) -> None:
     """Raises `UserError` unless a column holds lists of integers that a model can read.
 
     Those of `labels` may be -100, those of `attention_mask` are not looked at.
     """
     column = rows.data.column(name)
-    kind = column.type
-    if pyarrow.types.is_null(kind):  # no row has any
+    if pyarrow.types.is_null(column.type):  # no row has any
         return
-    if not _is_list(kind) or not _is_number(kind.value_type):
-        raise mistake("dataset_name", f"the column {name!r} holds {kind}, not lists of whole numbers", _TOKEN_IDS)
-    tokens = pyarrow.compute.list_flatten(column)
+    try:
+        tokens = pyarrow.compute.list_flatten(column)
+        if pyarrow.types.is_string(tokens.type):
+            raise TypeError("texts")
+        limits = pyarrow.compute.min_max(tokens.cast(pyarrow.int64())).as_py()
+    except (pyarrow.ArrowException, TypeError):
+        what = f"the column {name!r} holds {column.type}, not lists of whole numbers"
+        raise mistake("dataset_name", what, _TOKEN_IDS) from None
     if tokens.null_count:
         raise mistake("dataset_name", f"the column {name!r} holds lists with null in them", _TOKEN_IDS)
-    if name == "attention_mask":
-        return
-    limits = pyarrow.compute.min_max(tokens).as_py()
     smallest, largest = limits["min"], limits["max"]
-    if smallest is not None and smallest < 0 and not (name == "labels" and smallest == IGNORED):
+    if name == "attention_mask" or smallest is None:
+        return
+    if smallest < 0 and not (name == "labels" and smallest == IGNORED):
         raise mistake("dataset_name", f"has the token id {smallest} in {name}", "token ids from 0; -100 only in labels")
-    if pyarrow.types.is_floating(kind.value_type) and not _all_whole(tokens):
-        raise mistake("dataset_name", f"the column {name!r} holds numbers that are not whole", _TOKEN_IDS)
-    if largest is not None and largest >= vocabulary:
+    if largest >= vocabulary:
         raise mistake(
             "dataset_name",
             f"has the token id {largest}, and the tokenizer knows {vocabulary}: it was tokenized for another model",
             "data tokenized with this model's tokenizer, or texts",
-        )
-
-
-def _require_chat_template(tokenizer, run: Settings) -> None:
-    if not tokenizer.chat_template:
-        raise mistake(
-            "model_name_or_path",
-            f"the tokenizer of {run['model_name_or_path']} has no chat template, and the data is chats",
-            "a model for chats (their names often end in -Instruct), or data with a text column",
         )
 
 
@@ -274,14 +253,14 @@ def encode_tokenized(rows: Rows) -> dict[str, list]:
     for ids, labels, mask in zip(*columns, strict=True):
         ids = ids or []
         labels = (labels or []) if "labels" in rows else ids
-        for name, values in (("labels", labels), ("values in attention_mask", ids if mask is None else mask)):
+        mask = [1] * len(ids) if mask is None else mask
+        for name, values in (("labels", labels), ("values in attention_mask", mask)):
             if len(values) != len(ids):
                 what = f"has {len(ids)} input_ids and {len(values)} {name} in one example"
-                raise mistake(
-                    "dataset_name", what, "one for every token; the label is -100 where there is nothing to learn"
-                )
-        encoded["input_ids"].append(_where(mask, ids) if mask else ids)
-        encoded["labels"].append(_where(mask, labels) if mask else labels)
+                fix = "one for every token; the label is -100 where there is nothing to learn"
+                raise mistake("dataset_name", what, fix)
+        encoded["input_ids"].append(list(compress(ids, mask)))
+        encoded["labels"].append(list(compress(labels, mask)))
     return encoded
 
 
@@ -317,7 +296,7 @@ def encode_completions(rows: Rows, tokenizer, completion_only: bool) -> dict[str
             prompt = prompt[:-1]  # some tokenizers append EOS to every text
         completion = _ended(completion, tokenizer)
         encoded["input_ids"].append(prompt + completion)
-        encoded["labels"].append((_ignored(prompt) if completion_only else prompt) + completion)
+        encoded["labels"].append(([IGNORED] * len(prompt) if completion_only else prompt) + completion)
     return encoded
 
 
@@ -333,11 +312,3 @@ def _tokenize(tokenizer, texts: list[str], **options) -> list[list[int]]:
 def _ended(ids: list[int], tokenizer) -> list[int]:
     eos = tokenizer.eos_token_id
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-
-def _ignored(ids: list[int]) -> list[int]:
-    return [IGNORED] * len(ids)
-
-
-def _where(mask: list[int], values: list[int]) -> list[int]:
-    return [value for seen, value in zip(mask, values, strict=True) if seen]

@@ -125,16 +125,23 @@ def described(columns: Collection[str], template: str | None, text_field: str, i
 # --- Chats ---------------------------------------------------------------------------------------
 
 
-def chats_of(rows: Rows, column: str, filled: bool) -> Iterator[tuple[Messages, Tools | None]]:
-    """The chat of each row with its tools, as templates take them. It is empty if there is no
-    answer to learn in it.
+def chats_of(rows: Rows, column: str, filled: bool) -> Iterator[tuple[Messages, Tools | None, int]]:
+    """The chat of each row as templates take it, its tools, and the number of its first message
+    that lies in `column`. It is empty if there is no answer to learn in it.
 
-    `filled`: keys that a message does not have may be there, with None (as in Parquet).
+    `column` holds whole chats, or is "completion", which follows a prompt of messages. `filled`:
+    keys that a message does not have may be there, with None (as in Parquet).
     """
     nothing = [None] * len(rows[column])
-    for turns, tools, system in zip(rows[column], rows.get("tools", nothing), rows.get("system", nothing), strict=True):
-        chat = messages_of(turns, filled) if turns else []
-        yield (with_system(chat, system), tool_schemas(tools)) if chat and has_answer(chat) else ([], None)
+    prompts = rows["prompt"] if column == "completion" else nothing
+    context = (rows.get("tools", nothing), rows.get("system", nothing))
+    for opening, turns, tools, system in zip(prompts, rows[column], *context, strict=True):
+        said = messages_of(turns or [], filled)
+        if not said or not has_answer(said):
+            yield [], None, 0
+            continue
+        chat = with_system([*messages_of(opening or [], filled), *said], system)
+        yield chat, tool_schemas(tools), len(chat) - len(said)
 
 
 def messages_of(turns: Any, filled: bool = False) -> Messages:
@@ -234,26 +241,28 @@ def _function(tool: dict) -> dict:
 # --- Prompt and completion -----------------------------------------------------------------------
 
 
-def alpaca(rows: Rows, as_chats: bool, completion_only: bool) -> dict[str, list]:
-    """Prompts and completions: chats, or Stanford's texts.
-
-    The answers of `history` are learned too, as LLaMA-Factory does, and its questions only with all
-    of the prompt.
+def alpaca_chats(rows: Rows, completion_only: bool) -> dict[str, list]:
+    """Prompts and completions of messages. The answers of `history` are learned too, as
+    LLaMA-Factory does, and its questions only with all of the prompt.
     """
     nothing = [None] * len(rows["output"])
-    given = rows.get("input", nothing)
-    if not as_chats:
-        prompts = [_stanford(*both) for both in zip(rows["instruction"], given, strict=True)]
-        return {"prompt": prompts, "completion": rows["output"]}
+    columns = (rows["instruction"], rows.get("input", nothing), rows["output"], rows.get("history", nothing))
     chats = []
-    for task, more, answer, history in zip(
-        rows["instruction"], given, rows["output"], rows.get("history", nothing), strict=True
-    ):
-        rounds = [*_pairs(history), ("\n\n".join(filter(None, (task, more))), answer)]
+    for task, given, answer, history in zip(*columns, strict=True):
+        rounds = [*_pairs(history), ("\n\n".join(filter(None, (task, given))), answer)]
         speakers = ({"role": "user", "weight": int(not completion_only)}, {"role": "assistant"})
         chats.append([{**speakers[n], "content": words} for both in rounds for n, words in enumerate(both)])
     context = {name: rows[name] for name in ("system", "tools") if name in rows}
     return {"prompt": [chat[:1] for chat in chats], "completion": [chat[1:] for chat in chats], **context}
+
+
+def stanford_texts(rows: Rows) -> dict[str, list]:
+    """Prompts and completions of texts."""
+    prompts = []
+    for task, given in zip(rows["instruction"], rows.get("input", [None] * len(rows["output"])), strict=True):
+        context = f"### Input:\n{given}\n\n" if given else ""
+        prompts.append(STANFORD.format(paired=PAIRED if given else "", instruction=task or "", context=context))
+    return {"prompt": prompts, "completion": rows["output"]}
 
 
 def _pairs(history: Any) -> Any:
@@ -262,11 +271,6 @@ def _pairs(history: Any) -> Any:
         what = f"has a history that is not a list of pairs: {_short(history)}"
         raise mistake("dataset_name", what, "[[instruction, answer], ...] in every row, or another name for it")
     return pairs
-
-
-def _stanford(instruction: str | None, given: str | None) -> str:
-    context = f"### Input:\n{given}\n\n" if given else ""
-    return STANFORD.format(paired=PAIRED if given else "", instruction=instruction or "", context=context)
 
 
 # --- Small steps ---------------------------------------------------------------------------------

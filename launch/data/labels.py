@@ -13,14 +13,13 @@ import pyarrow.compute as compute
 import torch
 from datasets import ClassLabel, Dataset, List, Value
 
-from launch.data.batches import Example, Pad
+from launch.data.batches import Example
 from launch.data.encode import TEXT_TYPES
 from launch.data.packing import lengths_of
 from recipes.errors import Problem, UserError, mistake
 from recipes.rules.check import new_problems
 from recipes.run import RunSpec, Setting, Settings
 
-_FEW = 20  # whole numbers in a column of fractions may be classes
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 
 
@@ -39,41 +38,16 @@ class Target:
     is_vector: bool = False
     words: str = ""
 
-    def encode(self, label: Any) -> int | float | list[int] | list[float]:
-        """A row's label as batches take it: of several classes the numbers of those that apply."""
-        if self.problem_type == REGRESSION:
-            return [float(number) for number in label] if self.is_vector else float(label)
+    def encode(self, label: Any) -> int | float | tuple[float, ...]:
+        """A row's label as a batch holds it: a class, a number, or a number for each output."""
         if self.problem_type == SINGLE:
             return self.numbers[label]
         if self.is_vector:
-            return [self.numbers[place] for place, applies in enumerate(label) if applies]
-        return sorted({self.numbers[one] for one in _each(label)})
-
-
-@dataclass(frozen=True)
-class PadLabelled(Pad):
-    """Pads the texts. A row's label is a list: of classes, as numbers below `classes`, which become
-    a 0 or 1 for each class; or with `classes` 0, of numbers to learn.
-    """
-
-    classes: int = 0
-
-    def __call__(self, rows: list[Example]) -> dict[str, torch.Tensor]:
-        labels = torch.zeros(len(rows), self.classes or len(rows[0]["labels"]))
-        for row, example in enumerate(rows):
-            if self.classes:
-                labels[row, example["labels"]] = 1.0
-            else:
-                labels[row] = torch.tensor(example["labels"])
-        return {**super().__call__([{**row, "labels": 0} for row in rows]), "labels": labels}
-
-
-def collator(pad: Pad, target: Target) -> Pad:
-    """Batches of texts with their labels."""
-    if target.problem_type == SINGLE or (target.problem_type == REGRESSION and not target.is_vector):
-        return pad
-    classes = len(target.names) if target.problem_type == MULTI else 0
-    return PadLabelled(pad.pad_token_id, pad.longest, classes)
+            return tuple(map(float, label))
+        if self.problem_type == REGRESSION:
+            return float(label)
+        applying = {self.numbers[one] for one in (label if isinstance(label, list) else [label])}
+        return tuple(float(number in applying) for number in range(len(self.names)))
 
 
 def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Target:
@@ -96,23 +70,17 @@ def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Targ
     flat = compute.list_flatten(column) if is_list else column
     wanted = run["problem_type"]
     if wanted == REGRESSION or (wanted is None and _is_fraction(inner) and not (is_list and _is_binary(flat))):
-        found = _numbers(name, column, flat, is_list)
-        return replace(found, words=found.words + _hint(flat)) if wanted is None and not is_list else found
+        return _numbers(name, column, flat, is_list)
     if wanted == SINGLE and is_list:
         what = f"takes one class a row, and the column {name!r} holds lists"
         raise mistake("problem_type", what, f"--problem_type {MULTI}, or leave it out")
-    if not is_list:
-        target = _classes(name, inner, flat, classes)
-        return _as_several(target) if wanted == MULTI else target
-    if not isinstance(inner, ClassLabel) and _are_vectors(column, flat):
+    if is_list and not isinstance(inner, ClassLabel) and _are_vectors(column, flat):
         outputs = compute.list_value_length(column)[0].as_py()
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
         return Target(MULTI, names, {n: n for n in range(outputs)}, True, f"multi-label: {outputs} labels")
     target = _classes(name, inner, flat, classes)
-    return _as_several(target)
-
-
-def _as_several(target: Target) -> Target:
+    if not is_list and wanted != MULTI:
+        return target
     return replace(target, problem_type=MULTI, words=f"multi-label: {len(target.names):,} labels")
 
 
@@ -167,14 +135,6 @@ def _numbers(name: str, column: pyarrow.ChunkedArray, flat: pyarrow.ChunkedArray
     words = "regression: " + (f"{low:g} in every row" if low == high else f"numbers from {low:g} to {high:g}")
     names = [f"{name}_{number}" for number in range(lengths[0])] if is_list else [name]
     return Target(REGRESSION, names, {}, is_list, words)
-
-
-def _hint(numbers: pyarrow.ChunkedArray) -> str:
-    """pandas makes fractions of whole numbers if any is missing."""
-    values = compute.unique(numbers).to_pylist()
-    if not 1 < len(values) <= _FEW or not all(_is_whole(value) for value in values):
-        return ""
-    return f"; for {len(values)} classes: --problem_type {SINGLE}"
 
 
 def _incomplete(name: str, count: int, fix: str) -> UserError:
@@ -293,7 +253,3 @@ def _require_known(column: pyarrow.ChunkedArray, name: str, target: Target, flag
             f"has labels that are not among the classes: {shown}",
             "rows whose labels the training data has too: rows that are sorted by label, shuffled before the split",
         )
-
-
-def _each(label: Any) -> list:
-    return label if isinstance(label, list) else [label]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +11,10 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorWithFlattening
 
-from launch.data.batches import UNKNOWN, Example, Pad, Stack
+from launch.data.batches import Example, Pad, Stack
 from launch.data.cache import Tokenized
 from launch.data.formats import described
-from launch.data.labels import Labelled, collator, labelled, recognise
+from launch.data.labels import Labelled, labelled, recognise
 from launch.data.mixture import Source, evaluated, mixed, of_parts, table, tokens_of_parts
 from launch.data.packing import Cut, Joined, Packs, joined, joins, lengths_of, packed
 from launch.data.sources import unread_files
@@ -46,14 +46,9 @@ class Data:
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
         """The collator for the model's attention: Flash is told where examples begin."""
-        if "flash" not in (attention or ""):
-            return self.collator
-        if isinstance(self.train, Stream) and "position_ids" in self.train.longest:  # not in joined rows
-            return Stack(UNKNOWN)
-        if not isinstance(self.train, Packs):
-            return self.collator
-        both = (self.train, self.eval) if isinstance(self.eval, Packs) else (self.train,)
-        return Stack(max(packs.most_examples for packs in both))
+        rows = self.train
+        apart = "position_ids" in rows.longest if isinstance(rows, Stream) else isinstance(rows, Packs)
+        return Stack(tells_starts=True) if apart and "flash" in (attention or "") else self.collator
 
     @property
     def examples(self) -> int:
@@ -104,53 +99,56 @@ def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Datase
 
 
 def _causal_lm(run: RunSpec, tokenizer) -> Data:
-    sources = [_source(run, tokenizer, *found) for found in tokens_of_parts(run, tokenizer)]
+    found = tokens_of_parts(run, tokenizer)
+    sources = [_source(run, tokenizer, *one) for one in found]
     train = _ready(run, tokenizer, mixed(sources), "dataset_train_split")
-    evaluation = evaluated(run, [source.eval for source in sources])
-    held_out = evaluation and _ready(run, tokenizer, evaluation, "dataset_test_split")
+    held_out, evaluation = _evaluation(run, tokenizer, [tokens.eval for _, tokens in found])
     note = f"\n{table(sources, run['max_length'])}" if sources[1:] else sources[0].note
-    left_out = [sum(counts) for counts in zip(*(source.left_out for source in sources), strict=True)]
+    left_out = sum(len(tokens.train) for _, tokens in found) - sum(len(source.train) for source in sources)
     return Data(
         train=train,
         eval=held_out,
         collator=_collator(run, tokenizer),
-        description=_describe(run, train, left_out[0]) + note + _held_out(run, held_out, left_out[1]),
+        description=_describe(run, train, left_out) + note + evaluation,
         labels=None,
-        commit=", ".join(source.commit for source in sources if source.commit) or None,
+        commit=_commits(tokens.commit for _, tokens in found),
     )
 
 
 def _source(run: RunSpec, tokenizer, part: Part, found: Tokenized) -> Source:
-    """The examples of one part."""
+    """The examples of one part, and how its columns and files were read."""
+    note = described(found.columns, tokenizer.chat_template, run["dataset_text_field"], joins(run))
     train = _learnable(run, found.train, "dataset_train_split")
-    held_out = None if found.eval is None else _learnable(run, found.eval, "dataset_test_split")
-    return Source(
-        name=str(part),
-        weight=part.weight,
-        train=train,
-        eval=held_out,
-        left_out=(len(found.train) - len(train), len(found.eval or ()) - len(held_out or ())),
-        note=described(found.columns, tokenizer.chat_template, run["dataset_text_field"], joins(run))
-        + unread_files(part.name, found.kind),
-        commit=found.commit,
-    )
+    return Source(str(part), part.weight, train, note + unread_files(part.name, found.kind))
 
 
 def _streamed(run: RunSpec, tokenizer) -> Data:
     opened = [found for _, found in of_parts(run, partial(open_part, tokenizer=tokenizer))]
     parts, evals, notes, commits = zip(*opened, strict=True)
-    stream, flag = stream_of(run, tokenizer, parts), "dataset_test_split"
-    evaluation = evaluated(run, [None if tokens is None else _learnable(run, tokens, flag) for tokens in evals])
-    held_out = evaluation and _ready(run, tokenizer, evaluation, flag)
-    left_out = sum(len(tokens or ()) for tokens in evals) - len(evaluation or ())
+    stream = stream_of(run, tokenizer, parts)
+    held_out, evaluation = _evaluation(run, tokenizer, evals)
     return Data(
         train=stream,
         eval=held_out,
         collator=_collator(run, tokenizer),
-        description=description_of(run, stream, notes) + _held_out(run, held_out, left_out),
+        description=description_of(run, stream, notes) + evaluation,
         labels=None,
-        commit=", ".join(filter(None, commits)) or None,
+        commit=_commits(commits),
     )
+
+
+def _evaluation(run: RunSpec, tokenizer, tokens: Sequence[Dataset | None]) -> tuple[Rows | None, str]:
+    """The examples of all parts that have any to evaluate on, and the line that describes them."""
+    flag = "dataset_test_split"
+    examples = evaluated(run, [None if part is None else _learnable(run, part, flag) for part in tokens])
+    if examples is None:
+        return None, ""
+    rows = _ready(run, tokenizer, examples, flag)
+    return rows, _held_out(run, rows, sum(len(part or ()) for part in tokens) - len(examples))
+
+
+def _commits(commits: Iterable[str | None]) -> str | None:
+    return ", ".join(filter(None, commits)) or None
 
 
 def _collator(run: Settings, tokenizer) -> Callable:
@@ -225,7 +223,7 @@ def _classification(run: RunSpec, tokenizer, classes: Sequence[str]) -> Data:
     return Data(
         train=train,
         eval=held_out,
-        collator=collator(_padding(run, tokenizer), target),
+        collator=_padding(run, tokenizer),
         description=description + unread_files(part.name, found.kind) + _held_out(run, held_out, left_out),
         labels=target.names,
         commit=found.commit,

@@ -25,7 +25,6 @@ from recipes.mixture import Part, parts_of
 from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec
 
-MOST_LINES = 10  # of parts, for a person
 MOST_EXAMPLES = 2**30  # of an epoch: their order takes eight bytes each
 Found = TypeVar("Found")
 
@@ -37,10 +36,7 @@ class Source:
     name: str
     weight: float | None
     train: Dataset
-    eval: Dataset | None
-    left_out: tuple[int, int]  # of the examples to train on and to evaluate on: nothing to learn in them
-    note: str
-    commit: str | None
+    note: str = ""
 
 
 def run_of(run: RunSpec, part: Part) -> RunSpec:
@@ -139,15 +135,11 @@ def table(parts: list[Source], longest: int) -> str:
         _tokens(np.minimum(lengths_of(part.train), longest), count) for part, count in zip(parts, counts, strict=True)
     ]
     lines = []
-    for part, count, own in list(zip(parts, counts, tokens, strict=True))[:MOST_LINES]:
+    for part, count, own in zip(parts, counts, tokens, strict=True):
         often = count / len(part.train)
         times = f" x {often:,.2f}" if often > 1 else ""
         of_all = f"{len(part.train):,} examples{times}, {count / sum(counts):.1%} of all"
         lines.append(f"{part.name}: {of_all}; {own:,} tokens, {own / sum(tokens):.1%}{part.note}")
-    if parts[MOST_LINES:]:
-        count, own = sum(counts[MOST_LINES:]), sum(tokens[MOST_LINES:])
-        of_all = f"{count:,} examples, {count / sum(counts):.1%} of all"
-        lines.append(f"and {len(parts) - MOST_LINES} more parts: {of_all}; {own:,} tokens, {own / sum(tokens):.1%}")
     return "\n".join(lines)
 
 

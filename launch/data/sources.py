@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import glob
 import gzip
-import io
 import json
 import math
 import re
@@ -14,12 +12,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import datasets
-import pyarrow.json
+import pyarrow
 from datasets import Dataset, DatasetDict, Features, IterableDataset, ReadInstruction
-from datasets.packaged_modules.json import json as json_reader
 from datasets.table import table_cast
 from huggingface_hub import HfApi
 
@@ -32,6 +29,7 @@ from recipes.run.files import expanded
 
 # A reader takes some 10 MB at a time, and each time the columns and types that it finds there.
 _ALIKE = "the columns and types of the first rows in all others, or a file for each: --dataset_name FILE FILE"
+_ON_HUB = "check the spelling, the network and `hf auth login`"
 _DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)  # a .gz that was not copied whole, or is none
 
 
@@ -93,13 +91,9 @@ def _parts(rows: Mapping[str, int], flag: str, wanted: str) -> list:
 
 @dataclass(frozen=True)
 class Streams:
-    """All splits of a data set, read piece by piece when they are asked for.
-
-    `files` are those that a split is read from, as far as they are known.
-    """
+    """All splits of a data set, read piece by piece when they are asked for."""
 
     splits: dict[str, IterableDataset]
-    files: dict[str, list[str]]
     commit: str | None  # of the Hub
 
     @property
@@ -117,16 +111,12 @@ def file_versions(run: Settings) -> list | None:
     paths = paths_of(run["dataset_name"])
     if not paths:
         return None
-    files = sorted(_files_in(paths[0])) if paths[0].is_dir() else paths
+    files = paths
+    if (folder := paths[0]).is_dir():  # the library reads no hidden ones
+        inside = [file for file in folder.rglob("*") if file.is_file()]
+        files = sorted(file for file in inside if not re.search(r"/(\.|__)", f"/{file.relative_to(folder)}"))
     found = [(file, file.stat()) for file in files]
     return [(str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in found]
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    """As the library does, without hidden ones."""
-    for file in folder.rglob("*"):
-        if file.is_file() and not any(part.startswith((".", "__")) for part in file.relative_to(folder).parts):
-            yield file
 
 
 def newest_commit(name: str) -> str | None:
@@ -140,19 +130,21 @@ def newest_commit(name: str) -> str | None:
 
 
 def open_streams(run: Settings, commit: str | None, shards: int = 1) -> Streams:
-    """The data, to be read inside `null_is_a_row`. `commit` is that of `newest_commit`.
+    """The data. `commit` is that of `newest_commit`.
 
     Rows that lie on the disk as Arrow tables get so many `shards`; others have their own.
     """
     if not run["dataset_name"]:
-        return Streams(_from_tables(demo_splits(run), shards), {}, None)
+        return Streams(_from_tables(demo_splits(run), shards), None)
     paths = paths_of(run["dataset_name"])
     if not paths:
         return _stream_hub(run["dataset_name"], run["dataset_config"], commit, shards)
     path = paths[0]
-    if path.is_dir() and _is_saved(path):
-        return Streams(_from_tables(_read_saved(path), shards), {}, None)
     try:
+        if path.is_dir() and _is_saved(path):
+            saved = datasets.load_from_disk(str(path))
+            splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+            return Streams(_from_tables(splits, shards), None)
         if path.is_dir():
             builder = datasets.load_dataset_builder(str(path), run["dataset_config"])
         else:
@@ -161,8 +153,8 @@ def open_streams(run: Settings, commit: str | None, shards: int = 1) -> Streams:
             builder = datasets.load_dataset_builder(kind, data_files=_escaped(paths), **options)
         streams = dict(builder.as_streaming_dataset())
     except Exception as error:  # parsers raise anything, and always about these files or this folder
-        raise unreadable(_bad_one(paths), error) from None
-    return Streams(streams, {name: list(files) for name, files in (builder.config.data_files or {}).items()}, None)
+        raise unreadable(run["dataset_name"], error) from None
+    return Streams(streams, None)
 
 
 def _from_tables(splits: Mapping[str, Dataset], shards: int) -> dict[str, IterableDataset]:
@@ -170,36 +162,18 @@ def _from_tables(splits: Mapping[str, Dataset], shards: int) -> dict[str, Iterab
 
 
 def _stream_hub(name: str, config: str | None, commit: str | None, shards: int) -> Streams:
-    if commit is not None:
-        return Streams(_load_hub(name, config, revision=commit, streaming=True), {}, commit)
-    # Out of reach: what is in the library's own cache.
-    found = _load_hub(name, config)
-    return Streams(_from_tables(found, shards), {}, hub_commit(next(iter(found.values()))))
-
-
-def _cannot_be_read(name: str, error: Exception) -> UserError:
-    paths = paths_of(name)
-    return unreadable(_bad_one(paths), error) if paths else _not_on_hub(name, error)
-
-
-def pieces(
-    stream: IterableDataset,
-    name: str,
-    rows: int,
-    features: Features | None = None,
-    columns: Mapping[str, str] = MappingProxyType({}),
-    explained: Callable[[str, Exception], Exception] = _cannot_be_read,
-) -> Iterator[pyarrow.Table]:
-    """The rows of a stream of Arrow tables, so many at a time, with the types of `features` once
-    their columns are renamed.
-
-    Raises what `explained` makes of an error: `UserError` for what cannot be read.
-    """
     try:
-        for table in stream.iter(rows):
-            yield table if features is None else table_cast(renamed(table, columns), features.arrow_schema)
-    except Exception as error:  # parsers and networks raise anything
-        raise explained(name, error) from None
+        if commit is not None:
+            return Streams(dict(datasets.load_dataset(name, config, revision=commit, streaming=True)), commit)
+        cached = dict(datasets.load_dataset(name, config))  # out of reach: in the library's own cache
+    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        # No such configuration, or one must be chosen: the library lists them.
+        if isinstance(error, ValueError) and "config" in str(error).lower():
+            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
+        what = "is neither a local file or folder nor a data set that can be read from the Hub"
+        fix = f"{_ON_HUB}; a local path is found from the current folder"
+        raise mistake("dataset_name", f"{name!r} {what}: {_cause(error)}", fix) from None
+    return Streams(_from_tables(cached, shards), hub_commit(next(iter(cached.values()))))
 
 
 def new_names(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
@@ -216,7 +190,7 @@ def require_rows(name: str) -> None:
     """Raises `UserError` for a file in which none were found."""
     paths = paths_of(name)
     if paths and paths[0].is_file():
-        raise unreadable(paths[0], ValueError("there are no rows in it"))
+        raise unreadable(name, ValueError("there are no rows in it"))
 
 
 def hub_commit(rows: Dataset) -> str | None:
@@ -232,61 +206,56 @@ def _escaped(paths: list[Path]) -> list[str]:
     return [glob.escape(str(path.absolute())) for path in paths]
 
 
-def _bad_one(paths: list[Path]) -> Path:
-    """Of files that cannot be read, the first in which the reason is seen."""
-    return next((path for path in paths if _first_bad_line(path)), paths[0]) if paths[1:] else paths[0]
-
-
-def unreadable(path: Path, error: Exception) -> UserError:
-    """What is wrong with a file or folder of data, whose reader has raised `error`."""
-    if "::" in str(path.absolute()):
-        what = f"{path} cannot be read: the library datasets takes :: for a way into an archive"
-        return mistake("dataset_name", what, "another name")
-    if path.is_dir():
-        what = f"the folder {path} cannot be read: {_cause(error)}"
-        if glob.escape(str(path.absolute())) != str(path.absolute()):
-            return mistake(
-                "dataset_name", f"{what}: the library datasets takes [, ], * and ? for a pattern", "rename it"
-            )
-        if "Couldn't cast" in what:
-            return mistake("dataset_name", what, _ALIKE)
-        return mistake(
-            "dataset_name", what, "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files"
-        )
-    kind, bad_line = file_kind(path), _first_bad_line(path)
-    cause = bad_line or _cause(error)
-    fix = _ALIKE if "Couldn't cast" in cause else "correct the file"
-    if "UTF-8" in bad_line:
+def unreadable(name: str, error: Exception) -> UserError:
+    """The mistake in data whose reader has raised `error`: the line, if a file has a bad one."""
+    if isinstance(error, UserError):
+        return error
+    paths = paths_of(name)
+    if not paths:
+        return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", f"{_ON_HUB}; {_ALIKE}")
+    path, cause = next(
+        ((path, line) for path in paths if path.is_file() and (line := _first_bad_line(path))),
+        (paths[0], _cause(error)),
+    )
+    if "Couldn't cast" in cause or "column names don't match" in cause:
+        fix = _ALIKE
+    elif path.is_dir():
+        fix = "a folder that save_to_disk wrote, or one of " + ", ".join(FILE_KINDS) + " files"
+    elif "UTF-8" in cause:
         with path.open("rb") as file:
             is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         fix = f"iconv -f {'UTF-16' if is_utf16 else 'LATIN1'} -t UTF-8 {path}, if it is that"
-    return mistake("dataset_name", f"{path} cannot be read as {kind}: {cause}", fix)
+    else:
+        fix = "correct the file"
+    what = f"the folder {path} cannot be read" if path.is_dir() else f"{path} cannot be read as {file_kind(path)}"
+    return mistake("dataset_name", f"{what}: {cause}", fix)
 
 
 def stream_broke(name: str, error: Exception) -> UserError | StreamBroke:
     """What a stream has raised while it was read: a mistake in the data, or a failure."""
-    if isinstance(error, UserError):
-        return error
-    if isinstance(error, UnicodeDecodeError):
-        return not_utf8(name, error)
-    is_failure = isinstance(error, OSError) or not isinstance(error, (ValueError, TypeError, LookupError))
-    if is_failure and not isinstance(error, _DAMAGED):
-        return StreamBroke(f"{name} could not be read on: {_cause(error)}")
-    files = [path for path in paths_of(name) if path.is_file()]
-    cause, fix = _cause(error), "rows that all have the columns and types of the first ones"
-    if line := next(filter(None, map(_first_bad_line, files)), ""):
-        cause, fix = line, "correct the file"
-    elif "parse error" in cause:
-        fix = "correct the file that the library names above"
-    return mistake("dataset_name", f"{name} cannot be read on: {cause}", fix)
+    if isinstance(error, (ValueError, TypeError, LookupError, UserError, *_DAMAGED)):
+        return unreadable(name, error)
+    return StreamBroke(f"{name} could not be read on: {_cause(error)}")
 
 
-def not_utf8(name: str, error: UnicodeDecodeError) -> UserError:
-    """What is wrong with data whose bytes turn out not to be UTF-8 where a text is used."""
-    paths = paths_of(name)
-    if paths and paths[0].is_file():
-        return unreadable(_bad_one(paths), error)
-    return mistake("dataset_name", f"{name} holds bytes that are not UTF-8: {error}", "its files, saved as UTF-8")
+def pieces(
+    stream: IterableDataset,
+    name: str,
+    rows: int,
+    features: Features | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    explained: Callable[[str, Exception], Exception] = unreadable,
+) -> Iterator[pyarrow.Table]:
+    """The rows of a stream of Arrow tables, so many at a time, with the types of `features` once
+    their columns are renamed.
+
+    Raises what `explained` makes of an error: `UserError` for what cannot be read.
+    """
+    try:
+        for table in stream.iter(rows):
+            yield table if features is None else table_cast(renamed(table, columns), features.arrow_schema)
+    except Exception as error:  # parsers and networks raise anything
+        raise explained(name, error) from None
 
 
 def _first_bad_line(path: Path) -> str:
@@ -315,33 +284,6 @@ def _first_bad_line(path: Path) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def null_is_a_row() -> Iterator[None]:
-    """pyarrow dies with a segmentation fault of a block of JSON lines that begins with `null`.
-
-    `{}` is the same row, without a value in any column.
-    """
-
-    def read_json(stream: io.BytesIO, **options) -> pyarrow.Table:
-        # With a line break before it, the search takes a tenth of the time that parsing takes.
-        lines = re.sub(rb"\n[ \t]*null[ \t\r]*(?=\n|$)", b"\n{}", b"\n" + stream.getvalue())[1:]
-        return pyarrow.json.read_json(io.BytesIO(lines), **options)
-
-    json_reader.paj = SimpleNamespace(read_json=read_json, ReadOptions=pyarrow.json.ReadOptions)
-    try:
-        yield
-    finally:
-        json_reader.paj = pyarrow.json
-
-
-def _read_saved(path: Path) -> dict[str, Dataset]:
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise unreadable(path, error) from None
-    return dict(loaded) if isinstance(loaded, DatasetDict) else {"train": loaded}
-
-
 def _is_saved(folder: Path) -> bool:
     """Whether save_to_disk wrote it."""
     return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
@@ -359,26 +301,6 @@ def unread_files(name: str, kind: str | None) -> str:
     names = sorted(path.name for path in others if not path.name.startswith((".", "_")))
     more = f" and {len(names) - 1} more" if names[1:] else ""
     return f"; not read, since most files are {kind}: {names[0]}{more}" if names else ""
-
-
-def _load_hub(name: str, config: str | None, **options) -> dict:
-    try:
-        return dict(datasets.load_dataset(name, config, **options))
-    # No such configuration, or one must be chosen: the library lists them.
-    except ValueError as error:
-        if "config" in str(error).lower():
-            raise mistake("dataset_config", _cause(error), "--dataset_config with one of them") from None
-        raise _not_on_hub(name, error) from None
-    except (OSError, datasets.exceptions.DatasetsError) as error:
-        raise _not_on_hub(name, error) from None
-
-
-def _not_on_hub(name: str, error: Exception) -> UserError:
-    return mistake(
-        "dataset_name",
-        f"{name!r} is neither a local file or folder nor a data set that can be read from the Hub: {_cause(error)}",
-        "check the spelling, the network and `hf auth login`; a local path is found from the current folder",
-    )
 
 
 def _cause(error: BaseException) -> str:

@@ -32,9 +32,9 @@ from launch.data import sources
 from launch.data.batches import IGNORED, Example
 from launch.data.cache import features_of, tokenized
 from launch.data.formats import described
-from launch.data.mixture import MOST_LINES, evenly, naming
+from launch.data.mixture import evenly, naming
 from launch.data.packing import Cut, joined, joins, packed
-from launch.data.sources import null_is_a_row, stream_broke
+from launch.data.sources import stream_broke
 from launch.data.tokenizing import encode_in_pieces, encode_table
 from launch.data.tokens import NOTHING, token_table
 from launch.terminal import plural
@@ -97,9 +97,8 @@ class Stream(torch.utils.data.IterableDataset):
         begin = {"round": self.first_round, "rows": None, "used": 0}
         place = self.places.get(str(worker)) or {"window": 0, "taken": 0, "parts": [begin] * len(self.parts)}
         try:
-            with null_is_a_row():
-                for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
-                    yield {**example, PLACE: {"worker": worker, **at}}
+            for example, at in self._examples(self.rank * workers + worker, self.ranks * workers, place):
+                yield {**example, PLACE: {"worker": worker, **at}}
         except (UserError, StreamBroke) as error:
             # A worker's error would arrive as text. This one is raised when its turn comes, after
             # all the examples before it were trained.
@@ -113,7 +112,7 @@ class Stream(torch.utils.data.IterableDataset):
             examples = self.prepare(pa.concat_tables(tables).take(evenly([len(table) for table in tables])))
             order = np.arange(len(examples))
             if self.shuffles:
-                _numbers(self.seed, reader, window, *(at["round"] for at in starts)).shuffle(order)
+                np.random.default_rng((self.seed, reader, window, *(at["round"] for at in starts))).shuffle(order)
             for count in range(taken, len(order)):
                 yield examples[int(order[count])], {"window": window, "taken": count + 1, "parts": starts}
             taken, fruitless = 0, 0 if len(order) else fruitless + 1
@@ -144,7 +143,7 @@ class Stream(torch.utils.data.IterableDataset):
             while True:
                 rows, fellow, fellows = dealt(part.rows, *((0, 1) if part.undealt else (reader, readers)))
                 if self.shuffles:
-                    rows.set_epoch(1 + int(_numbers(self.seed, number, turn).integers(2**31)))
+                    rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
                 if before is not None:
                     rows.load_state_dict(before)
                 learns = bool(before or used)  # of a round that an earlier start began, nobody knows
@@ -170,10 +169,6 @@ def dealt(rows: IterableDataset, reader: int, readers: int) -> tuple[IterableDat
     shards = rows.num_shards
     groups = readers if shards >= 8 * readers else math.gcd(shards, readers)
     return rows.shard(groups, reader % groups, contiguous=False), reader // groups, readers // groups
-
-
-def _numbers(*seeds: int) -> np.random.Generator:
-    return np.random.default_rng(seeds)
 
 
 def _nothing_to_learn(readers: int, longest: int) -> UserError:
@@ -203,21 +198,20 @@ def open_part(run: RunSpec, part: Part, tokenizer) -> tuple[StreamedPart, Datase
     """
     name = run["dataset_name"]
     commit = sources.newest_commit(name) if name and not paths_of(name) else None
-    with null_is_a_row():
-        streams = sources.open_streams(run, commit, SHARDS)
-        splits = _wanted(run, list(streams.splits))
-        rows = streams.splits[splits["dataset_train_split"]]
-        if rows.num_shards % _readers(run):
-            rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
-        rows = rows.with_format("arrow")
-        features = features_of(rows, name, part.columns)
-        read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
-        learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
-        undealt, seen = False, ""
-        if (first := next(read(rows, rows=WINDOW), None)) is not None:
-            found = learnable(first)  # what is wrong with its columns is said before a model is loaded
-            undealt = len(first) < WINDOW and len(found) < _readers(run)
-            seen = _left_out(len(first), found, run)
+    streams = sources.open_streams(run, commit, SHARDS)
+    splits = _wanted(run, list(streams.splits))
+    rows = streams.splits[splits["dataset_train_split"]]
+    if rows.num_shards % _readers(run):
+        rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
+    rows = rows.with_format("arrow")
+    features = features_of(rows, name, part.columns)
+    read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
+    learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
+    undealt, seen = False, ""
+    if (first := next(read(rows, rows=WINDOW), None)) is not None:
+        found = learnable(first)  # what is wrong with its columns is said before a model is loaded
+        undealt = len(first) < WINDOW and len(found) < _readers(run)
+        seen = _left_out(len(first), found, run)
     evaluation = None
     if split := splits.get("dataset_test_split"):  # whose tokens are made once and kept
         only = run.given_too(dataset_train_split=split, dataset_test_split=split)
@@ -261,13 +255,10 @@ def description_of(run: RunSpec, stream: Stream, notes: Sequence[str]) -> str:
     text = f"{name}, streamed: {shards} for {plural(_readers(run), 'reader')}, {order}{packing}"
     if len(notes) == 1:
         return text + notes[0]
-    shares = [stream.share(number) for number in range(len(notes))]
-    each = zip(stream.parts, shares, stream.shards, notes, strict=True)
-    lines = [
-        f"{part.source}: {share:.1%} of all, {plural(shards, 'shard')}{note}" for part, share, shards, note in each
-    ]
-    more = [f"and {len(lines) - MOST_LINES} more parts: {sum(shares[MOST_LINES:]):.1%} of all"]
-    return "\n".join([text, *lines[:MOST_LINES], *(more if lines[MOST_LINES:] else [])])
+    for number, (part, note) in enumerate(zip(stream.parts, notes, strict=True)):
+        shards = plural(part.rows.num_shards, "shard")
+        text += f"\n{part.source}: {stream.share(number):.1%} of all, {shards}{note}"
+    return text
 
 
 def _learnable(rows: pa.Table, run: Settings, tokenizer, features: Features) -> pa.Table:

@@ -26,7 +26,7 @@ from launch.data.encode import (
     formats,
     in_library,
 )
-from launch.data.sources import not_utf8
+from launch.data.sources import unreadable
 from launch.data.tokens import labelled_table, token_table
 from launch.host.signals import end_with_parent, ending_children
 from recipes.errors import Failure
@@ -42,7 +42,7 @@ def encode_table(rows: pa.Table, features: Features, run: Settings, tokenizer) -
     try:
         encoded = encode_rows(rows, features, run, tokenizer)
     except UnicodeDecodeError as error:  # pyarrow's JSON reader does not look at bytes: only a use of the text does
-        raise not_utf8(run["dataset_name"], error) from None
+        raise unreadable(run["dataset_name"], error) from None
     if len(encoded["input_ids"]) != len(rows):
         raise ValueError(f"{len(rows)} rows have become {len(encoded['input_ids'])}")
     if run["task"] == "sequence_classification":

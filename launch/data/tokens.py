@@ -50,8 +50,6 @@ def labelled_table(ids: list[list[int]], rows: Dataset, column: str) -> pa.Table
 
 def labels_of(table: pa.Table) -> pa.ChunkedArray:
     """The labels of the rows of a table: each row's own, or else the tokens that are learned."""
-    if "learned" not in table.column_names:
-        return table["labels"]
     return pa.chunked_array([_labels(part) for part in table.to_batches()], pa.list_(pa.int32()))
 
 

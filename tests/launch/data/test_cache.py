@@ -1,7 +1,6 @@
 """The tokens on the disk: made once, found again, gone on with after a kill, waited for."""
 
 import copy
-import json
 import multiprocessing
 import os
 import signal
@@ -12,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from launch.data import cache, tokenizing
-from launch.data.cache import cache_folder, one_at_a_time, tokenized
+from launch.data.cache import cache_folder, tokenized
 from launch.data.load import load_data
 from launch.data.tokens import labels_of, token_table
-from recipes.errors import Failure, UserError
+from recipes.errors import Failure
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -105,13 +104,6 @@ def test_a_classifiers_texts_are_cut_by_the_tokenizer_so_another_length_makes_ot
         assert {len(row["input_ids"]) for row in load_data(run, tokenizer).train} == {longest}
 
 
-def test_changed_data_is_other_data(tmp_path, tokenizer):
-    name = jsonl(tmp_path, texts("a"))
-    load_data(run_with(dataset_name=name), tokenizer)
-    jsonl(tmp_path, texts("b"))
-    assert decoded(tokenizer, load_data(run_with(dataset_name=name), tokenizer).train) == ["b<|endoftext|>"]
-
-
 def test_data_that_was_changed_is_seen_though_its_date_was_set_back(tmp_path, tokenizer):
     path = jsonl(tmp_path, texts("old"))
     before = Path(path).stat()
@@ -171,7 +163,9 @@ def test_rows_without_tokens_count_in_a_slice(tmp_path, tokenizer):
 # --- Processes and threads -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [texts(*WORDS), CHATS], ids=["texts", "chats"])
+@pytest.mark.parametrize(
+    "data", [texts(*WORDS), CHATS, [*texts(*WORDS[:500]), *CHATS[:500]]], ids=["texts", "chats", "both"]
+)
 def test_their_number_makes_no_difference(data, tmp_path, tokenizer, small_units):
     found = []
     for workers in (1, 3):
@@ -240,17 +234,6 @@ def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkey
     assert made.items() < files().items() and not list(cache_folder().rglob(".0*"))
 
 
-def test_who_waits_finds_them_made(tmp_path, tokenizer, monkeypatch, small_units):
-    run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
-    with monkeypatch.context() as patch:
-        slowly(patch, 0.1)
-        process = in_process(tokenized, run, tokenizer)
-        until(files)
-    made = len(rows(run, tokenizer))
-    process.join()
-    assert (made, process.exitcode) == (1000, 0)
-
-
 def test_who_waits_goes_on_if_the_other_is_killed(tmp_path, tokenizer, monkeypatch, small_units):
     run = run_with(dataset_name=jsonl(tmp_path, texts(*WORDS)), dataset_num_proc=1)
     with monkeypatch.context() as patch:
@@ -262,52 +245,3 @@ def test_who_waits_goes_on_if_the_other_is_killed(tmp_path, tokenizer, monkeypat
     killer.join()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-
-
-def test_who_waits_hears_why_the_other_failed(tmp_path, tokenizer, monkeypatch, never_encoded):
-    run = run_with(dataset_name=jsonl(tmp_path, [*texts("a"), {"text": 1}]))
-    folder = cache._folder(run, tokenizer)[0]
-
-    def fail():
-        with one_at_a_time(folder), cache._noting_failure(folder):
-            (folder / "begun").touch()
-            time.sleep(0.5)
-            tokenizer(None)
-
-    process = in_process(fail)
-    until((folder / "begun").exists)
-    never_encoded()
-    with pytest.raises(Failure, match="another process failed to tokenize the data: "):
-        tokenized(run, tokenizer)
-    process.join()
-
-
-def test_a_mistake_that_the_other_has_found_stays_one(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"body": "a"}]))
-    found = problem(run, tokenizer)
-    with pytest.raises(UserError) as caught:
-        cache._require_no_failure(cache._folder(run, tokenizer)[0], since=0)
-    assert caught.value.problems == (found,)
-
-
-def test_an_earlier_failure_is_forgotten(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")))
-    folder = cache._folder(run, tokenizer)[0]
-    folder.mkdir(parents=True)
-    (folder / "failed.json").write_text(json.dumps({"problems": [], "error": "a full disk"}))
-    os.utime(folder / "failed.json", (0, 0))
-    assert len(rows(run, tokenizer)) == 1
-
-
-def test_a_lock_of_a_killed_process_is_free(tmp_path):
-    def hold():
-        with one_at_a_time(tmp_path):
-            (tmp_path / "held").touch()
-            time.sleep(60)
-
-    process = in_process(hold)
-    until((tmp_path / "held").exists)
-    process.kill()
-    process.join()
-    with one_at_a_time(tmp_path) as is_first:
-        assert is_first

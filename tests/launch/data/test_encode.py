@@ -1,7 +1,5 @@
 """Tokens and labels: the columns of the data tell how it is tokenized and what is learned."""
 
-import json
-
 import pyarrow
 import pytest
 from datasets import Features
@@ -36,34 +34,18 @@ def test_texts_are_cut_at_max_length(tmp_path, tokenizer):
     assert decoded(tokenizer, data.train) == ["abcd"]
 
 
-def test_empty_texts_are_left_out_and_counted(tmp_path, tokenizer):
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, texts("abc", "", None))), tokenizer)
-    assert data.description.endswith("1 examples of 4 tokens, the longest 4, 2 left out: nothing to learn in them")
-
-
-def test_other_text_columns(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"body": "a"}]), dataset_text_field="body")
-    assert decoded(tokenizer, load_data(run, tokenizer).train) == ["a<|endoftext|>"]
-
-
-def test_token_ids_are_taken_as_they_are(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 6, 7]}]))
-    assert load_data(run, tokenizer).train[0] == {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
-
-
-def test_labels_beside_token_ids_are_kept(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))
-    assert load_data(run, tokenizer).train[0]["labels"] == [-100, 6, 7]
-
-
-def test_padding_of_token_ids_is_taken_off(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 0]}]))
-    assert load_data(run, tokenizer).train[0]["input_ids"] == [5, 6]
-
-
-def test_token_ids_of_another_tokenizer_are_refused(tmp_path, tokenizer):
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 260]}])), tokenizer)
-    assert "the token id 260" in found.what
+@pytest.mark.parametrize(
+    ("row", "labels"),
+    [
+        ({}, [5, 6, 7]),
+        ({"labels": [-100, 6, 7]}, [-100, 6, 7]),
+        ({"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}, [5, 6, 7]),
+    ],
+    ids=["alone", "labels", "padding"],
+)
+def test_token_ids_are_taken_as_they_are_without_padding(row, labels, tmp_path, tokenizer):
+    run = run_with(dataset_name=jsonl(tmp_path, [{"input_ids": [5, 6, 7], **row}]))
+    assert load_data(run, tokenizer).train[0] == {"input_ids": [5, 6, 7], "labels": labels}
 
 
 # --- Chats ---------------------------------------------------------------------------------------
@@ -78,16 +60,10 @@ def test_chats_are_learned_whole(tmp_path, tokenizer):
 def test_only_the_assistant_is_learned(template, tmp_path):
     tokenizer = demo_tokenizer()
     tokenizer.chat_template = template
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}]), assistant_only_loss=True)
-    assert learned(tokenizer, load_data(run, tokenizer).train[0]) == SPOKEN
-
-
-def test_only_the_assistant_is_learned_with_letters_of_several_bytes(tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = UNMARKED_TEMPLATE
-    chat = [{"role": "user", "content": "naïve 漢"}, {"role": "assistant", "content": "é😀"}]
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": chat}]), assistant_only_loss=True)
-    assert learned(tokenizer, load_data(run, tokenizer).train[0]) == "é😀<|im_end|>"
+    wide = [{"role": "user", "content": "naïve 漢"}, {"role": "assistant", "content": "é😀"}]
+    file = jsonl(tmp_path, [{"messages": CHAT}, {"messages": wide}])
+    train = load_data(run_with(dataset_name=file, assistant_only_loss=True), tokenizer).train
+    assert [learned(tokenizer, row) for row in train] == [SPOKEN, "é😀<|im_end|>"]
 
 
 def test_template_that_rewrites_the_past_is_refused(tmp_path):
@@ -104,33 +80,11 @@ def test_chat_that_begins_with_the_assistant_needs_a_template_that_marks_its_wor
     assert "begins with the assistant" in problem(run, tokenizer).what
 
 
-def test_the_description_says_that_tools_beside_chats_are_not_used(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT, "tools": "[]"}]))
-    assert "the column tools is not used" in load_data(run, tokenizer).description
-
-
 def test_chats_need_a_chat_template(tmp_path):
     tokenizer = demo_tokenizer()
     tokenizer.chat_template = None
     found = problem(run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}])), tokenizer)
     assert "has no chat template" in found.what
-
-
-def test_chat_that_the_template_refuses(tmp_path):
-    tokenizer = demo_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}])), tokenizer)
-    assert f"refuses a chat of the data: roles must alternate; it is {CHAT}"[:200] in found.what
-
-
-def test_assistant_only_needs_chats(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), assistant_only_loss=True)
-    assert problem(run, tokenizer).subject == "assistant_only_loss"
-
-
-def test_chats_without_an_assistant_would_give_nan(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT[:1]}]), assistant_only_loss=True)
-    assert "all labels are masked" in problem(run, tokenizer).what
 
 
 # --- Messages that are not learned ---------------------------------------------------------------
@@ -238,11 +192,6 @@ def test_a_content_of_null_is_an_empty_text(tmp_path, tokenizer):
     assert decoded(tokenizer, data.train)[0].startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
 
 
-def test_a_message_whose_text_has_another_name_is_refused(tmp_path, tokenizer):
-    rows = [{"messages": [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]}]
-    assert "has no attribute 'content'" in problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).what
-
-
 # --- Prompts and completions ---------------------------------------------------------------------
 
 
@@ -254,11 +203,6 @@ def test_completions_are_learned_and_prompts_if_wanted(completion_only, expected
     rows = [{"prompt": "2+2=", "completion": " 4"}]
     run = run_with(dataset_name=jsonl(tmp_path, rows), completion_only_loss=completion_only)
     assert learned(tokenizer, load_data(run, tokenizer).train[0]) == expected
-
-
-def test_prompt_is_kept_in_the_input(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"prompt": "2+2=", "completion": " 4"}]))
-    assert decoded(tokenizer, load_data(run, tokenizer).train) == ["2+2= 4<|endoftext|>"]
 
 
 def test_completion_of_a_chat(tmp_path, tokenizer):
@@ -275,33 +219,3 @@ def test_prompts_that_fill_max_length_teach_nothing(tmp_path, tokenizer):
 def test_completion_only_needs_completions(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), completion_only_loss=True)
     assert problem(run, tokenizer).subject == "completion_only_loss"
-
-
-# --- Columns that cannot be trained on -----------------------------------------------------------
-
-
-def test_a_prompt_may_be_empty_in_the_first_row(tokenizer, tmp_path):
-    rows = [{"prompt": None, "completion": "a"}, {"prompt": "b", "completion": "c"}]
-    run = run_with(dataset_name=str(jsonl(tmp_path, rows)))
-    assert len(load_data(run, tokenizer).train) == 2
-
-
-def test_chats_written_as_text_are_refused(tokenizer, tmp_path):
-    rows = [{"messages": json.dumps([{"role": "user", "content": "hi"}])}]
-    assert "not lists of messages" in problem(run_with(dataset_name=str(jsonl(tmp_path, rows))), tokenizer).what
-
-
-@pytest.mark.parametrize(
-    "row", [{"input_ids": [1, -1, 2]}, {"input_ids": [1, 2, 3], "labels": [1, 2]}], ids=["negative", "labels too short"]
-)
-def test_tokens_that_cannot_be_trained_are_refused(row, tokenizer, tmp_path):
-    assert problem(run_with(dataset_name=str(jsonl(tmp_path, [row]))), tokenizer).subject == "dataset_name"
-
-
-def test_missing_text_column_lists_the_columns(tmp_path, tokenizer):
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"body": "a", "id": 1}])), tokenizer)
-    assert found.what == "there is no column 'text'; the data has body, id"
-
-
-def test_text_column_with_numbers(tmp_path, tokenizer):
-    assert "int64, not text" in problem(run_with(dataset_name=jsonl(tmp_path, [{"text": 1}])), tokenizer).what

@@ -216,9 +216,15 @@ def test_alpaca_that_holds_its_text_too_is_still_alpaca_unless_another_column_is
     assert decoded(tokenizer, named.train) == ["another<|endoftext|>"]
 
 
-def test_tools_beside_a_prompt_and_a_completion_of_messages(tmp_path, tool_tokenizer):
-    rows = [{"prompt": OPENAI_TOOLS[:1], "completion": OPENAI_TOOLS[1:], "tools": [TOOL]}]
-    row = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tool_tokenizer).train[0]
+def test_tools_and_a_system_message_beside_a_prompt_or_an_instruction(tmp_path, tool_tokenizer):
+    rows = [
+        {"prompt": OPENAI_TOOLS[:1], "completion": OPENAI_TOOLS[1:], "tools": [TOOL]},
+        {"prompt": LMSYS[1:2], "completion": LMSYS[2:3], "system": "Be brief."},
+        {"instruction": "a", "output": "A", "tools": [TOOL]},
+    ]
+    row, greeting, alpaca = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tool_tokenizer).train
+    assert GREETING.startswith(tool_tokenizer.decode(greeting["input_ids"]))
+    assert "get_weather" in tool_tokenizer.decode(alpaca["input_ids"])
     assert tool_tokenizer.decode(row["input_ids"]) == WHOLE_CALL
     assert learned(tool_tokenizer, row) == WHOLE_CALL[WHOLE_CALL.index(CALLED) :]
     run = run_with(dataset_name=jsonl(tmp_path, rows), assistant_only_loss=True)
@@ -250,29 +256,18 @@ def test_the_answers_of_alpacas_history_are_learned_too(chosen, expected, tmp_pa
     assert learned(tokenizer, data.train[0]) == expected
 
 
-def test_tools_beside_alpaca(tmp_path, tool_tokenizer):
-    row = {"instruction": "a", "output": "A", "tools": json.dumps([WEATHER])}
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, [row])), tool_tokenizer)
-    assert "get_weather" in decoded(tool_tokenizer, data.train)[0]
-
-
-def test_the_system_beside_a_prompt_of_messages_begins_the_chat(tmp_path, tokenizer):
-    rows = [{"prompt": LMSYS[1:2], "completion": LMSYS[2:3], "system": "Be brief."}]
-    row = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).train[0]
-    assert GREETING.startswith(tokenizer.decode(row["input_ids"])) and learned(tokenizer, row).startswith("Jane")
-
-
 UNUSED = {
     "system beside a prompt that is a text: not used": {"prompt": "a", "completion": "b", "system": "Be brief."},
     "the column history is used only beside instruction and output": {"messages": LMSYS, "history": [["a", "A"]]},
     "not used without a chat template: system, history": HISTORY,
+    "the column tools is not used": {"messages": LMSYS, "tools": "[]"},
 }
 
 
 @pytest.mark.parametrize("note", UNUSED)
 def test_what_stands_beside_a_conversation_and_is_not_used_is_told(note, tmp_path):
     tokenizer = demo_tokenizer()
-    tokenizer.chat_template = None if "template" in note else CHAT_TEMPLATE
+    tokenizer.chat_template = None if "without a" in note else CHAT_TEMPLATE
     assert note in load_data(run_with(dataset_name=jsonl(tmp_path, [UNUSED[note]])), tokenizer).description
 
 
@@ -308,6 +303,11 @@ def test_each_row_is_read_in_its_own_format(drawn, parquet, tmp_path_factory, to
     assert [learned(tool_tokenizer, row) for row in data.train] == [text for text in wanted if text]
 
 
+def test_chats_have_no_completion(tmp_path, tokenizer):
+    found = problem(run_with(dataset_name=jsonl(tmp_path, [{"messages": LMSYS}]), completion_only_loss=True), tokenizer)
+    assert found.subject == "completion_only_loss" and "--assistant_only_loss" in found.fix
+
+
 @pytest.mark.parametrize(
     ("flag", "other"), [("assistant_only_loss", {"messages": LMSYS}), ("completion_only_loss", MIXED[4][0])]
 )
@@ -321,12 +321,6 @@ def test_the_order_of_the_formats_is_told_and_a_named_column_comes_first(tmp_pat
     data = load_data(run_with(dataset_name=file, dataset_text_field="body"), tokenizer)
     assert decoded(tokenizer, data.train)[0] == "both<|endoftext|>" and "Emma" in decoded(tokenizer, data.train)[1]
     assert data.description.endswith("each row is read by the first of these that it has: body, messages")
-
-
-def test_several_formats_are_tokenized_by_several_processes_too(tmp_path, tokenizer):
-    rows = [{"text": "plain"}] * 600 + [{"messages": LMSYS}] * 600
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), dataset_num_proc=2), tokenizer)
-    assert [learned(tokenizer, row)[:5] for row in data.train] == ["plain"] * 600 + [GREETING[:5]] * 600
 
 
 # --- What is refused -----------------------------------------------------------------------------
@@ -366,25 +360,9 @@ def test_a_template_without_tool_calls_would_leave_them_out(tmp_path, tokenizer)
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-@pytest.mark.parametrize("row", [{"conversations": SHAREGPT}, {"messages": LMSYS}], ids=["ShareGPT", "messages"])
-def test_chats_have_no_completion(row, tmp_path, tokenizer):
-    found = problem(run_with(dataset_name=jsonl(tmp_path, [row]), completion_only_loss=True), tokenizer)
-    assert found.subject == "completion_only_loss" and "--assistant_only_loss" in found.fix
-
-
 def test_the_fix_for_a_missing_text_column_names_only_columns_with_texts(tmp_path, tokenizer):
     rows = [{"body": "a", "title": "b", "pages": 3, "tags": ["x"]}]
     found = problem(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
     assert found.fix.startswith("--dataset_text_field with one of body, title; or data with messages, conversations")
     nothing = problem(run_with(dataset_name=jsonl(tmp_path, [{"pages": 3}], "numbers.jsonl")), tokenizer)
     assert "--dataset_text_field" not in nothing.fix
-
-
-def test_a_row_without_a_chat_is_left_out(tmp_path, tokenizer):
-    rows = [{"conversations": SHAREGPT}, {"conversations": []}, {"conversations": None}]
-    assert "2 left out" in load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer).description
-
-
-def test_texts_are_still_texts(tmp_path, tokenizer):
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, texts("a"))), tokenizer)
-    assert decoded(tokenizer, data.train) == ["a<|endoftext|>"] and data.description.endswith("the longest 2")

@@ -27,14 +27,36 @@ def labels_of(data):
     return [row["labels"] for row in data.train]
 
 
-def test_text_labels_are_numbered_in_alphabetical_order(tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, ["good", "bad", "good"]), tokenizer)
-    assert (data.labels, labels_of(data)) == (["bad", "good"], [1, 0, 1])
+CLASSES = {
+    "texts, in alphabetical order": (["good", "bad", "good"], ["bad", "good"], [1, 0, 1]),
+    "numbers from 0 stay": ([0, 2], ["0", "1", "2"], [0, 2]),
+    "true or false": ([True, False], ["0", "1"], [1, 0]),
+    "numbers below zero": ([1, -1, 1], ["-1", "1"], [1, 0, 1]),
+    "numbers around zero": ([0, -1, 1], ["-1", "0", "1"], [1, 0, 2]),
+    "ids with gaps": ([10, 20, 10**9, 20], ["10", "20", "1000000000"], [0, 1, 2, 1]),
+    "a gap after zero": ([10**18, 0], ["0", str(10**18)], [1, 0]),
+    "numbers from 1": ([1, 5, 2], ["1", "2", "5"], [0, 2, 1]),
+}
 
 
-def test_numbers_stay_as_they_are(tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, [0, 2]), tokenizer)
-    assert (data.labels, labels_of(data)) == (["0", "1", "2"], [0, 2])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_classes_are_numbered_in_their_order(kind, tmp_path, tokenizer):
+    labels, names, numbers = CLASSES[kind]
+    data = load_data(labelled(tmp_path, labels), tokenizer)
+    assert (data.problem_type, data.labels, labels_of(data)) == (SINGLE, names, numbers)
+    assert data.collator([data.train[0], data.train[1]])["labels"].tolist() == numbers[:2]
+
+
+NO_CLASSES = {
+    "a class is a text or a whole number": ([None, 1], ["a", None]),
+    "lists, or numbers and texts mixed": ([1, "x"], [{"a": 1}, {"a": 2}]),
+}
+
+
+@pytest.mark.parametrize(("what", "labels"), [(what, one) for what, both in NO_CLASSES.items() for one in both])
+def test_labels_that_are_not_classes(what, labels, tmp_path, tokenizer):
+    found = problem(labelled(tmp_path, labels), tokenizer)
+    assert found.subject == "dataset_label_field" and what in found.what
 
 
 def test_class_names_come_with_the_data(tmp_path, tokenizer):
@@ -42,11 +64,6 @@ def test_class_names_come_with_the_data(tmp_path, tokenizer):
     Dataset.from_dict({"text": ["a"], "label": [1]}, features=features).save_to_disk(tmp_path / "saved")
     run = run_with(dataset_name=str(tmp_path / "saved"), task="sequence_classification")
     assert load_data(run, tokenizer).labels == ["no", "yes"]
-
-
-def test_a_batch_has_one_class_per_row(tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, ["good", "bad"]), tokenizer)
-    assert data.collator([data.train[0], data.train[1]])["labels"].tolist() == [1, 0]
 
 
 def test_labels_that_training_never_saw(tmp_path, tokenizer):
@@ -63,20 +80,6 @@ def test_labels_that_training_never_saw(tmp_path, tokenizer):
 def test_missing_label_column_lists_the_columns(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a")), task="sequence_classification")
     assert problem(run, tokenizer).what == "there is no column 'label'; the data has text"
-
-
-@pytest.mark.parametrize("labels", [[None, 1], ["a", None]])
-def test_labels_that_are_not_classes(labels, tmp_path, tokenizer):
-    assert "a class is a text or a whole number" in problem(labelled(tmp_path, labels), tokenizer).what
-
-
-@pytest.mark.parametrize(
-    ("labels", "names", "numbers"),
-    [([1, -1, 1], ["-1", "1"], [1, 0, 1]), ([0, -1, 1], ["-1", "0", "1"], [1, 0, 2]), ([-2, -7], ["-7", "-2"], [1, 0])],
-)
-def test_numbers_below_zero_are_classes_in_their_order(labels, names, numbers, tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, labels), tokenizer)
-    assert (data.problem_type, data.labels, labels_of(data)) == (SINGLE, names, numbers)
 
 
 def test_one_class_is_nothing_to_learn(tmp_path, tokenizer):
@@ -99,41 +102,20 @@ def test_classes_may_be_texts_in_any_table(suffix, tmp_path):
     assert load_data(run, demo_tokenizer()).labels == ["neg", "pos"]
 
 
-@pytest.mark.parametrize(
-    ("labels", "names", "numbers"),
-    [
-        ([10, 20, 10**9, 20], ["10", "20", "1000000000"], [0, 1, 2, 1]),
-        ([900_001, 900_000], ["900000", "900001"], [1, 0]),
-        ([10**18, 0], ["0", str(10**18)], [1, 0]),
-        ([1, 5, 2], ["1", "2", "5"], [0, 2, 1]),
-    ],
-)
-def test_sparse_numbers_are_numbered_in_their_order(labels, names, numbers, tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, labels), tokenizer)
+KNOWN = {
+    "in its order": ([20, 10], ["20", "10"], ["20", "10"], [0, 1]),
+    "more than the data": (["GOOD", "bad"], ["good", "fair", "bad"], ["GOOD", "fair", "bad"], [0, 2]),
+    "one of them alone": (["a", "a"], ["a", "b"], ["a", "b"], [0, 0]),
+    "one in two spellings": (["Yes", "yes", "no"], ["no", "yes"], ["Yes", "no", "yes"], [0, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_a_model_that_knows_the_classes_keeps_them(case, tmp_path, tokenizer):
+    labels, of_model, names, numbers = KNOWN[case]
+    data = load_data(labelled(tmp_path, labels), tokenizer, classes=of_model)
     assert (data.labels, labels_of(data)) == (names, numbers)
-
-
-def test_a_model_that_knows_the_classes_keeps_its_order_of_them(tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, [20, 10]), tokenizer, classes=["20", "10"])
-    assert (data.labels, labels_of(data)) == (["20", "10"], [0, 1])
-
-
-def test_a_model_that_knows_more_classes_than_the_data_keeps_them(tmp_path, tokenizer):
-    data = load_data(labelled(tmp_path, ["GOOD", "bad"]), tokenizer, classes=["good", "fair", "bad"])
-    assert (data.labels, labels_of(data)) == (["GOOD", "fair", "bad"], [0, 2])
-    assert data.description.endswith("3 classes, as many as the model knows")
-
-
-def test_one_class_of_a_model_that_knows_several_can_be_learned(tmp_path, tokenizer):
-    assert load_data(labelled(tmp_path, ["a", "a"]), tokenizer, classes=["a", "b"]).labels == ["a", "b"]
-
-
-def test_two_spellings_are_two_classes_though_the_model_knows_one(tmp_path, tokenizer):
-    assert load_data(labelled(tmp_path, ["Yes", "yes", "no"]), tokenizer, classes=["no", "yes"]).labels == [
-        "Yes",
-        "no",
-        "yes",
-    ]
+    assert data.description.endswith("as many as the model knows") == (len(names) > len(set(labels)))
 
 
 def test_an_evaluation_may_lack_a_class(tmp_path, tokenizer):
@@ -201,25 +183,14 @@ def test_a_row_without_a_list_is_refused(tmp_path, tokenizer):
 # --- Numbers -------------------------------------------------------------------------------------
 
 
+def test_whole_numbers_are_a_regression_on_request(tmp_path, tokenizer):
+    assert batch_of(load_data(labelled(tmp_path, [5, 1], problem_type=REGRESSION), tokenizer)) == [5.0, 1.0]
+
+
 def test_fractions_are_a_regression(tmp_path, tokenizer):
     data = load_data(labelled(tmp_path, [0.5, -100.0, 3.0]), tokenizer)
     assert (data.problem_type, data.labels, batch_of(data)) == (REGRESSION, ["label"], [0.5, -100.0, 3.0])
     assert data.description.endswith("regression: numbers from -100 to 3")
-
-
-def test_whole_numbers_with_a_point_may_be_meant_as_classes_which_is_said(tmp_path, tokenizer):
-    """pandas writes them so if a value is missing."""
-    said = load_data(labelled(tmp_path, [0.0, 1.0, 2.0]), tokenizer).description
-    assert said.endswith(f"regression: numbers from 0 to 2; for 3 classes: --problem_type {SINGLE}")
-    for number, labels in enumerate(([0.0, 1.5], [float(year) for year in range(1990, 2020)])):
-        run = labelled(tmp_path, labels, f"{number}.jsonl")
-        assert "--problem_type" not in load_data(run, tokenizer).description
-    asked = labelled(tmp_path, [0.0, 1.0], "asked.jsonl", problem_type=REGRESSION)
-    assert "--problem_type" not in load_data(asked, tokenizer).description
-
-
-def test_whole_numbers_are_a_regression_on_request(tmp_path, tokenizer):
-    assert batch_of(load_data(labelled(tmp_path, [5, 1], problem_type=REGRESSION), tokenizer)) == [5.0, 1.0]
 
 
 def test_lists_of_fractions_are_several_numbers(tmp_path, tokenizer):

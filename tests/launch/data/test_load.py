@@ -1,14 +1,11 @@
 """Data ready to train on: the demonstration, classification, packed rows and padded batches."""
 
-import ast
-
 import pytest
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.data.batches import IGNORED, Pad
-from launch.data.demo import demo_corpus
 from launch.data.load import Data, load_data
 from launch.data.sources import hub_commit
 from launch.host.world import World
@@ -19,19 +16,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # --- The demonstration ---------------------------------------------------------------------------
-
-
-def test_demonstration_is_the_same_each_time():
-    assert demo_corpus() == demo_corpus()
-
-
-def test_demonstration_is_python_source():
-    assert all(ast.parse(text) for text in demo_corpus()[:10])
-
-
-def test_demonstration_has_no_evaluation_unless_asked_for(tokenizer, monkeypatch):
-    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["import this\n"] * 40)
-    assert load_data(run_with(), tokenizer).eval is None
 
 
 def test_demonstration_holds_texts_out_for_evaluation(tokenizer, monkeypatch):
@@ -68,25 +52,17 @@ def test_description_counts_what_is_evaluated(task, tmp_path, tokenizer):
     assert held_out.startswith("evaluation: 2 examples") and held_out.endswith("1 left out: nothing to learn in them")
 
 
-def test_language_models_have_no_classes(tmp_path, tokenizer):
-    assert load_data(run_with(dataset_name=jsonl(tmp_path, texts("a"))), tokenizer).labels is None
-
-
 # --- Batches -------------------------------------------------------------------------------------
 
 
 def test_padding_goes_to_a_multiple_of_8_and_is_not_learned():
     batch = Pad(9, 64)([{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1] * 9, "labels": [1] * 9}])
     assert batch["labels"][0].tolist() == [1, 2] + [IGNORED] * 14
+    assert batch["attention_mask"][0].tolist() == [1, 1] + [0] * 14
 
 
 def test_padding_never_exceeds_max_length():
     assert Pad(9, 5)([{"input_ids": [1, 2], "labels": [1, 2]}])["input_ids"].shape == (1, 5)
-
-
-def test_padding_is_masked():
-    batch = Pad(9, 64)([{"input_ids": [1, 2], "labels": [1, 2]}])
-    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

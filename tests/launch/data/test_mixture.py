@@ -26,7 +26,7 @@ WEIGHTS = (5, 3, 2)
 def part(number: int, size: int, weight: float | None) -> Source:
     """Its examples are two tokens, the number of the part and their own."""
     rows = [[number, row] for row in range(size)]
-    return Source(f"part {number}", weight, Dataset.from_dict({"input_ids": rows}), None, 0, "", None)
+    return Source(f"part {number}", weight, Dataset.from_dict({"input_ids": rows}))
 
 
 def weighted(sizes, weights) -> list[Source]:
@@ -84,11 +84,6 @@ def test_without_weights_every_part_is_taken_whole():
     assert mixed(parts)["input_ids"][:] == [[0, n] for n in range(5)] + [[1, n] for n in range(2)]
 
 
-def test_weights_count_beside_each_other_only():
-    counts = taken(weighted((10, 10, 7), (0.1, 0.2, 0.7)))
-    assert counts == taken(weighted((10, 10, 7), (5, 10, 35))) == [10, 20, 70]
-
-
 # --- From files ----------------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
@@ -123,12 +118,6 @@ def test_the_description_has_a_line_for_each_part(tmp_path, tokenizer):
         f"{long}: 8 examples, 66.7% of all; 16 tokens, 66.7%",
         f"{short}: 2 examples x 2.00, 33.3% of all; 8 tokens, 33.3%",
     ]
-
-
-def test_the_description_of_many_parts_is_not_a_book(tmp_path, tokenizer):
-    names = [jsonl(tmp_path, texts("a"), f"{n}.jsonl") for n in range(15)]
-    lines = load_data(run_with(dataset_name=names), tokenizer).description.splitlines()
-    assert len(lines) == 12 and lines[-1] == "and 5 more parts: 5 examples, 33.3% of all; 10 tokens, 33.3%"
 
 
 def test_a_part_has_its_own_split_and_all_that_can_are_evaluated_on(tmp_path, tokenizer):

@@ -109,21 +109,6 @@ def test_empty_file(tmp_path, tokenizer):
     assert "is empty" in problem(run_with(dataset_name=jsonl(tmp_path, [])), tokenizer).what
 
 
-def test_broken_jsonl_names_the_line(tmp_path, tokenizer):
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    assert "line 2: " in problem(run_with(dataset_name=str(tmp_path / "data.jsonl")), tokenizer).what
-
-
-UNREADABLE = {"a.csv": b"a,b\n1,2\n1,2,3,4\n", "a.parquet": b"no", "a.txt": b"\xe9"}
-
-
-@pytest.mark.parametrize("name", UNREADABLE)
-def test_unreadable_file_is_one_line(name, tmp_path, tokenizer):
-    (tmp_path / name).write_bytes(UNREADABLE[name])
-    found = problem(run_with(dataset_name=str(tmp_path / name)), tokenizer)
-    assert f"{name} cannot be read as" in found.what and "\n" not in str(found)
-
-
 def test_folder_without_data(tmp_path, tokenizer):
     assert "cannot be read" in problem(run_with(dataset_name=str(tmp_path)), tokenizer).what
 

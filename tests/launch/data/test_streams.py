@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, IterableDataset
 
-from launch.data.batches import UNKNOWN, Stack
 from launch.data.load import load_data, repeated_longest
 from launch.data.streams import PLACE, WINDOW, Stream, dealt
 from recipes.errors import StreamBroke, UserError
@@ -58,9 +57,8 @@ def test_readers_of_fewer_rows_have_all_of_them(tmp_path, tokenizer):
     run = run_with(dataset_name=jsonl(tmp_path, texts("a", "", "b")), dataloader_num_workers=4, **STREAM)
     data = load_data(run, tokenizer)
     assert data.description.endswith("; fewer rows than readers: each reads all of them")
-    for rank in range(4):
-        own = rows_of(first(replace(data.train, rank=rank, ranks=4), 20), tokenizer)
-        assert all(sorted(own[start : start + 2]) == ["a", "b"] for start in range(0, 20, 2))
+    own = rows_of(first(replace(data.train, rank=3, ranks=4), 4), tokenizer)
+    assert sorted(own[:2]) == sorted(own[2:]) == ["a", "b"]
 
 
 def test_every_round_has_another_order_and_every_seed(folder, tokenizer):
@@ -273,20 +271,6 @@ def test_a_stream_says_what_its_first_rows_lose(tmp_path, tokenizer):
     assert lost in load_data(run, tokenizer).description
 
 
-def test_rows_of_null_are_left_out(tmp_path, tokenizer):
-    (tmp_path / "data.jsonl").write_text('null\n{"text": "one"}\nnull\n{"text": null}\n{"text": "two"}\n')
-    found = rows_of(first(stream(tmp_path / "data.jsonl", tokenizer), 4), tokenizer)
-    assert sorted(found) == ["one", "one", "two", "two"]
-
-
-def test_chats_with_other_keys_in_each_message(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", PLAIN)
-    answers = ({"role": "assistant", "content": "b", "name": "x"}, {"role": "assistant", "content": "c"})
-    rows = [{"messages": [{"role": "user", "content": "a"}, answer]} for answer in answers]
-    found = first(stream(jsonl(tmp_path, rows), tokenizer, assistant_only_loss=True), 2)
-    assert sorted(rows_of(found, tokenizer)) == ["assistant: b", "assistant: c"]
-
-
 def test_readers_of_one_file_share_chats_with_other_keys(tmp_path, tokenizer, monkeypatch):
     chats = [[{"role": "user", "content": "a", "n": row}, {"role": "assistant", "content": str(row)}] for row in (1, 2)]
     chats[0][0]["n"] = "one"
@@ -294,13 +278,6 @@ def test_readers_of_one_file_share_chats_with_other_keys(tmp_path, tokenizer, mo
     whole = stream(jsonl(tmp_path, [{"messages": chat} for chat in chats]), tokenizer, assistant_only_loss=True)
     readers = [replace(whole, rank=rank, ranks=2) for rank in (0, 1)]
     assert [rows_of(first(reader, 1), tokenizer) for reader in readers] == [["assistant: 1"], ["assistant: 2"]]
-
-
-def test_formats_of_public_data_and_other_names_of_columns(tmp_path, tokenizer):
-    rows = [{"task": "2+2", "input": None, "output": "4"}]
-    entries = [{"name": jsonl(tmp_path, rows), "columns": {"task": "instruction"}}]
-    data = load_data(run_with(dataset_name=entries, **{**STREAM, "max_length": 256}), tokenizer)
-    assert rows_of(first(data.train, 1), tokenizer) == ["4<|im_end|>\n"]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -315,21 +292,6 @@ def test_the_demonstration_is_streamed_too(tokenizer):
     assert "stdlib source, streamed" in data.description and len(data.eval) and first(data.train, 1)
 
 
-def test_a_text_for_each_split_is_evaluated_whole(tmp_path, tokenizer):
-    Dataset.from_list(texts("one")).to_parquet(tmp_path / "train.parquet")
-    Dataset.from_list(texts("two", "three")).to_parquet(tmp_path / "test.parquet")
-    data = load_data(run_with(dataset_name=str(tmp_path), eval_strategy="steps", **STREAM), tokenizer)
-    assert rows_of(data.eval, tokenizer) == ["two", "three"]
-
-
-def test_splits_written_by_save_to_disk(tmp_path, tokenizer):
-    splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
-    splits.save_to_disk(tmp_path / "saved")
-    run = run_with(dataset_name=str(tmp_path / "saved"), eval_strategy="steps", packing=True, **STREAM)
-    data = load_data(run, tokenizer)
-    assert len(data.eval) == 1 and isinstance(data.collator, Stack)
-
-
 def test_joined_texts_lose_no_token(tmp_path, tokenizer):
     rows = texts("abc" * 30, "def" * 10, "gh")
     settings = dict(packing=True, packing_strategy="wrapped", train_sampling_strategy="sequential")
@@ -337,20 +299,6 @@ def test_joined_texts_lose_no_token(tmp_path, tokenizer):
     assert [len(row["input_ids"]) for row in sequences] == [64, 64]
     text = "".join(row["text"] + "<|endoftext|>" for row in rows)
     assert "".join(learned(tokenizer, {"labels": row["labels"].tolist()}) for row in sequences) == text
-
-
-def test_flash_is_told_where_examples_begin_however_many_a_row_holds(folder, tokenizer):
-    rows = [
-        {name: row[name] for name in row if name != PLACE} for row in first(stream(folder, tokenizer, packing=True), 2)
-    ]
-    limits = Stack(UNKNOWN)(rows)["cu_seq_lens_q"]
-    begin = [
-        64 * number + place
-        for number, row in enumerate(rows)
-        for place in (row["position_ids"] == 0).nonzero()[:, 0].tolist()
-    ]
-    assert limits[: len(begin)].tolist() == begin and set(limits[len(begin) :].tolist()) == {128}
-    assert (len(limits) - 1).bit_count() == 1
 
 
 @pytest.mark.parametrize("flags", [{"packing": True}, {"packing": True, "packing_strategy": "wrapped"}, {}])
@@ -370,20 +318,9 @@ def test_fit_tries_the_longest_example_that_may_come(folder, tokenizer):
 # --- What goes wrong ------------------------------------------------------------------------------
 
 
-def test_a_wrong_column_is_told_before_a_model_is_loaded(tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, [{"words": "one"}]), **STREAM)
-    assert "there is no column 'text'" in problem(run, tokenizer).what
-
-
 def test_a_split_that_is_not_there(folder, tokenizer):
     run = run_with(dataset_name=str(folder), dataset_train_split="tain", **STREAM)
     assert problem(run, tokenizer).what == "there is no split 'tain'; the data has train"
-
-
-def test_nothing_to_evaluate_on(folder, tokenizer):
-    found = problem(run_with(dataset_name=str(folder), eval_strategy="steps", **STREAM), tokenizer)
-    assert "there is nothing to evaluate on: the data has train" in found.what
-    assert "such as train.jsonl and test.jsonl" in found.fix
 
 
 def test_a_round_without_anything_to_learn_is_an_error(tmp_path, tokenizer):
@@ -428,9 +365,3 @@ def test_a_network_that_fails_is_no_mistake_of_the_user(folder, tokenizer, monke
     *examples, last = found
     assert len(examples) == 100
     assert isinstance(last[PLACE], StreamBroke) and "could not be read on: the Hub does not" in str(last[PLACE])
-
-
-def test_a_folder_says_which_files_it_did_not_read(folder, tokenizer):
-    (folder / "more.csv").write_text("text\na\n")
-    description = load_data(run_with(dataset_name=str(folder), **STREAM), tokenizer).description
-    assert "not read, since most files are json: more.csv" in description

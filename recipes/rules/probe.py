@@ -85,7 +85,8 @@ def _answer(run: RunSpec, sender: Any, printed: int) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     if str(run["optim"]) in ("adamw_torch", "adamw_torch_fused", "sgd", "adafactor"):  # others need packages
-        sys.modules.update(ABSENT | {"peft": None})
+        absent = {**ABSENT, "peft": None}
+        sys.modules.update({name: None for name in absent if name not in sys.modules})  # type: ignore[misc]
     sender.send(probe(run))
 
 

@@ -73,6 +73,7 @@ def test_trainer_trains_the_batch_that_is_split(tp, cp, sp, replicate, shard, sh
     batch = split(share * groups, data_parallel_size(world, parallelism), cap=16)
     trainer = Trainer.__new__(Trainer)
     trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=tp, cp_size=cp, sp_size=sp))
-    trainer.model, trainer.is_deepspeed_enabled, trainer._train_batch_size = None, False, batch.micro
+    trainer.model = SimpleNamespace(_tp_size=tp)  # transformers 5.17 asks the model alone
+    trainer.is_deepspeed_enabled, trainer._train_batch_size = False, batch.micro
     args = SimpleNamespace(gradient_accumulation_steps=batch.accumulation, world_size=world)
     assert trainer.get_total_train_batch_size(args) == batch.total == share * groups

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, BloomConfig, Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig
+from transformers import AutoConfig, BloomConfig, GPT2Config, GptOssConfig, LlamaConfig
 
 from recipes.planner.estimate import Estimator
 from recipes.planner.shapes import EAGER, MATH, PACKAGED, Case
@@ -28,7 +28,6 @@ _SHAPE = {
 GROUPED = LlamaConfig(**_SHAPE)
 EAGER_BY_THEMSELVES = {
     "gpt_oss": GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2),
-    "gemma2": Gemma2Config(**_SHAPE),
     "bloom": BloomConfig(vocab_size=500, hidden_size=64, n_layer=2, n_head=4),
 }
 

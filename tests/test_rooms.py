@@ -48,7 +48,7 @@ BUDGETS = {
     "recipes/scaling": 2020,
     "launch": 550,
     "launch/commands": 1970,
-    "launch/data": 3020,
+    "launch/data": 3030,
     "launch/doctor": 2950,
     "launch/explain": 480,
     "launch/fit": 360,

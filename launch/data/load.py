@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorWithFlattening
 
-from launch.data.batches import Example, Pad, Stack
+from launch.data.batches import UNKNOWN, Example, Pad, Stack
 from launch.data.cache import Tokenized
 from launch.data.formats import described
 from launch.data.labels import Labelled, labelled, recognise
@@ -46,9 +46,14 @@ class Data:
 
     def collator_for(self, attention: str | None) -> Callable[[list[Example]], dict[str, torch.Tensor]]:
         """The collator for the model's attention: Flash is told where examples begin."""
-        rows = self.train
-        apart = "position_ids" in rows.longest if isinstance(rows, Stream) else isinstance(rows, Packs)
-        return Stack(tells_starts=True) if apart and "flash" in (attention or "") else self.collator
+        if "flash" not in (attention or ""):
+            return self.collator
+        if isinstance(self.train, Stream) and "position_ids" in self.train.longest:  # not in joined rows
+            return Stack(UNKNOWN)
+        if not isinstance(self.train, Packs):
+            return self.collator
+        packs = [self.train, self.eval] if isinstance(self.eval, Packs) else [self.train]
+        return Stack(max(rows.most_examples for rows in packs))
 
     @property
     def examples(self) -> int:

@@ -65,6 +65,11 @@ class Packs(_Made):
     padding: int = 0  # a token: nothing is learned of it, and nothing sees it
 
     @property
+    def most_examples(self) -> int:
+        """In one row, where the padding counts as one more."""
+        return int(np.diff(self.starts).max()) + 1
+
+    @property
     def attended(self) -> float:
         """Tokens of the example that a token belongs to, on average."""
         lengths = np.minimum(lengths_of(self.examples), self.length).astype(float)

@@ -117,7 +117,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model), data.steps(run)))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, data, out)
-    trainer.convert(earlier.checkpoint)
+    trainer.make_readable(earlier.checkpoint)
 
     stop.defer(run["ddp_timeout"])  # from here on a signal waits for the end of a step
     with kept_record(run, world, data.commit, earlier.kept, earlier.identity, data.labels) as record:

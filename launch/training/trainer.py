@@ -65,7 +65,7 @@ class RecipeTrainer(StreamingTrainer):
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
 
-    def convert(self, checkpoint: Path | None) -> None:
+    def make_readable(self, checkpoint: Path | None) -> None:
         """Make a checkpoint readable that only another number of processes could read.
 
         All ranks call it, before `train` resumes from it. Raises as `AnyWorld.prepare` does.
@@ -268,7 +268,7 @@ class RecipeTrainer(StreamingTrainer):
             return
         # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
         self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        self.convert(best)
+        self.make_readable(best)
         super()._load_best_model()
         if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
             self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])

@@ -98,7 +98,7 @@ def recipe_has_its_own_engine(run):
     the recipe's own. On a CPU nothing is sharded.
     """
     own = from_yaml(shipped(run.recipe.engine))
-    if own.kind == "fsdp" and not run.hardware.shards and run.engine.kind not in ("fsdp", "deepspeed"):
+    if own.kind == "fsdp" and not run.hardware.can_shard and run.engine.kind not in ("fsdp", "deepspeed"):
         yield advice(run, "recipe", "shards nothing on a CPU: this is plain DDP", _ON_GPUS)
         return
     wanted = {"deepspeed": uses_deepspeed(run), "fsdp": run.engine.kind == "fsdp"}
@@ -133,9 +133,9 @@ def fsdp_needs_ranks_with_gpus(run):
     """
     shards_nothing = "shards nothing on a CPU: this is plain DDP"
     if run["fsdp"] and run.engine.kind == "single" and run.world_size == 1:
-        fix = launch_with("sharded.yaml") if run.hardware.shards else "leave it out: it shards nothing on a CPU"
+        fix = launch_with("sharded.yaml") if run.hardware.can_shard else "leave it out: it shards nothing on a CPU"
         yield problem(run, "fsdp", "needs a distributed launch", fix)
-    elif run.hardware.shards or uses_deepspeed(run):
+    elif run.hardware.can_shard or uses_deepspeed(run):
         return
     elif run.engine.kind == "fsdp":
         fix = f"distributed_type: MULTI_GPU. {_ON_GPUS}"

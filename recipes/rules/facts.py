@@ -166,7 +166,7 @@ def uses_fsdp(run: RunSpec) -> bool:
     """True if FSDP shards the model. On a CPU accelerate ignores it, and trains plain DDP; beside
     `--deepspeed`, train.py switches it off.
     """
-    return run.hardware.shards and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
+    return run.hardware.can_shard and not uses_deepspeed(run) and (run.engine.kind == "fsdp" or bool(run["fsdp"]))
 
 
 def fsdp_version(run: RunSpec) -> int:

@@ -37,16 +37,16 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
     or one process. The sizes of groups are those of the argument parallelism_config, else of the
     engine's YAML, else of the launcher's variables.
     """
-    deepspeed, shards = given.get("deepspeed"), place.hardware.shards
+    deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard
     launch = _launched_engine(place) if place.launched else place.yaml or from_yaml(launch_yaml(recipe, deepspeed))
     engine = launch
     if deepspeed:
         engine = _inside(launch, from_deepspeed(deepspeed))
     elif launch.kind in ("single", "ddp"):
         own = from_yaml(shipped(recipe.engine))
-        if own.kind == "deepspeed" or (own.kind == "fsdp" and shards):
+        if own.kind == "deepspeed" or (own.kind == "fsdp" and can_shard):
             engine = _inside(launch, own)
-    if engine.kind in ("ddp", "fsdp") and shards and given.get("fsdp"):
+    if engine.kind in ("ddp", "fsdp") and can_shard and given.get("fsdp"):
         engine = with_fsdp(engine, given["fsdp"], given.get("fsdp_config"))
     sizes, autotp = engine.parallelism, engine.parallelism.autotp
     around = from_environment(place.environment) if place.own_script else None  # a script asks once it is launched
@@ -63,7 +63,7 @@ def _launched_engine(place: Place) -> Engine:
     """The engine that a launcher has set up for this process. accelerate uses FSDP on GPUs only: on
     a CPU the same launch is DDP.
     """
-    ignored = () if place.hardware.shards else ("ACCELERATE_USE_FSDP",)
+    ignored = () if place.hardware.can_shard else ("ACCELERATE_USE_FSDP",)
     around = from_environment({name: value for name, value in place.environment.items() if name not in ignored})
     return around or from_yaml(shipped("single.yaml"))
 

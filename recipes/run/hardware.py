@@ -46,7 +46,7 @@ class Hardware:
         return bool(self.gpus)
 
     @property
-    def shards(self) -> bool:
+    def can_shard(self) -> bool:
         """True if FSDP shards here. On a CPU accelerate ignores it, and trains plain DDP."""
         return self.cuda
 

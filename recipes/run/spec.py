@@ -130,7 +130,7 @@ class RunSpec(Mapping):
     @property
     def engine_title(self) -> str:
         """The engine's name for people. On a CPU, accelerate trains an FSDP launch as plain DDP."""
-        if self.engine.kind == "fsdp" and not self.hardware.shards:
+        if self.engine.kind == "fsdp" and not self.hardware.can_shard:
             return replace(self.engine, kind="ddp", offload_optimizer="none", offload_param="none").title
         return self.engine.title
 

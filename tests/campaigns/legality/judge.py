@@ -72,7 +72,7 @@ def judge_deep(case: Case) -> Judgement:
 
 
 class _Lifted(Hardware):
-    shards = True  # type: ignore[assignment]
+    can_shard = True  # type: ignore[assignment]
 
 
 def _hardware(case: Case) -> Hardware:

@@ -76,7 +76,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
 
     out = console(world.is_main)
     tokenizer = load_tokenizer(run)
-    run, advice = with_model(run, tokenizer)  # which limits the length of an example
+    run, advice = with_model(run, tokenizer)  # may lower max_length to its longest sequence
     with failure.explained_by(run):
         print_problems(advice, out)
         for note in require_hub(run):

@@ -24,9 +24,9 @@ _EVERYWHERE: Mapping[str, Value] = dict(
 class Recipe:
     """A base and the changes to it. A change to None leaves the setting to the library.
 
-    Two values are no settings of train.py: `engine`, an Accelerate YAML (shipped ones by name), and
-    `micro_batch_cap`, the most examples per process in a micro-batch. `files` are those that a
-    user's own recipe was read from, its own file first; a shipped recipe has none.
+    Two values are not settings of train.py: `engine` names an Accelerate YAML (a shipped one by its
+    file name), and `micro_batch_cap` is the largest micro-batch per process. `files` are those that
+    a user's own recipe was read from, its own file first; a shipped recipe has none.
     """
 
     name: str

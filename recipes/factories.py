@@ -1,4 +1,4 @@
-"""The recipes as functions that return TrainingArguments, for a training script of your own."""
+"""The recipes as functions that return TrainingArguments: for your own script, and for train.py."""
 
 from __future__ import annotations
 

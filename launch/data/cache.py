@@ -101,7 +101,9 @@ def _in_memory(run: RunSpec, tokenizer) -> Tokenized:
 
 
 def cache_folder() -> Path:
-    """`datasets` reads no data from a folder with such a name, if the cache lies among data."""
+    """The folder for tokens. `datasets` skips a folder with such a name, so tokens are not read as
+    data if the cache lies inside a data folder.
+    """
     return Path(datasets.config.HF_DATASETS_CACHE) / "__tokens__"
 
 
@@ -119,13 +121,13 @@ def _folder(run: RunSpec, tokenizer, columns: Mapping[str, str] = MappingProxyTy
         return root / stem, None
     if (commit := sources.newest_commit(run["dataset_name"])) is not None:
         return root / f"{stem}-{commit}", commit
-    # The Hub is out of reach: the newest that was made while it was not.
+    # The Hub cannot be reached: use the newest folder that was made while it could.
     made = sorted(root.glob(f"{stem}-*"), key=lambda folder: folder.stat().st_mtime)
     return made[-1] if made else root / f"{stem}-offline", None
 
 
 def _contents(tokenizer) -> list[str]:
-    """Two tokenizers with the same one make the same tokens."""
+    """Hashes of what a tokenizer consists of: two with equal hashes make the same tokens."""
     if tokenizer.is_fast:  # it keeps what its last call asked for, and each call asks anew
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

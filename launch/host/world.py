@@ -1,4 +1,4 @@
-"""The world: the processes that train together, as the launcher announced them."""
+"""The world: the processes that train together, as the launcher announced them, and their run."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it
 is whole or not. If the optimizer state is missing, Trainer silently starts with a fresh optimizer.
 So we inspect the files ourselves: by the manifest that our own saves leave, or, in those of others,
-as far as the files tell. Nothing in them is executed. A damaged checkpoint is never deleted.
+as far as the files tell. Nothing in them is executed. A damaged checkpoint is never deleted, only
+one whose save was cut short.
 """
 
 from __future__ import annotations

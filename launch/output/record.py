@@ -33,7 +33,7 @@ IDENTITY = (
     "dataset_text_field dataset_label_field max_length packing packing_strategy padding_free assistant_only_loss "
     "completion_only_loss"
 ).split()
-# A resume keeps the old value of these without saying so: they are part of the checkpoint's state.
+# Trainer's resume keeps the old value of these silently: they are part of the checkpoint's state.
 KEPT_BY_RESUME = (
     "logging_steps save_steps eval_steps learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
 ).split()

@@ -287,7 +287,7 @@ def _skip(checkpoint: Checkpoint) -> str:
     """
     if manifest.begun(checkpoint.path) is not None:
         remove([checkpoint.path])
-        return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped and deleted"
+        return f"{checkpoint.path.name} is incomplete ({', '.join(checkpoint.faults)}): skipped and deleted"
     kept = archive_damaged(checkpoint)
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 

@@ -1,4 +1,7 @@
-"""`check(run)`: every problem of a run, before anything starts."""
+"""`check(run)`: every problem of a run, before anything starts.
+
+Names, types and choices of settings were checked when the run was resolved (run/command_line.py).
+"""
 
 from __future__ import annotations
 

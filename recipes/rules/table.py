@@ -1,7 +1,7 @@
 """The table: rules whose condition is one expression. To add one, add a line.
 
-Four kinds of rows, each in its own tuple: settings that a run does not read, values out of range,
-packages that it needs, and what else is wrong, as an `error_row` or `advice_row`. A rule that needs
+Each kind of row has its own tuple: settings that a run does not read, values out of range, packages
+that it needs, and what else is wrong, as an `error_row` or `advice_row`. A rule that needs
 more than one expression is a function in `engine`, `training` or `data_and_model`; the first two
 have rows of their own beside their functions.
 
@@ -43,8 +43,8 @@ Words = str | Callable[[RunSpec], str]
 def _row(severity: str, name: str, settings: str, when: Condition, what: Words, fix: Words, why: str = "") -> Rule:
     """A rule about one setting, or about several, of which it reports those that are on.
 
-    In capitals it is a variable, and any other name that is no setting a key of the YAML. `why` is
-    the failure that the rule prevents, where `what` does not say it.
+    A name in capitals is an environment variable; any other that is not a setting is a key of the
+    YAML. `why` is the failure that the rule prevents, where `what` does not say it.
     """
     subjects = settings.split()
 
@@ -438,7 +438,7 @@ _OF_TRAIN_PY = (
     advice_row("a_stream_is_one_epoch", "dataset_streaming",
                lambda run: run["dataset_streaming"]
                and "epoch" in (run["save_strategy"], run["eval_strategy"], run["logging_strategy"]),
-               "all steps of a stream are one epoch: what happens every epoch happens at the end alone",
+               "a streamed run is a single epoch: what happens every epoch happens only once, at the end",
                "steps in place of epoch for --save_strategy, --eval_strategy and --logging_strategy"),
     advice_row("evaluation_rows_are_not_trained", "dataset_test_split",
                lambda run: run["eval_strategy"] != "no"

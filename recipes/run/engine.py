@@ -1,4 +1,4 @@
-"""Which engine trains: one page for whoever asks, before a launch and in a launched process."""
+"""This page decides which engine trains a run, before a launch and inside a launched process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from recipes.run.place import Place
 
 
 def launch_yaml(recipe: Recipe, deepspeed: object) -> Path:
-    """The Accelerate YAML of a launch for which the user names none: the recipe's. Beside
-    `--deepspeed` plain DDP's, as accelerate refuses a YAML with DeepSpeed settings there.
+    """The Accelerate YAML of a launch for which the user names none: the recipe's. With
+    `--deepspeed` it is plain DDP's, because accelerate refuses DeepSpeed settings in a YAML then.
     """
     return shipped("standard.yaml" if deepspeed else recipe.engine)
 
@@ -32,9 +32,9 @@ def engine_for(recipe: Recipe, place: Place, given: Mapping[str, Any]) -> Engine
     """The engine that trains; of a script of the user's own, the one to launch it with. `given` are
     the values that the user wrote.
 
-    The launch sets up an engine. train.py starts another one inside it where Trainer prefers that
-    (`--deepspeed`, `--fsdp`), and where the recipe shards or offloads and the launch is plain DDP
-    or one process. The sizes of groups are those of the argument parallelism_config, else of the
+    The launch sets up an engine. train.py replaces that engine in two cases: the user gives
+    `--deepspeed` or `--fsdp`; or the recipe shards or offloads, and the launch is plain DDP or one
+    process. The sizes of groups are those of the argument parallelism_config, else of the
     engine's YAML, else of the launcher's variables.
     """
     deepspeed, can_shard = given.get("deepspeed"), place.hardware.can_shard

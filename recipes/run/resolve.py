@@ -1,5 +1,7 @@
 """`resolve()`: command line > file > recipe > library default, together in one `RunSpec`.
 
+What the user wrote is collected here. `RunSpec.setting` decides every other value when it is asked.
+
 A wrong setting does not raise: problems are collected, so that `check` reports all of them.
 """
 

@@ -75,7 +75,7 @@ def test_whatever_is_damaged_the_one_before_is_taken(damage, whole_run, stopped,
 def test_a_save_that_was_cut_short_loses_only_itself(whole_run, stopped, tiny_model, texts):
     manifest.begin(stopped / "checkpoint-6", 6, "one process", 1)
     resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
-    assert "checkpoint-6 is damaged (its save was not completed)" in resumed.output
+    assert "checkpoint-6 is incomplete (its save was not completed)" in resumed.output
     assert losses(resumed) == losses(whole_run[0])
 
 

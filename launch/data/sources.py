@@ -213,10 +213,9 @@ def unreadable(name: str, error: Exception) -> UserError:
     paths = paths_of(name)
     if not paths:
         return mistake("dataset_name", f"{name} cannot be read: {_cause(error)}", f"{_ON_HUB}; {_ALIKE}")
-    path, cause = next(
-        ((path, line) for path in paths if path.is_file() and (line := _first_bad_line(path))),
-        (paths[0], _cause(error)),
-    )
+    files = (file for path in paths for file in (path, *sorted(path.rglob("*"))) if file.is_file())
+    bad = ((file, line) for file in files if file_kind(file) and (line := _first_bad_line(file)))
+    path, cause = next(bad, (paths[0], _cause(error)))
     if "Couldn't cast" in cause or "column names don't match" in cause:
         fix = _ALIKE
     elif path.is_dir():

@@ -157,13 +157,13 @@ def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(tmp_p
     """Only what check could not say before: train.py has printed that already."""
     model = MixtralForCausalLM(MixtralConfig(**SMALL, intermediate_size=64, num_local_experts=2))
     in_4_bits = dict(load_in_4bit=True, use_peft=True, lora_dropout=0.0)
-    run = elsewhere(run_with(save(model, tmp_path), ignore_data_skip=True, **in_4_bits))
+    run = elsewhere(run_with(save(model, tmp_path), save_only_model=True, **in_4_bits))
     tokenizer = load_tokenizer(run)
     _, local = with_model(run, tokenizer)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     before = require_legal(run)
     _, advice = with_model(run, tokenizer)
-    assert [problem.subject for problem in before] == ["ignore_data_skip"] and not local
+    assert [problem.subject for problem in before] == ["save_only_model"] and not local
     assert [problem.subject for problem in advice] == ["load_in_4bit"]
     assert "leaves the experts" in advice[0].what
 

@@ -54,6 +54,7 @@ def test_a_name_that_is_not_one_card_is_refused_with_those_of_its_chip(name, fix
 def test_another_card_is_not_taken_for_ours(name):
     with pytest.raises(UserError, match=r"is not in the catalogue"):
         find(name)
+    assert Hardware((Gpu(name, (8, 0), 2**30),)).peak_flops is None
 
 
 @pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)

@@ -51,7 +51,7 @@ NAMES = {
 # Names that only an object has, not its class; and those that Python itself documents.
 _OF_OBJECTS = """
     _action_groups _group_actions _n_gpu _experts_implementation _is_hf_initialized _drop_last _param_dict
-    _train_batch_size _dynamo _inductor _exit _current_frames _asdict _replace _SubParsersAction _indices
+    _config _train_batch_size _dynamo _inductor _exit _current_frames _asdict _replace _SubParsersAction _indices
 """.split()
 
 

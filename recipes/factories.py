@@ -84,8 +84,21 @@ def recipe(name: str):
 
 
 def as_keywords(fix: str) -> str:
-    """A fix with the keywords of a factory in place of the flags of train.py."""
-    return re.sub(r"--(\w+)", lambda flag: flag[1] if flag[1] in legal.settings() else flag[0], fix)
+    """A fix that names flags of train.py, with the keywords of a factory instead."""
+    return re.sub(r"--(\w+)(?: ([\w.+-]*\w))?", _keyword, fix)
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    """`--fp16 false` is fp16=False, `--eval_strategy steps` is eval_strategy='steps'."""
+    name, word = flag[1], flag[2] or ""
+    field = legal.settings().get(name)
+    if field is None:
+        return flag[0]  # of a launcher
+    if word in ("true", "false") or re.fullmatch(r"\d[\d.e-]*", word):
+        return f"{name}={word.capitalize()}"
+    if word in field.choices:
+        return f"{name}={word!r}"
+    return flag[0].removeprefix("--")
 
 
 def _warn_without_engine(run: RunSpec) -> None:

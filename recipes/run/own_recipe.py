@@ -100,8 +100,9 @@ def _from_python(file: str, name: str) -> Recipe:
     module = _run(file, runpy.run_path, file)
     if not callable(build := module.get(name)):
         own = [found for found, item in module.items() if getattr(item, "__module__", "") == module["__name__"]]
-        fix = nearest(name, own) or f"{file}:NAME with one of {', '.join(own) or 'its functions'}"
-        raise mistake("recipe", f"{file} has no function {name!r}", fix)
+        similar = nearest(name, own)
+        fix = f"{file}:{similar}" if similar else f"{file}:NAME with one of {', '.join(own) or 'its functions'}"
+        raise mistake("recipe", f"{file} has no function {name!r}" if name else f"{file} names no function", fix)
     recipe = _run(file, build)
     if not isinstance(recipe, Recipe):
         what = f"{name} of {file} returns {type(recipe).__name__}, not a Recipe"

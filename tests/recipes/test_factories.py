@@ -66,10 +66,18 @@ def test_a_mistake_is_refused_in_a_scripts_words(keywords, said, tmp_path):
         recipes.standard(str(tmp_path), **keywords)
 
 
-def test_a_fix_names_keywords_and_leaves_the_flags_of_a_launcher():
-    assert as_keywords("--fp16 false, or accelerate launch --num_processes 2") == (
-        "fp16 false, or accelerate launch --num_processes 2"
-    )
+@pytest.mark.parametrize(
+    ("fix", "keywords"),
+    [
+        ("--fp16 false", "fp16=False"),
+        ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
+        ("--save_strategy steps, or best", "save_strategy='steps', or best"),
+        ("--packing instead", "packing instead"),
+        ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
+    ],
+)
+def test_a_fix_is_written_as_a_script_writes_it(fix, keywords):
+    assert as_keywords(fix) == keywords
 
 
 OWN_METRIC = dict(metric_for_best_model="f1", eval_strategy="steps", eval_steps=5)

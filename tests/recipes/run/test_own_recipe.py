@@ -149,6 +149,7 @@ MISTAKES = {
     "an end": ("mine.py:mine", "raise SystemExit(3)\n", "raises SystemExit"),
     "no recipe returned": ("mine.py:mine", "def mine():\n    return 3\n", "returns int, not a Recipe"),
     "no function named": ("mine.py:", "def mine(): ...\ndef other(): ...\n", "mine.py:NAME with one of mine, other"),
+    "a misspelt function": ("mine.py:mien", "def mine(): ...\n", "Fix: mine.py:mine."),
     "an argument": ("mine.py:mine", "def mine(hardware): ...\n", "raises TypeError"),
     "a bare value": ("mine.py:mine", _BUT + "'a', 'b', seed=3)\n", 'Fix: [3, "the reason"]'),
     "a name with a blank": ("mine.py:mine", _BUT + "'a b', 'b')\n", "'a b' cannot name a recipe"),

@@ -33,7 +33,6 @@ NAMES = {
     "accelerate.state.AcceleratorState": "_reset_state _shared_state",
     "accelerate.state.GradientState": "_set_sync_gradients",
     "deepspeed.runtime.config.DeepSpeedConfig": "_configure_train_batch_size",
-    "peft.utils.transformers_weight_conversion": "_MODEL_TO_CONVERSION_PATTERN _MOE_TARGET_MODULE_MAPPING",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch._subclasses.fake_tensor": "FakeTensorMode",

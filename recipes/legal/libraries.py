@@ -130,13 +130,6 @@ def schedules() -> Json:
     return {"schedules_without_warmup": [name for name in takes if "num_warmup_steps" not in takes[name]]}
 
 
-def compilers() -> Json:
-    """The modes of torch's own compiler, inductor."""
-    import torch._inductor
-
-    return {"torch_compile_mode": list(torch._inductor.list_mode_options())}
-
-
 def models() -> Json:
     """transformers' tables of model types: classes by task, every type, folders of another name."""
     from transformers.models.auto import configuration_auto, modeling_auto
@@ -147,17 +140,6 @@ def models() -> Json:
         "model_types": list(configuration_auto.CONFIG_MAPPING_NAMES),
         "model_folders": configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME,
     }
-
-
-def experts() -> Json:
-    """Model type -> LoRA targets that peft turns into parameters of all experts at once.
-
-    It refuses dropout and DoRA on them. Source: `_convert_peft_config_moe`.
-    """
-    from peft.utils import transformers_weight_conversion as conversion
-
-    like, targets = conversion._MODEL_TO_CONVERSION_PATTERN, conversion._MOE_TARGET_MODULE_MAPPING
-    return {"experts": {kind: list(targets[base]) for kind, base in like.items() if base in targets}}
 
 
 def liger() -> Json:
@@ -181,4 +163,4 @@ def deepspeed() -> Json:
     return {"deepspeed_json": set().union(*(_words(file.read_text("utf-8")) for file in files))}
 
 
-OPTIONAL = (optimizers, schedules, compilers, models, experts, liger, deepspeed)
+OPTIONAL = (optimizers, schedules, models, liger, deepspeed)

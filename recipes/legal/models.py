@@ -37,11 +37,6 @@ def known_types() -> frozenset[str]:
     return frozenset(names("model_types"))
 
 
-def targets_in_experts(model_type: str) -> frozenset[str]:
-    """LoRA targets that peft turns into parameters of all experts at once, for such a model."""
-    return frozenset(facts().get("experts", {}).get(model_type, ()))
-
-
 def types_with_fused_loss() -> frozenset[str]:
     """Model types whose loss Liger makes without the logits as a whole, unless told otherwise."""
     return frozenset(names("liger")) or _LIGER

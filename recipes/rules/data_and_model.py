@@ -42,7 +42,6 @@ from recipes.run.local_model import (
     has_weights,
     max_positions,
     model_folder,
-    tensor_names,
     text_config,
     weight_files,
 )
@@ -293,37 +292,6 @@ def _targets(run: RunSpec) -> list[str]:
     """The modules that LoRA is asked to adapt, by their last names; empty for all-linear."""
     wanted = run["lora_target_modules"] or []
     return [] if wanted == ["all-linear"] else [target.rpartition(".")[2] for target in wanted]
-
-
-@rule
-@of_train_py
-def lora_adapts_modules_of_the_model(run):
-    """train.py refuses a module that the loaded model does not have; so does peft.
-
-    Models with experts are left to train.py: transformers fuses their weights as it loads them.
-    """
-    folder = model_folder(run["model_name_or_path"])
-    if not run["use_peft"] or not _targets(run) or not folder or _has_experts(text_config(known_config(run))):
-        return
-    names = tensor_names(folder)
-    parts = {part for name in names for part in name.split(".")}
-    absent = [target for target in _targets(run) if parts and target not in parts | {"lm_head"}]  # may be tied
-    if absent:
-        modules = sorted({name.split(".")[-2] for name in names if name.endswith("_proj.weight")})
-        fix = f"some of {' '.join(modules)}" if modules else "modules of this model, or all-linear"
-        yield problem(run, "lora_target_modules", f"the model has no module {', '.join(absent)}", fix)
-
-
-@rule
-@of_train_py
-def experts_take_plain_adapters(run):
-    """`lora.ParamWrapper does not work with lora_dropout != 0.`, or `with use_dora=True.`"""
-    in_experts = models.targets_in_experts(_type(run)) if _has_experts(text_config(known_config(run))) else frozenset()
-    chosen = in_experts & set(_targets(run) or in_experts)
-    for name, fix in (("lora_dropout", "--lora_dropout 0"), ("use_dora", "leave it out")):
-        if run["use_peft"] and run[name] and chosen:
-            fix = f"{fix}, or --lora_target_modules without {', '.join(sorted(chosen))}"
-            yield problem(run, name, f"peft has none for experts, as those of {_type(run)}", fix)
 
 
 def fuses_the_loss(run: RunSpec) -> bool:

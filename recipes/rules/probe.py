@@ -35,6 +35,7 @@ from recipes.rules.facts import (
     uses_deepspeed,
     uses_fsdp,
 )
+from recipes.rules.training import pushed_to
 from recipes.run import RunSpec
 from recipes.run.engine_sources import launch_environment
 
@@ -139,11 +140,11 @@ def _construct(run: RunSpec, launched: bool, found: list[Problem]) -> None:
         args = _arguments(run)
     if args is None:
         return
-    with attempt(about="report_to"):
-        _check_loading(args)
+    with attempt(about="report_to hub_model_id output_dir"):
+        _check_names(run, args)
     with attempt(*of_engine):
         _check_sizes(run, args, found)
-    with attempt(*of_engine):
+    with attempt(*of_engine, about="torch_compile_mode"):
         _check_plugins(args)
     with attempt(*of_engine):
         config = _deepspeed_config(run, args, found) if args.deepspeed_plugin else {}
@@ -209,14 +210,17 @@ def _arguments(run: RunSpec) -> Any:
     return Unjoined(**{**copy.deepcopy(given), "use_cpu": True})
 
 
-def _check_loading(args: Any) -> None:
-    """A DataLoader of one row, and the names of the trackers."""
+def _check_names(run: RunSpec, args: Any) -> None:
+    """A DataLoader of one row, the names of the trackers, and that of the Hub's repository."""
+    from huggingface_hub.utils import validate_repo_id
     from torch.utils.data import DataLoader
     from transformers.integrations import get_reporting_integration_callbacks
 
     names = ("num_workers", "persistent_workers", "multiprocessing_context", "prefetch_factor")
     DataLoader([0], **{name: getattr(args, f"dataloader_{name}") for name in names})  # type: ignore[arg-type]
     get_reporting_integration_callbacks(args.report_to)
+    if args.push_to_hub:
+        validate_repo_id(pushed_to(run))
 
 
 def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
@@ -243,12 +247,16 @@ def _check_sizes(run: RunSpec, args: Any, found: list[Problem]) -> None:
 
 
 def _check_plugins(args: Any) -> None:
-    """The plugins that the Accelerator builds from arguments and variables."""
+    """The plugins that the Accelerator builds from arguments and variables; the compiler's mode."""
     from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, TorchDynamoPlugin
 
     GradientAccumulationPlugin(**{**(args.accelerator_config.gradient_accumulation_kwargs or {}), "num_steps": 1})
     if args.torch_compile:
         TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        if args.torch_compile_mode and args.torch_compile_backend == "inductor":
+            from torch._inductor import list_mode_options
+
+            list_mode_options(args.torch_compile_mode)
     if args.fsdp_plugin_args is not None:
         FullyShardedDataParallelPlugin(**{**args.fsdp_plugin_args, "sync_module_states": False})
     elif "ACCELERATE_USE_FSDP" in os.environ:

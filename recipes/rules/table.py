@@ -276,12 +276,6 @@ _ERRORS = (
               lambda run: run.explicit("torch_compile") and not run["torch_compile"],
               "turns torch_compile on, which is switched off", "leave it out",
               "A backend or a mode compiles even with `torch_compile false`."),
-    error_row("compile_mode_is_known", "torch_compile_mode",
-              lambda run: run["torch_compile_mode"] and setting_is_read(run, "torch_compile_mode")
-              and run["torch_compile_mode"] not in legal.names("torch_compile_mode"),
-              "torch has no mode '{torch_compile_mode}'",
-              lambda run: "one of " + ", ".join(legal.names("torch_compile_mode")),
-              "`RuntimeError: Unrecognized mode=...`, once model and data are loaded."),
     error_row("checkpointing_settings_are_a_mapping", "gradient_checkpointing_kwargs",
               lambda run: run["gradient_checkpointing"] and isinstance(run["gradient_checkpointing_kwargs"], str),
               "'{gradient_checkpointing_kwargs}' is not a JSON object, and a file cannot be given here",

@@ -5,7 +5,6 @@ are rows in `table`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -218,16 +217,6 @@ def pushed_to(run: Settings) -> str:
     return run["hub_model_id"] or Path(run["output_dir"]).absolute().name
 
 
-def _is_repository(name: str) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    with contextlib.suppress(HFValidationError):
-        validate_repo_id(name)
-        return True
-    return False
-
-
 def _resumes_from_nothing(run: RunSpec) -> bool:
     """True if the checkpoint is missing. A run that began there has checkpoints of its own."""
     wanted = run["resume_from_checkpoint"]
@@ -301,11 +290,6 @@ ROWS = (
                lambda run: f"looks the other way: a {_better(run)} is better",
                lambda run: f"lr_scheduler_kwargs with mode: {'min' if _smaller_is_better(run) else 'max'}",
                "With mode `min`, the default, the learning rate falls while the accuracy rises."),
-    error_row("a_push_names_a_repository", "hub_model_id",
-              lambda run: run["push_to_hub"] and run["output_dir"] and not _is_repository(pushed_to(run)),
-              lambda run: f"{pushed_to(run)!r} is not the name of a repository",
-              "--hub_model_id [OWNER/]NAME, of letters, digits, dots, - and _",
-              "`HFValidationError: Repo id must use alphanumeric chars`, once model and data are loaded."),
     error_row("resume_starts_from_something", "resume_from_checkpoint", _resumes_from_nothing,
               "{resume_from_checkpoint} is not a folder", "leave it out: resuming is automatic",
               "`Can't find a valid checkpoint at ...`, after model and data are loaded."),

@@ -51,11 +51,6 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def tensor_names(folder: Path) -> list[str]:
-    """The names of a folder's weights; empty if they are unknown, as in a .bin file."""
-    return [name for file in weight_files(folder) for name in _tensors(file) or ()]
-
-
 def _tensors(file: Path) -> list[str] | None:
     """The names in a safetensors file. None for another format, or a file that is cut off."""
     from safetensors import SafetensorError, safe_open

@@ -20,7 +20,6 @@ STREAM = "--dataset_streaming --max_steps 9"
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 QLORA, SCRATCH = "--load_in_4bit --use_peft", "--from_scratch"
 INDEX = {"m/model.safetensors.index.json": {"weight_map": {"a": "model-00001-of-00002.safetensors"}}}
-Q_PROJ = {"m/model.safetensors": weights("q_proj.weight")}
 EXPERTS = model(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=4)
 HYBRID = model(model_type="lfm2", layer_types=["conv", "full_attention"])
 FLASH = "--attn_implementation flash_attention_2"
@@ -85,17 +84,9 @@ CASES = {
         Run(f"{MODEL} {QLORA}", files=stored("gptq")),
         Run(f"{MODEL} {QLORA}", files=stored("bitsandbytes")),
     ),
-    "lora_adapts_modules_of_the_model": (
-        Run(f"{MODEL} --use_peft --lora_target_modules foo", files=model() | Q_PROJ),
-        Run(f"{MODEL} --use_peft --lora_target_modules q_proj lm_head", files=model() | Q_PROJ),
-    ),
     "lora_on_the_head_gets_gradients": (
         Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),
         Run(f'{MODEL} {LIGER} --liger_kernel_config {{"fused_linear_cross_entropy":false}}', files=model(), **ON_A100),
-    ),
-    "experts_take_plain_adapters": (
-        Run(f"--use_peft {MODEL}", files=EXPERTS),
-        Run(f"--use_peft --lora_dropout 0 {MODEL}", files=EXPERTS),
     ),
     "experts_are_not_quantised": (Run(f"{QLORA} {MODEL}", files=EXPERTS), Run(f"{QLORA} {MODEL}", files=model())),
     "liger_evaluates_plain_labels": (
@@ -134,8 +125,6 @@ ALSO_FIRES = [
         ("separate_examples_need_positions", Run(f"{MODEL} {flag}", files=model(model_type=kind)), flag[2:])
         for kind, flag in (("bloom", "--packing"), ("qwen3_next", "--packing"), ("mamba", "--padding_free"))
     ),
-    ("experts_take_plain_adapters", Run(f"--use_peft --use_dora --lora_dropout 0 {MODEL}", files=EXPERTS), "use_dora"),
-    ("experts_take_plain_adapters", Run(f"{MODEL} --use_peft --lora_target_modules down_proj", files=EXPERTS), "drop"),
     (
         "attention_fits_the_model",
         Run(f"--attn_implementation flash_attention_4 {MODEL}", files=model(attention_dropout=0.1)),
@@ -177,7 +166,6 @@ LEGAL_AFTER_ALL = [
      Run(f"{MODEL} --packing", files=model(layer_types=["sliding_attention", "full_attention"]))),
     ("stored_weights_can_be_trained", Run(MODEL, files=stored("fp8"))),
     ("stored_weights_can_be_trained", Run(f"{MODEL} {SCRATCH}", files=stored("gptq"))),
-    ("experts_take_plain_adapters", Run(f"--use_peft --lora_target_modules q_proj {MODEL}", files=EXPERTS)),
     ("lora_on_the_head_gets_gradients", Run(f"{MODEL} {LIGER}", files=model(model_type="gpt2"), **ON_A100)),
     ("attention_is_known", Run("--attn_implementation org/kernel@main:forward")),
     ("attention_fits_the_machine", Run(f"{FLASH} --recipe baseline --dtype bfloat16", **ON_A100)),

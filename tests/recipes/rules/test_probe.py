@@ -55,6 +55,8 @@ BY_ARGUMENTS = [
     (Run(f"{BASELINE} --lr_scheduler_type warmup_stable_decay"), "lr_scheduler_type", "num_decay_steps"),
     (Run(f'{BASELINE} --lr_scheduler_type linear --lr_scheduler_kwargs {{"num_cycles":2}}'), "lr_scheduler_kwargs",
      "unexpected keyword argument 'num_cycles'"),
+    (Run(f"{BASELINE} --torch_compile_mode fastest"), "torch_compile_mode", "Unrecognized mode=fastest"),
+    (Run(f"{BASELINE} --push_to_hub --hub_model_id my/own/model"), "hub_model_id", "Repo id must be in the form"),
 ]  # fmt: skip
 BY_FSDP = [
     (Run("--fsdp zero3", world=2), "fsdp", "Unknown `fsdp` option: zero3"),

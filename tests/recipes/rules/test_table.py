@@ -44,7 +44,6 @@ FLAGS = {
     "batch_size_is_not_searched": ("", "--auto_find_batch_size", ""),
     "accumulation_is_said_once": ("", NUM_STEPS, "--gradient_accumulation_steps 4"),
     "compile_settings_compile": ("--torch_compile_mode default", "--torch_compile false", ""),
-    "compile_mode_is_known": ("", "--torch_compile_mode fastest", "--torch_compile_mode reduce-overhead"),
     "checkpointing_settings_are_a_mapping": (RECOMPUTES, "file.json", '{"use_reentrant":false}'),
     "saving_the_best_needs_evaluation": ("--save_strategy best --metric_for_best_model loss", "", EVAL),
     "early_stopping_needs_evaluation": (f"--early_stopping_patience 3 {BEST}", "", EVAL),

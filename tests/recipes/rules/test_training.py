@@ -65,8 +65,6 @@ CASES = {
     "plateaus_look_the_right_way": (
         Run(f"{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy"),
         Run(f'{PLATEAU} {CLASSIFY} --metric_for_best_model accuracy --lr_scheduler_kwargs {{"mode":"max"}}')),
-    "a_push_names_a_repository": (
-        Run("--push_to_hub --hub_model_id my/own/model"), Run("--push_to_hub --hub_model_id my/own-model")),
     "resume_starts_from_something": (
         Run("--resume_from_checkpoint outputs/checkpoint-7"), Run("--resume_from_checkpoint true")),
     "sharded_checkpoints_hold_the_optimizer": (

@@ -108,7 +108,7 @@ def adapter_folder(folder: Path) -> Path:
     Raises `UserError` if there is none.
     """
     found = [path for path in (folder, *numbered(folder)) if _holds_adapter(path)]
-    whole = [path for path in found if path == folder or inspect(path, (path / "latest").exists()).valid]
+    whole = [path for path in found if path == folder or inspect(path).valid]
     if whole:
         return whole[0]
     what = f"the checkpoints in {folder} are damaged" if found else f"{folder} holds no adapter"

@@ -9,17 +9,18 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from launch.host.files import make_folder, require_writable
 from launch.host.world import World
-from launch.output import final_model, identity, manifest, other_world, record, submission, trainer_state
+from launch.output import final_model, identity, manifest, other_world, record, submission
 from launch.output.checkpoints import (
     Checkpoint,
     archive_damaged,
+    epoch_of,
     finish_removals,
-    in_the_way,
     inspect,
     newest_valid,
     numbered,
@@ -104,125 +105,84 @@ def look_ahead(run: RunSpec) -> Earlier:
         raise _unwritable(run, error) from None
     if folder.is_dir():
         os.close(_locked(run, fcntl.LOCK_SH))
-    return _by_records(run)
-
-
-def _require_no_foreign_model(run: RunSpec) -> None:
-    """Raises `UserError` if the folder holds a model that this program did not train."""
-    folder = Path(run["output_dir"])
-    if _holds_a_run(folder):
-        return
-    model = run["model_name_or_path"]
-    if any(folder.glob("*.safetensors")) or (model and Path(model).resolve() == folder.resolve()):
-        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
-        raise mistake("output_dir", what, "--output_dir with another folder", run.setting("output_dir").source)
-
-
-def _holds_a_run(folder: Path) -> bool:
-    return (folder / record.NAME).exists() or bool(numbered(folder))
-
-
-def _archive_older_run(run: RunSpec) -> None:
-    """Move the run that the folder holds, if any, to FOLDER.old-N."""
-    folder = Path(run["output_dir"]).resolve()
-    if not _holds_a_run(folder):
-        return
-    if Path.cwd().is_relative_to(folder):
-        what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
-        raise mistake("output_dir", what, "another --output_dir, or another folder to start from")
-    try:
-        archived = _unused_name(folder)
-        archived.mkdir()
-        for item in list(folder.iterdir()):  # not the folder itself, which is locked
-            if item.name not in submission.KEPT_HERE:
-                item.rename(archived / item.name)
-    except OSError as error:
-        raise _unwritable(run, error) from None
-
-
-def _unwritable(run: RunSpec, error: OSError) -> UserError:
-    what = f"{run['output_dir']} cannot be written: {error.strerror}"
-    return mistake("output_dir", what, "choose a writable --output_dir", run.setting("output_dir").source)
-
-
-def _unused_name(folder: Path) -> Path:
-    count = 1
-    while (candidate := folder.with_name(f"{folder.name}.old-{count}")).exists():
-        count += 1
-    return candidate
-
-
-def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
-    """Require space for what the run keeps at once, and archive an older run if --fresh says so.
-
-    Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
-    Call it last before training, once nothing else is wrong.
-    """
-    other_world.remove_leftovers(Path(run["output_dir"]))
-    require_disk_space(run, checkpoint_bytes, model_bytes, steps)
-    if run["fresh"]:
-        _archive_older_run(run)
-
-
-def _by_records(run: RunSpec) -> Earlier:
-    """What the folder holds, as far as run.json tells. Raises as `find_earlier_run` does."""
-    _require_no_foreign_model(run)
-    folder, named = Path(run["output_dir"]), _named(run)
-    old = record.read_intact(folder)
-    if run["fresh"]:
-        return Earlier()
-    if named and not _began_from(named, run, identity.of_folder(folder), old):
-        _require_may_begin(named, run, old)
-    elif numbered(folder) or named or _is_finished(old):
-        _require_same_training(run, old)
-        if _is_finished(old) and not _asks_for_more(run, old):
-            notes = [*final_model.notes(folder, old), *_changes(run, old, everything=True)]
-            return Earlier(finished=True, step=_steps_of(old), notes=notes)
-    return Earlier()
+    return _by_records(run, record.read_intact(folder), identity.of_folder(folder))
 
 
 def find_earlier_run(run: RunSpec, world: World) -> Earlier:
     """Where to resume. Raises `UserError` if that would not be the same training, or overwrite a
     model.
     """
-    earlier, folder = _by_records(run), Path(run["output_dir"])
+    folder = Path(run["output_dir"])
+    old, own, named = record.read_intact(folder), identity.of_folder(folder), _named(run)
+    earlier = _by_records(run, old, own)
     if run["fresh"] or earlier.finished:
         return earlier
-    old, own, named = record.read_intact(folder), identity.of_folder(folder), _named(run)
-    notes = [_skip(found) for found in in_the_way(folder)]
     if named and not _began_from(named, run, own, old):
-        earlier = _asked_for(named, run, world, old)
-    elif numbered(folder) or named or _is_finished(old):
-        earlier = _continued(named, run, world, old, own)
-    return replace(earlier, notes=[*notes, *earlier.notes])
+        return _begun(named, run, world)
+    holds_a_run = numbered(folder) or named or old.get("status") == "finished"
+    return _continued(run, world, old, own) if holds_a_run else earlier
 
 
-def _continued(named: Path | None, run: RunSpec, world: World, old: Json, own: Json | None) -> Earlier:
-    """The run that the folder holds goes on. It may have begun from a checkpoint that is named."""
+def _by_records(run: RunSpec, old: Json, own: Json | None) -> Earlier:
+    """What the folder holds, as far as its record `old` and its run `own` tell."""
+    folder, named = Path(run["output_dir"]), _named(run)
+    _require_no_foreign_model(run)
+    if run["fresh"]:
+        return Earlier()
+    finished = old.get("status") == "finished"
+    if named and not _began_from(named, run, own, old):
+        if finished:
+            what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
+            raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
+        _require_same_training(run, record.read_intact(named.parent))
+    elif numbered(folder) or named or finished:
+        _require_same_training(run, old)
+        if finished and not _asks_for_more(run, old):
+            notes = [*final_model.notes(folder, old), *_changes(run, old, everything=True)]
+            return Earlier(finished=True, step=_steps_of(old), notes=notes)
+    return Earlier()
+
+
+def _continued(run: RunSpec, world: World, old: Json, own: Json | None) -> Earlier:
+    """The run that the folder holds goes on: from its newest checkpoint, or from the one that it
+    began from.
+    """
     folder = Path(run["output_dir"])
     finish_removals(folder)
-    begin = own["began_at"] if named and own else -1
-    newest, damaged = newest_valid(folder, run.engine.kind == "deepspeed", begin, _last_step(run, old))
+    newest, damaged = newest_valid(folder, own["began_at"] if own else -1)
     if newest is not None:
         _require_steps_left(run, newest)
     notes = [_skip(checkpoint) for checkpoint in damaged]
     if not old:
         notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
-    of_newest = identity.of_checkpoint(newest.path) if newest else None
-    if named and not identity.is_same(of_newest, own):
-        again = _asked_for(named, run, world, old)
+    if newest is None and own and own["began_from"]:
+        again = _begun(Path(own["began_from"]), run, world)
         return replace(again, notes=[*notes, *again.notes])
-    if named:
-        notes.append(f"this run began from {named} and goes on; another --output_dir begins there again")
-    own = own or of_newest or identity.new()
+    if _named(run):
+        notes.append(f"this run began from {_named(run)} and goes on; another --output_dir begins there again")
     if newest is None:
-        return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=own)
+        return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=own or identity.new())
+    own = own or identity.of_checkpoint(newest.path) or identity.new()
     notes += _notes(newest, run, world, old)
     return Earlier(newest.path, newest.step, notes=notes, kept=_kept(run, old), identity=own)
 
 
-def _is_finished(old: Json) -> bool:
-    return old.get("status") == "finished"
+def _begun(path: Path, run: RunSpec, world: World) -> Earlier:
+    """A run begins from a checkpoint that is named."""
+    checkpoint = inspect(path)
+    if not checkpoint.valid:
+        raise mistake(
+            "resume_from_checkpoint",
+            f"{path}: {', '.join(checkpoint.faults)}",
+            "leave it out: the newest valid checkpoint is found automatically",
+            run.setting("resume_from_checkpoint").source,
+        )
+    _require_steps_left(run, checkpoint)
+    old = record.read_intact(path.parent)
+    begun = identity.new(path, checkpoint.step)
+    return Earlier(
+        path, checkpoint.step, notes=_notes(checkpoint, run, world, old), kept=_kept(run, old), identity=begun
+    )
 
 
 def _named(run: RunSpec) -> Path | None:
@@ -242,31 +202,60 @@ def _began_from(named: Path, run: RunSpec, own: Json | None, old: Json) -> bool:
     return not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
 
 
-def _require_may_begin(path: Path, run: RunSpec, held: Json) -> None:
-    """Raises `UserError` if the checkpoint is of another training, or the output folder, whose
-    record is `held`, has a finished run.
+def _require_no_foreign_model(run: RunSpec) -> None:
+    """Raises `UserError` if the folder holds a model that this program did not train."""
+    folder = Path(run["output_dir"])
+    if _holds_a_run(folder):
+        return
+    model = run["model_name_or_path"]
+    if any(folder.glob("*.safetensors")) or (model and Path(model).resolve() == folder.resolve()):
+        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
+        raise mistake("output_dir", what, "--output_dir with another folder", run.setting("output_dir").source)
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / record.NAME).exists() or bool(numbered(folder))
+
+
+# --- Room for the run -----------------------------------------------------------------------------
+
+
+def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
+    """Require space for what the run keeps at once, and archive an older run if --fresh says so.
+
+    Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
+    Call it last before training, once nothing else is wrong.
     """
-    if _is_finished(held):
-        what = f"{run['output_dir']} holds a finished run, which a resume from {path} would overwrite"
-        raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
-    _require_same_training(run, record.read_intact(path.parent))
+    other_world.remove_leftovers(Path(run["output_dir"]))
+    require_disk_space(run, checkpoint_bytes, model_bytes, steps)
+    if run["fresh"]:
+        _archive_older_run(run)
 
 
-def _asked_for(path: Path, run: RunSpec, world: World, held: Json) -> Earlier:
-    """A run begins from a checkpoint that is named. `held` is the record of the output folder."""
-    _require_may_begin(path, run, held)
-    checkpoint = inspect(path, run.engine.kind == "deepspeed")
-    if not checkpoint.valid:
-        raise mistake(
-            "resume_from_checkpoint",
-            f"{path}: {', '.join(checkpoint.faults)}",
-            "leave it out: the newest valid checkpoint is found automatically",
-            run.setting("resume_from_checkpoint").source,
-        )
-    _require_steps_left(run, checkpoint)
-    old = record.read_intact(path.parent)
-    notes, begun = _notes(checkpoint, run, world, old), identity.begun_from(path, checkpoint.step)
-    return Earlier(path, checkpoint.step, notes=notes, kept=_kept(run, old), identity=begun)
+def _archive_older_run(run: RunSpec) -> None:
+    """Move the run that the folder holds, if any, to FOLDER.old-N."""
+    folder = Path(run["output_dir"]).resolve()
+    if not _holds_a_run(folder):
+        return
+    if Path.cwd().is_relative_to(folder):
+        what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
+        raise mistake("output_dir", what, "another --output_dir, or another folder to start from")
+    try:
+        archived = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
+        archived.mkdir()
+        for item in list(folder.iterdir()):  # not the folder itself, which is locked
+            if item.name not in submission.KEPT_HERE:
+                item.rename(archived / item.name)
+    except OSError as error:
+        raise _unwritable(run, error) from None
+
+
+def _unwritable(run: RunSpec, error: OSError) -> UserError:
+    what = f"{run['output_dir']} cannot be written: {error.strerror}"
+    return mistake("output_dir", what, "choose a writable --output_dir", run.setting("output_dir").source)
+
+
+# --- Notes, and what makes it another training ----------------------------------------------------
 
 
 def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> list[str]:
@@ -288,7 +277,7 @@ def _skip(checkpoint: Checkpoint) -> str:
     if manifest.begun(checkpoint.path) is not None:
         remove([checkpoint.path])
         return f"{checkpoint.path.name} is incomplete ({', '.join(checkpoint.faults)}): skipped and deleted"
-    kept = archive_damaged(checkpoint)
+    kept = archive_damaged(checkpoint.path)
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
@@ -328,18 +317,12 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
         )
 
 
-def _last_step(run: RunSpec, old: Json) -> float:
-    """The step that no checkpoint of this run can be beyond; infinity if that is not known."""
-    same = old and not record.changes(old, run, ["max_steps", "num_train_epochs"])
-    return run["max_steps"] if same and run["max_steps"] > 0 else math.inf
-
-
 def _require_steps_left(run: RunSpec, checkpoint: Checkpoint) -> None:
     """Raises `UserError` if the checkpoint has trained more than this run is asked for: its model
     would be saved as that of a shorter training.
     """
     name = "max_steps" if run["max_steps"] > 0 else "num_train_epochs"
-    epoch = trainer_state.epoch_of(checkpoint.path)
+    epoch = epoch_of(checkpoint.path)
     done, unit = (checkpoint.step, "steps") if name == "max_steps" else (round(epoch, 2), "epochs")
     if done <= math.ceil(run[name]):
         return

@@ -45,7 +45,7 @@ class CommittingTrainer(Trainer):
 
     def inspect(self, checkpoint: Path) -> Checkpoint:
         """A checkpoint of this run with its faults."""
-        return inspect_own(checkpoint, self.identity, self.is_deepspeed_enabled)
+        return inspect_own(checkpoint, self.identity)
 
     def flush_model(self) -> Json:
         """Have the model at the end on the disk, before the run counts as finished.

@@ -70,7 +70,7 @@ def _attempt(scratch: Path, chain: Chain) -> Result:
             if not _killed(result, moment, expected):
                 break
         _require_same(expected, bound_of(chain.engine))
-        _require_last_checkpoint(deepspeed=chain.engine.startswith("zero"))
+        _require_last_checkpoint()
         whole = _names(scratch / chain.engine / OUTPUT)
         result.left = tuple(sorted(_names(Path(OUTPUT)) - whole))
     except Lost as lost:
@@ -139,9 +139,9 @@ def _require_same(expected: Final, bound: float) -> None:
         raise Lost(DIFFERENT, difference)
 
 
-def _require_last_checkpoint(deepspeed: bool) -> None:
+def _require_last_checkpoint() -> None:
     """A longer run goes on from there."""
-    newest, damaged = newest_valid(OUTPUT, deepspeed)
+    newest, damaged = newest_valid(OUTPUT)
     if newest is None or newest.step != STEPS:
         faults = [fault for checkpoint in damaged for fault in checkpoint.faults]
         raise Lost(UNSAVED, f"the last is {newest and newest.path.name}; damaged: {', '.join(faults) or 'none'}")

@@ -107,7 +107,7 @@ def test_zeros_in_the_middle_are_a_fault(checkpoint, name):
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.sampled_from(["model.safetensors", "trainer_state.json", "latest", "model.safetensors.index.json"]),
+    name=st.sampled_from(["model.safetensors", "trainer_state.json", "model.safetensors.index.json"]),
     content=st.binary(max_size=60),
 )
 def test_no_bytes_make_the_inspection_itself_fail(checkpoint, name, content):
@@ -115,7 +115,7 @@ def test_no_bytes_make_the_inspection_itself_fail(checkpoint, name, content):
     before = file.read_bytes() if file.exists() else None
     file.write_bytes(content)
     try:
-        assert inspect(checkpoint, deepspeed=name == "latest").faults
+        assert inspect(checkpoint).faults
     finally:
         file.unlink() if before is None else file.write_bytes(before)
 
@@ -148,7 +148,7 @@ def test_a_pipe_in_place_of_a_file_is_a_fault(name, checkpoint):
     """Whoever opens it waits for somebody to write into it."""
     (checkpoint / name).unlink(missing_ok=True)
     os.mkfifo(checkpoint / name)
-    assert faults(checkpoint, deepspeed=True) == [f"{name} is not a file"]
+    assert faults(checkpoint) == [f"{name} is not a file"]
 
 
 def test_the_newest_valid_one_is_chosen_over_a_newer_damaged_one(checkpoint):
@@ -167,7 +167,7 @@ def test_ten_is_newer_than_nine(checkpoint):
 def test_a_damaged_one_is_renamed_with_all_its_files(checkpoint):
     (checkpoint / "optimizer.pt").unlink()
     before = {file.name for file in checkpoint.iterdir()}
-    kept = archive_damaged(inspect(checkpoint))
+    kept = archive_damaged(checkpoint)
     assert {file.name for file in kept.iterdir()} == before
 
 

@@ -163,9 +163,8 @@ def by_deepspeed(checkpoint, tmp_path):
     return checkpoint
 
 
-@pytest.mark.parametrize("deepspeed", [True, False])
-def test_judging_deepspeeds_files_runs_nothing(deepspeed, by_deepspeed, tmp_path):
-    assert faults(by_deepspeed, deepspeed) == []
+def test_judging_deepspeeds_files_runs_nothing(by_deepspeed, tmp_path):
+    assert faults(by_deepspeed) == []
     assert not (tmp_path / "ran").exists()
 
 
@@ -173,21 +172,7 @@ def test_a_damaged_file_of_deepspeeds_is_named_all_the_same(by_deepspeed):
     name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     file = by_deepspeed / "global_step4" / name
     file.write_bytes(file.read_bytes()[:-100])
-    assert faults(by_deepspeed, deepspeed=True) == [f"{name} is cut off or damaged"]
-    assert faults(by_deepspeed, deepspeed=False) == []
-
-
-@pytest.mark.parametrize("latest", ["../checkpoint-2/global_step4", "/tmp", "..", ".", "", "global_step4/.."])
-def test_latest_does_not_lead_out_of_its_checkpoint(latest, by_deepspeed):
-    (by_deepspeed / "latest").write_text(latest)
-    assert faults(by_deepspeed, deepspeed=True) == ["latest does not name a folder of this checkpoint"]
-    assert faults(by_deepspeed, deepspeed=False) == []
-
-
-def test_a_link_does_not_lead_out_of_it_either(by_deepspeed, tmp_path):
-    (by_deepspeed / "global_step4").rename(tmp_path / "global_step4")
-    (by_deepspeed / "global_step4").symlink_to(tmp_path / "global_step4")
-    assert faults(by_deepspeed, deepspeed=True) == ["latest does not name a folder of this checkpoint"]
+    assert faults(by_deepspeed) == [f"{name} is cut off or damaged"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])

@@ -79,16 +79,6 @@ def test_a_save_that_was_cut_short_loses_only_itself(whole_run, stopped, tiny_mo
     assert losses(resumed) == losses(whole_run[0])
 
 
-@pytest.mark.parametrize("kind", ["a file", "a broken link"])
-def test_what_only_has_the_name_of_a_checkpoint_is_set_aside(kind, whole_run, stopped, tiny_model, texts):
-    shutil.rmtree(stopped / "checkpoint-6")
-    entry = stopped / "checkpoint-6"
-    entry.write_text("") if kind == "a file" else entry.symlink_to(stopped / "nowhere")
-    resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
-    assert "checkpoint-6 is damaged (it is not a folder): skipped" in resumed.output
-    assert losses(resumed) == losses(whole_run[0]) and inspect(entry).valid
-
-
 @pytest.mark.parametrize("content", [None, '{"status": "run'])
 def test_without_a_record_the_run_says_what_it_cannot_tell(content, stopped, tiny_model, texts):
     (stopped / "run.json").write_text(content) if content else (stopped / "run.json").unlink()

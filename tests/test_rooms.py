@@ -41,9 +41,9 @@ MOST_LINES = 800  # of a file, which is one concept
 # has become smaller, so does its budget: it is never raised.
 BUDGETS = {
     "recipes": 770,
-    "recipes/legal": 620,
-    "recipes/run": 2060,
-    "recipes/rules": 2530,
+    "recipes/legal": 600,
+    "recipes/run": 2050,
+    "recipes/rules": 2490,
     "recipes/planner": 4370,
     "recipes/scaling": 2020,
     "launch": 550,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/fit": 360,
     "launch/host": 2200,
     "launch/jobs": 2590,
-    "launch/output": 2280,
+    "launch/output": 2140,
     "launch/scaling": 1630,
     "launch/training": 3260,
 }

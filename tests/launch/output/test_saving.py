@@ -106,18 +106,6 @@ def test_the_record_says_what_a_resume_kept(whole_run, stopped, tiny_model, text
         assert losses(resumed) == losses(whole_run[0])
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["a folder", "a pipe"])
-def test_a_record_that_is_not_a_file_is_set_aside(make, whole_run, stopped, tiny_model, texts):
-    (stopped / "run.json").unlink()
-    make(stopped / "run.json")
-    (stopped / "checkpoint-6").rename(stopped / "six")
-    resumed = train_here(tiny_model, texts, stopped, *SIX_STEPS)
-    assert "run.json is damaged (it is not a file): skipped, kept as damaged-run.json" in " ".join(
-        resumed.output.split()
-    )
-    assert losses(resumed) == losses(whole_run[0]) and resumed.record["status"] == "finished"
-
-
 def test_intervals_and_callbacks_that_an_earlier_start_lacked_are_those_of_this_one(tiny_model, texts, tmp_path):
     """Trainer divides by an interval of 0, and looks up the state of each callback."""
     data = "--learning_rate 1e-3 --dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
@@ -300,14 +288,6 @@ def test_one_that_was_never_completed_goes_first(tmp_path):
     manifest.begin(tmp_path / "checkpoint-4", 4, "one process", 1)
     rotate(tmp_path / "checkpoint-6", 2, None)
     assert steps(tmp_path) == [6, 2]
-
-
-def test_a_file_in_the_place_of_a_deletion_does_not_block_it(tmp_path):
-    (tmp_path / "_removed-checkpoint-2").touch()
-    for step in (2, 4):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    rotate(tmp_path / "checkpoint-4", 1, None)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
 def test_what_a_kill_left_of_a_deletion_is_no_checkpoint_and_goes_next_time(tmp_path):

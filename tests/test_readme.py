@@ -1,8 +1,13 @@
-"""README is true: CI runs its two commands, its quick commands work, and its files exist."""
+"""README and the pages of the folders are true: CI runs README's two commands, the others work, and
+files that they name exist.
+"""
 
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -10,28 +15,41 @@ from recipes.catalog import RECIPES
 from tests.support.running import ROOT
 
 README = (ROOT / "README.md").read_text()
-MEASURED = (ROOT / "tests" / "benchmarks" / "README.md").read_text()
-BLOCKS = re.findall(r"```\w*\n(.*?)```", README, flags=re.S)
+FOLDERS = ("", "recipes", "launch", "accelerate_configs", "azureml", "tests", "tests/benchmarks")
+PAGES = {folder: (ROOT / folder / "README.md").read_text() for folder in FOLDERS}
+TEXT = "".join(PAGES.values())
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
+MOST_WORDS = 1400  # of README, which a person reads before the first training
 
 
 def test_the_first_block_has_exactly_two_commands():
-    assert len(BLOCKS[0].strip().splitlines()) == 2
+    assert len(BLOCKS[0][1].strip().splitlines()) == 2
+
+
+def test_readme_is_short():
+    assert len(README.split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_its_links_lead_to_files(folder):
+    links = re.findall(r"\]\(([\w./]+)\)", PAGES[folder])
+    assert not [link for link in links if not (ROOT / folder / link).exists()]
 
 
 @pytest.mark.parametrize(
-    "file", sorted(set(re.findall(r"\b(?:accelerate_configs|launch|recipes|tests)/[\w/.]+\.\w+", README + MEASURED)))
+    "file", sorted(set(re.findall(r"\b(?:accelerate_configs|launch|recipes|tests)/[\w/.]+\.\w+", TEXT)))
 )
 def test_every_file_it_names_exists(file):
     assert (ROOT / file).exists()
 
 
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", README + MEASURED))))
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python3? -m (tests[\w.]*)", TEXT))))
 def test_every_module_it_starts_can_be_started(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None and (not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__"))
 
 
-QUICK = re.findall(r"^recipes (check .*|show .*|list|plan .*|submit .*--dry_run.*)$", README, flags=re.M)
+QUICK = re.findall(r"^recipes (check .*|show .*|list|plan .*|submit .*--dry_run.*)$", TEXT, flags=re.M)
 
 
 @pytest.mark.parametrize("words", sorted(set(QUICK)))
@@ -43,3 +61,19 @@ def test_every_quick_command_in_it_works(words, capsys):
 
 def test_it_names_every_recipe():
     assert all(f"`{name}`" in README for name in RECIPES)
+
+
+@pytest.mark.slow
+def test_its_walk_through_trains_loads_and_merges(tiny_model, tmp_path):
+    """Word for word, with a tiny model in place of the Hub's."""
+    chats, train, load, merge = [content for kind, content in BLOCKS if kind in ("json", "bash", "python")][1:5]
+    (tmp_path / "chats.jsonl").write_text(chats)
+    (tmp_path / "load.py").write_text(load)
+    commands = train.replace("Qwen/Qwen3-0.6B", str(tiny_model)).replace("source .venv/bin/activate\n", "")
+    start = f'set -e\nrecipes() {{ {sys.executable} -m launch "$@"; }}\n'
+    script = f"{start}{commands}{sys.executable} load.py > answer.txt\n{merge}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the best by eval_loss" in done.stdout and (tmp_path / "answer.txt").read_text()
+    assert (tmp_path / "outputs" / "chats" / "merged" / "model.safetensors").exists()

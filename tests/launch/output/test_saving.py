@@ -2,11 +2,9 @@
 
 import errno
 import json
-import os
 import shutil
 import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 import torch

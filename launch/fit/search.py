@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from launch import terminal
 from launch.doctor.measured import keep_own_context
 from launch.host import memory, processes
-from launch.host.parent import THREADS, own_threads
-from launch.host.storage import refusal
+from launch.host.files import require_writable
+from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
@@ -96,10 +96,12 @@ def _start(run: RunSpec) -> Json:
 def _require_writable(run: RunSpec) -> None:
     """Find out now and not after all probes."""
     folder = Path(run["output_dir"])
-    with contextlib.suppress(OSError):  # it refuses to be written to, too
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-    if code := refusal(folder):
-        raise mistake("output_dir", f"{folder} cannot be written: {os.strerror(code)}", "choose a writable folder")
+        require_writable(folder)
+    except OSError as error:
+        what = f"{folder} cannot be written: {error.strerror}"
+        raise mistake("output_dir", what, "choose a writable folder") from None
 
 
 def _limit(run: RunSpec) -> int:
@@ -108,10 +110,7 @@ def _limit(run: RunSpec) -> int:
         return round(run["memory_limit"] * 1e9)
     if run.hardware.gpus:
         return min(gpu.memory_bytes for gpu in run.hardware.gpus)
-    free = memory.free_ram()
-    if free is None:
-        raise mistake("fit", "the free memory of this machine is unknown", "--memory_limit with the GB of one process")
-    return free // run.local_world_size
+    return memory.free_ram() // run.local_world_size
 
 
 def _guess(run: RunSpec, limit: int) -> int:
@@ -219,7 +218,7 @@ def _probe_here(request: Json, store: Store, port: int) -> Json:
         environment.pop(THREADS, None)
     failed, deadline = f"{request['micro_batch']}/failed", float("inf")
     with processes.ask(PROBE, [request], environment) as (child,):
-        for _ in processes.watch([child.process]):
+        for _ in processes.watch([child]):
             if store.check([failed]):
                 grace = 0 if _hear(store, failed)["kind"] == "out_of_memory" else _GRACE
                 deadline = min(deadline, time.monotonic() + grace)

@@ -20,6 +20,7 @@ from launch import terminal
 from launch.doctor.measured import keep_own_context
 from launch.host import memory, processes
 from launch.host.files import require_writable
+from launch.host.heartbeat import early_store
 from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
@@ -63,7 +64,7 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
     if a probe fails for another reason than memory.
     """
-    store = _store(world)
+    store = early_store("fit", world.rank, world.size)
     if world.is_main:
         _tell(store, "start", _start(run))
     start = _require_no_mistake(_hear(store, "start"))
@@ -247,21 +248,6 @@ def _require_no_mistake(verdict: Json) -> Json:
     if verdict["kind"] == "mistake":
         raise UserError(*(Problem(**problem) for problem in verdict["problems"]))
     return verdict
-
-
-_open: list[Store] = []  # rank 0's store also serves the training that follows, at the same address
-
-
-def _store(world: World) -> Store:
-    """The launcher's store; without one, rank 0's at the address where the training will meet."""
-    from torch.distributed import HashStore, PrefixStore, TCPStore
-
-    if world.size == 1:
-        return HashStore()
-    is_main = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _open.append(TCPStore(address, port, is_master=is_main, wait_for_workers=False, multi_tenant=True))
-    return PrefixStore(f"fit-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _open[-1])
 
 
 def _tell(store: Store, name: str, content: Json) -> None:

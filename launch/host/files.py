@@ -130,7 +130,7 @@ class StorageFailure:
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> StorageFailure | None:
-    """What the machine did to a file. None if it did nothing: then the error is another one.
+    """The machine's part in an error with a file. None if it had none: then it is another error.
 
     `folder` is one that was written to before. If it takes no file now, that is the machine's doing
     too, whatever a library makes of it: torch only says that its stream has failed.
@@ -149,8 +149,10 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
             return StorageFailure(what, move if of_a_cache else _OF_MACHINE[code])
     if folder and not isinstance(error, UserError):
         try:
-            folder.lstat()
-            require_writable(folder)
+            # Until a run has made it, only an error that names it is of that folder.
+            if folder.exists() or any(str(folder) in str(failed) for failed in _causes(error)):
+                folder.lstat()
+                require_writable(folder)
         except OSError as refusal:
             what = f"{folder} cannot be written any more: {refusal.strerror}"
             return StorageFailure(what, _OF_MACHINE.get(refusal.errno or 0, "Make it writable"))

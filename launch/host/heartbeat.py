@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -75,12 +74,7 @@ def meeting(rank: int, size: int, timeout: float) -> Iterator[None]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
         return
-    from torch.distributed import PrefixStore, TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    launchers = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
-    with _beating(PrefixStore(f"meeting/{attempt}", launchers), rank) as store:
+    with _beating(early_store("meeting", rank, size), rank) as store:
         yield
         store.set(f"here/{rank}", "")
         for other in range(size):
@@ -91,6 +85,24 @@ def meeting(rank: int, size: int, timeout: float) -> Iterator[None]:
                     last, since = beat, time.monotonic()
                 elif time.monotonic() - since > timeout:
                     raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
+
+
+_open: list[Store] = []  # rank 0's also serves the training that follows, at the same address
+
+
+def early_store(name: str, rank: int, size: int) -> Store:
+    """A store for all ranks before their process group: the launcher's; without one, rank 0's at
+    the address where the training will meet.
+    """
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    if size == 1:
+        return HashStore()
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _open.append(TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
+    return PrefixStore(f"{name}/{attempt}", _open[-1])
 
 
 # --- Signs of life --------------------------------------------------------------------------------
@@ -119,18 +131,18 @@ def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -
             beat = {"number": number, "name": name, "place": _place(), "waits": _waits()}
             store.set(f"heartbeat/{rank}", json.dumps(beat))
             seen = _last(store, watched) if watched is not None else {}
-            if seen != last or seen.get("left"):
+            if seen != last or not seen:
                 last, since, noted = seen, time.monotonic(), False
-            elif seen and time.monotonic() - since > _SILENT_SECONDS and not noted:
+            elif time.monotonic() - since > _SILENT_SECONDS and not noted:
                 noted = True
                 line = f"{seen['name']} has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?"
                 print(line, file=sys.stderr, flush=True)
             left.wait(_BEAT_SECONDS)
-        store.set(f"heartbeat/{rank}", json.dumps({"name": name, "left": True}))
+        store.set(f"heartbeat/{rank}", "{}")  # it has left
 
 
 def _last(store: Store, rank: int) -> Json:
-    """The last sign of life of a rank, empty if it has given none."""
+    """The last sign of life of a rank, empty if it has given none or has left."""
     key = f"heartbeat/{rank}"
     return json.loads(store.get(key)) if store.check([key]) else {}
 
@@ -140,17 +152,16 @@ def _explained(store: Store, rank: int, size: int, limit: str) -> RankHangs:
     try:
         before = [_last(store, other) for other in range(size)]
         time.sleep(2 * _BEAT_SECONDS + 1)
-        there = [other for other in range(size) if not before[other].get("left")]
+        there = [other for other in range(size) if before[other]]
         silent = [other for other in there if _last(store, other) == before[other]]
     except RuntimeError:  # the store is gone
         return RankHangs(f"another rank did not answer {limit}", True)
-    names = [beat.get("name", f"rank {other}") for other, beat in enumerate(before)]
-    busy = [other for other in there if not before[other].get("waits")]
+    busy = [other for other in there if not before[other]["waits"]]
     if silent:
-        who = " and ".join(names[other] for other in silent)
+        who = " and ".join(before[other]["name"] for other in silent)
         message = f"{who} did not answer {limit}: stopped, or on a machine that is"
     elif busy:
-        who = " and ".join(f"{names[other]} in {before[other]['place']}" for other in busy)
+        who = " and ".join("{name} in {place}".format(**before[other]) for other in busy)
         message = f"the other ranks waited in vain {limit} for {who}"
     else:
         message = f"an exchange between the ranks did not end {limit}, though all of them are alive and wait for it"

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 # Run as a script: import the packages beside launch/, not the files of this folder.
 if __package__ in (None, ""):
@@ -32,6 +32,7 @@ import psutil
 
 from launch.host.files import print_without_reader
 from launch.host.signals import EXIT_CODE, PASSED_ON, SIGNALS, StopRequest, end_with_parent, is_being_ended
+from recipes.errors import one_line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,7 +49,7 @@ _KILLED = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: that of the first rank that failed, 128 + n if signal n killed it, 130 after
-    Ctrl-C; 2 for a mistake in accelerate's own arguments or YAML.
+    Ctrl-C.
     """
     signals = Signals()
     signals.listen()
@@ -56,14 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from yaml import YAMLError
 
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
     elastic.addHandler(logging.NullHandler())
-    parser = launch.launch_command_parser()
-    parser.error = _refuse  # type: ignore[method-assign] # its own prints two screens of usage
-    args = parser.parse_args(argv)
+    args = launch.launch_command_parser().parse_args(argv)
     args.quiet = False  # it would turn every exit code into 1
     args.signals_to_handle = "none"  # or torch elastic takes the signals, and forgets how the ranks end
     try:
@@ -72,10 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         return signals.exit_code_of(*_root_cause(error))
     except subprocess.CalledProcessError as error:  # of a single process
         return signals.exit_code_of(0, error.returncode)
-    except (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError) as error:
-        _refuse(str(error))
     except (DistError, RendezvousError, ConnectionError) as error:
-        _say(f"accelerate launch: the processes cannot be started together: {' '.join(str(error).split())}")
+        _say(f"accelerate launch: the processes cannot be started together: {one_line(error)}")
         return 1
     return 0
 
@@ -170,12 +166,6 @@ def _root_cause(error: ChildFailedError) -> tuple[int, int]:
 
     rank = min(failures, key=order)
     return rank, failures[rank].exitcode
-
-
-def _refuse(message: str) -> NoReturn:
-    """For a mistake in accelerate's arguments or YAML."""
-    _say(f"accelerate launch: {' '.join(message.split())}")
-    raise SystemExit(2)
 
 
 def _say(line: str) -> None:

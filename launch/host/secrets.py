@@ -28,14 +28,11 @@ _HARMLESS_NAME = re.compile(
 # A name and then a value in quotes, in its line or the next; outside of Python also without quotes,
 # but no number: files count tokens. A value in capitals is a variable's name. Each part is bounded,
 # or a file of one long word would take minutes.
-_LEFT = rf"(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})[\"']?\]?"
-_LEFT += r"(?:,?\s{0,20}[\"']?value[\"']?)?\s{0,20}(?:[:,]|\+?=(?!=))"
-_QUOTED = re.compile(
-    rf"""{_LEFT}(?=[\s\\]{{0,20}}[^\n]{{0,200}}?["'](?![A-Z_]+["'])[^\s"'<\[\])}},:;.])""", re.IGNORECASE
-)
-_PLAIN = re.compile(
-    rf"""{_LEFT}(?=[ \t\[{{|>]{{0,20}}(?:\n[ \t-]{{1,20}})?"""
-    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})""",
+_ASSIGNED = re.compile(
+    rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
+    r"""\s{0,20}(?:[:,]|\+?=(?!=))(?:(?=[\s\\]{0,20}[^\n]{0,200}?["'](?![A-Z_]+["'])[^\s"'<\[\])},:;.])"""
+    r"""|(?P<plain>(?=[ \t\[{|>]{0,20}(?:\n[ \t-]{1,20})?"""
+    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})))""",
     re.IGNORECASE,
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
@@ -73,9 +70,8 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
 
 def recorded_text(text: str, is_python: bool = False) -> str:
     """The text of a file, or its hash behind `***` if it seems to hold a secret."""
-    patterns = (_QUOTED,) if is_python else (_QUOTED, _PLAIN)
-    names = (match[1] for pattern in patterns for match in pattern.finditer(text))
-    assigned = any(not _HARMLESS_NAME.search(name) for name in names)
+    found = (match[1] for match in _ASSIGNED.finditer(text) if match["plain"] is None or not is_python)
+    assigned = any(not _HARMLESS_NAME.search(name) for name in found)
     return hashed(text) if assigned or hide(text, in_environment()) != text else text
 
 

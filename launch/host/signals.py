@@ -19,7 +19,6 @@ EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
 
-_PATIENCE_SECONDS = 1800.0  # ddp_timeout's default
 _received: set[int] = set()  # by this process, since it handles them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -45,7 +44,7 @@ class StopRequest:
 
     signal: str | None = None
     step: int = 0
-    patience: float = _PATIENCE_SECONDS
+    patience: float = 1800  # ddp_timeout's default
     _deferred = False
 
     @property
@@ -60,7 +59,7 @@ class StopRequest:
                     signal.signal(number, self._request_stop)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
-    def defer(self, patience: float = _PATIENCE_SECONDS) -> None:
+    def defer(self, patience: float) -> None:
         """From now on only remember a signal: the current step or save is completed first.
 
         Raises `Preempted` for an earlier signal: a C extension that was being imported may have

@@ -42,12 +42,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints."""
+        """True on rank 0, the one that prints."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first rank of its node: a mistake may exist on one node only."""
+        """True on the first rank of a node: a mistake may exist on one node only."""
         return self.rank % self.local_size == 0
 
     def meeting(self, timeout: float) -> contextlib.AbstractContextManager[None]:

@@ -111,17 +111,6 @@ def test_a_rank_that_was_told_to_stop_before_it_listened_ends_as_if_it_had(world
     assert (code, output) == (75, "told to stop before the training began: run the same command again\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", ["--num_proceses 2", "--config_file nowhere.yaml", "--config_file {folder}/mine.yaml"]
-)
-def test_a_mistake_of_accelerates_own_is_one_line(words, script, tmp_path):
-    (tmp_path / "mine.yaml").write_text((CONFIGS / "standard.yaml").read_text() + "num_proceses: 2\n")
-    code, output = launched(*words.format(folder=tmp_path).split(), script("print('started')"))
-    assert (code, output.count("\n")) == (2, 1), output
-    assert output.startswith("accelerate launch: ") and ("nowhere" in output or "num_proceses" in output)
-
-
 # --- What torch elastic reports -------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ _KILLED = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: that of the first rank that failed, 128 + n if signal n killed it, 130 after
-    Ctrl-C.
+    Ctrl-C; 2 for a mistake in accelerate's own arguments or YAML.
     """
     signals = Signals()
     signals.listen()
@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from yaml import YAMLError
 
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate = False
@@ -73,6 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     except (DistError, RendezvousError, ConnectionError) as error:
         _say(f"accelerate launch: the processes cannot be started together: {one_line(error)}")
         return 1
+    except (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError) as error:
+        _say(f"accelerate launch: {one_line(error)}")  # a mistake in its arguments or its YAML
+        return 2
     return 0
 
 

@@ -111,6 +111,15 @@ def test_a_rank_that_was_told_to_stop_before_it_listened_ends_as_if_it_had(world
     assert (code, output) == (75, "told to stop before the training began: run the same command again\n")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["nowhere.yaml", "mine.yaml"])
+def test_a_mistake_in_accelerates_yaml_is_one_line(file, script, tmp_path):
+    (tmp_path / "mine.yaml").write_text((CONFIGS / "standard.yaml").read_text() + "num_proceses: 2\n")
+    code, output = launched("--config_file", str(tmp_path / file), script("print('started')"))
+    assert (code, output.count("\n")) == (2, 1), output
+    assert output.startswith("accelerate launch: ") and ("nowhere" in output or "num_proceses" in output)
+
+
 # --- What torch elastic reports -------------------------------------------------------------------
 
 

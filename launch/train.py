@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 from launch.fit.search import fit
 from launch.host.files import print_without_reader
-from launch.host.orphan import end_with_launcher
+from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World, launched, prepare_process, process_group, require_launcher, resolve_launched
 from launch.output.record import kept_record
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> None:
     """Report all that can be known at once, load the data, which may take hours, join and train."""
-    prepare_process(run, stop)  # imports the libraries, which takes seconds
+    prepare_process(run)  # imports the libraries, which takes seconds
     require_constructible(run)
     from launch.data.labels import recognised
     from launch.data.load import load_data

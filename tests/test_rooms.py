@@ -52,7 +52,7 @@ BUDGETS = {
     "launch/doctor": 2950,
     "launch/explain": 480,
     "launch/fit": 360,
-    "launch/host": 2200,
+    "launch/host": 1590,
     "launch/jobs": 2590,
     "launch/output": 2140,
     "launch/scaling": 1630,

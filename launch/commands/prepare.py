@@ -10,12 +10,11 @@ import time
 from collections.abc import Sequence
 
 from launch.flags import Commands
-from launch.host.caches import cache_problem
+from launch.host.files import storage_failure
 from launch.host.signals import EXIT_CODE, Preempted, StopRequest
-from launch.host.storage import storage_failure
 from launch.host.world import prepare_environment
 from launch.terminal import duration, memory_size, plural
-from recipes.errors import Failure, UserError, mistake
+from recipes.errors import Failure, mistake
 from recipes.quiet import quiet_imported, quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.run import resolve
@@ -45,8 +44,6 @@ def prepare_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     except Exception as error:
-        if problem := cache_problem(error):
-            raise UserError(problem) from None
         if not (failed := storage_failure(error)):
             raise
         print(f"{failed.what}. {failed.remedy}, then run the same command again: it goes on.", file=sys.stderr)

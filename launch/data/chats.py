@@ -17,7 +17,7 @@ from launch.data.formats import (
     chats_of,
     is_learned,
 )
-from recipes.errors import UserError, mistake
+from recipes.errors import UserError, mistake, one_line
 
 Spans = list[tuple[int, int]]  # of characters
 
@@ -201,10 +201,9 @@ def _apply(chat: Messages, tools: Tools | None, tokenizer, **options):
         ):
             # DeepSeek's template adds the arguments to a text.
             return _apply(_with_written_arguments(chat), tools, tokenizer, **options)
-        cause = " ".join(str(error).split())[:200]
         raise mistake(
             "dataset_name",
-            f"the tokenizer's chat template refuses a chat of the data: {cause}; it is {str(chat)[:200]}",
+            f"the tokenizer's chat template refuses a chat of the data: {one_line(error)}; it is {str(chat)[:200]}",
             'messages such as {"role": "user", "content": "..."}, in an order that the template allows',
         ) from None
 

@@ -9,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.host.processes import request
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import TCPStore
 
     from recipes.run import Json
 
-REQUEST, NOTES = "request.json", "notes.jsonl"
+NOTES = "notes.jsonl"
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
@@ -25,7 +27,7 @@ class Rank:
     store: TCPStore  # from the stage `rendezvous` on
 
     def __init__(self, folder: Path) -> None:
-        self.request = json.loads((folder / REQUEST).read_text())
+        self.request = request(str(folder))
         self.rank, self.size = self.request["rank"], self.request["size"]
         self.local_rank, self.local_size = self.request["local_rank"], self.request["local_size"]
         self.cuda = self.request["backend"] == "nccl"

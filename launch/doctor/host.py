@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launch.doctor.check import Check, Request, numbers
 from launch.host import memory
+from launch.host.files import require_writable
 from launch.terminal import memory_size, plural
 from recipes.run import here, resolve
 from recipes.run.files import hf_home
@@ -64,10 +65,7 @@ def _raise(flag: str, most: int, few: int, unit: int) -> str:
 
 
 def host_memory(request: Request) -> Check:
-    known = [size for size in (memory.free_ram(), *_left_in_cgroups()) if size is not None]
-    if not known:
-        return Check("warning", "RAM", "free memory is unknown", "check it by hand, with `free -h` for instance")
-    free, count = min(known), request.processes_per_node
+    free, count = min([memory.free_ram(), *_left_in_cgroups()]), request.processes_per_node
     words = f"{memory_size(free)} free for {plural(count, 'process')}"
     size = numbers(free=(free, "bytes"))
     if free < count * _GIB:  # the imports alone take half of it
@@ -132,13 +130,10 @@ def _room(title: str, places: dict[str, Path], fix: str, advice: str) -> Check:
 
 
 def why_closed(folder: Path) -> str:
-    """Why no file can be made in a folder, or in the one around it if it is missing; "" if one can.
-
-    A file is really made: permissions say nothing of a read-only disk, or of root in a container.
-    """
+    """Why no file can be made in a folder, or in the one around it; "" if one can."""
     try:
-        with tempfile.TemporaryFile(dir=nearest(folder)):
-            return ""
+        require_writable(folder)
+        return ""
     except OSError as error:
         return error.strerror or str(error)
 

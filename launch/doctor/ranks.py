@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launch.doctor import smi
 from launch.doctor.check import Request
-from launch.doctor.collectives import NOTES, REQUEST
+from launch.doctor.collectives import NOTES
 from launch.doctor.measured import used_bytes
 from launch.doctor.network import Switch
 from launch.doctor.stages import STAGES
 from launch.host import processes
-from launch.host.parent import threads_per_process
+from launch.host.launcher import threads_per_process
 from recipes.run import Json
 
 _STAGES = "launch.doctor.stages"
@@ -94,21 +92,14 @@ def probe_run(
         "smi": not smi.driver().problem,
     }
     environment = {**os.environ, **{switch.name: switch.value for switch in chosen}}
-    with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as scratch:
-        folders = [Path(scratch) / str(local_rank) for local_rank in range(request.processes_per_node)]
-        with processes.group() as ranks:
-            for local_rank, folder in enumerate(folders):
-                folder.mkdir()
-                own = {**of_all, "rank": first + local_rank, "local_rank": local_rank}
-                (folder / REQUEST).write_text(json.dumps(own))
-                log = folder / "log"
-                ranks.append(processes.start_module(_STAGES, folder, log=log, environment=environment))
-            out_of_time = _wait(ranks, folders, request)
-            reports = [_report(first + at, *of_rank) for at, of_rank in enumerate(zip(ranks, folders, strict=True))]
-            return [replace(report, out_of_time=out_of_time) for report in reports]
+    asked = [{**of_all, "rank": first + at, "local_rank": at} for at in range(request.processes_per_node)]
+    with processes.ask(_STAGES, asked, environment) as ranks:
+        out_of_time = _wait(ranks, request)
+        reports = [_report(first + at, rank) for at, rank in enumerate(ranks)]
+    return [replace(report, out_of_time=out_of_time) for report in reports]
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], folders: list[Path], request: Request) -> bool:
+def _wait(ranks: list[processes.Child], request: Request) -> bool:
     """Return when all ranks have ended, none gets any further, or the time is up: then True.
 
     After the first failure the other ranks have a moment to report their errors.
@@ -118,8 +109,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folders: list[Path], request: Re
     work, last_chance = 0.0, float("inf")
     quick = request.nodes == 1 and request.backend == "gloo"  # not another node or a GPU that works instead
     for codes in processes.watch(ranks):
-        now, notes = time.monotonic(), [_notes(folder) for folder in folders]
-        running = [rank.pid for rank, code in zip(ranks, codes, strict=True) if code is None]
+        now, notes = time.monotonic(), [_notes(rank) for rank in ranks]
+        running = [rank.process.pid for rank, code in zip(ranks, codes, strict=True) if code is None]
         states = [_state(pid) for pid in running]
         if noted != "".join(notes):
             noted, since = "".join(notes), now
@@ -157,9 +148,9 @@ def _cpu_ticks(pid: int) -> float:
     return float(words[11]) + float(words[12])
 
 
-def _notes(folder: Path) -> str:
+def _notes(rank: processes.Child) -> str:
     """The complete lines of a rank's notes."""
-    file = folder / NOTES
+    file = rank.folder / NOTES
     text = file.read_text() if file.exists() else ""
     return text[: text.rfind("\n") + 1]
 
@@ -176,18 +167,18 @@ def _read(notes: str, rank: int = 0) -> Report:
     return report
 
 
-def _report(rank: int, process: subprocess.Popen, folder: Path) -> Report:
-    report = _read(_notes(folder), rank)
-    report.code = process.poll()
+def _report(number: int, rank: processes.Child) -> Report:
+    report = _read(_notes(rank), number)
+    report.code = rank.process.poll()
     if report.code is None:
-        report.state = _state(process.pid)
-    report.error = report.error or _last_words(folder / "log")
+        report.state = _state(rank.process.pid)
+    report.error = report.error or _last_words(rank)
     return report
 
 
-def _last_words(log: Path) -> str:
+def _last_words(rank: processes.Child) -> str:
     """The last line of a log; of a crash in native code the Python line that it happened in."""
-    lines = processes.last_lines(log, 200)
+    lines = rank.last_lines(200)
     crashed = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
     if not crashed:
         return "".join(lines[-1:])

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from launch.flags import Commands
 from launch.host import processes
-from launch.host.parent import THREADS, threads_per_process
+from launch.host.launcher import THREADS, threads_per_process
 from launch.terminal import print_table
 from recipes.run import Json
 from recipes.run.hardware import Hardware
@@ -163,7 +163,7 @@ def _measure(topic: str, device: str, hardware: Hardware) -> tuple[Json, list[st
     requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
     environment = {**os.environ, THREADS: str(threads_per_process(hardware.cores, RANKS))}
     with processes.ask(_MODULE, requests, environment) as ranks:
-        for codes in processes.watch([rank.process for rank in ranks]):
+        for codes in processes.watch(ranks):
             if any(codes):
                 break
         failures = [f"rank {rank} failed: {child.end()}" for rank, child in enumerate(ranks) if child.process.poll()]

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from launch import terminal
 from launch.doctor.measured import keep_own_context
 from launch.host import memory, processes
-from launch.host.parent import THREADS, own_threads
-from launch.host.storage import refusal
+from launch.host.files import require_writable
+from launch.host.heartbeat import early_store
+from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
@@ -63,7 +64,7 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
     if a probe fails for another reason than memory.
     """
-    store = _store(world)
+    store = early_store("fit", world.rank, world.size)
     if world.is_main:
         _tell(store, "start", _start(run))
     start = _require_no_mistake(_hear(store, "start"))
@@ -96,10 +97,12 @@ def _start(run: RunSpec) -> Json:
 def _require_writable(run: RunSpec) -> None:
     """Find out now and not after all probes."""
     folder = Path(run["output_dir"])
-    with contextlib.suppress(OSError):  # it refuses to be written to, too
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-    if code := refusal(folder):
-        raise mistake("output_dir", f"{folder} cannot be written: {os.strerror(code)}", "choose a writable folder")
+        require_writable(folder)
+    except OSError as error:
+        what = f"{folder} cannot be written: {error.strerror}"
+        raise mistake("output_dir", what, "choose a writable folder") from None
 
 
 def _limit(run: RunSpec) -> int:
@@ -108,10 +111,7 @@ def _limit(run: RunSpec) -> int:
         return round(run["memory_limit"] * 1e9)
     if run.hardware.gpus:
         return min(gpu.memory_bytes for gpu in run.hardware.gpus)
-    free = memory.free_ram()
-    if free is None:
-        raise mistake("fit", "the free memory of this machine is unknown", "--memory_limit with the GB of one process")
-    return free // run.local_world_size
+    return memory.free_ram() // run.local_world_size
 
 
 def _guess(run: RunSpec, limit: int) -> int:
@@ -219,7 +219,7 @@ def _probe_here(request: Json, store: Store, port: int) -> Json:
         environment.pop(THREADS, None)
     failed, deadline = f"{request['micro_batch']}/failed", float("inf")
     with processes.ask(PROBE, [request], environment) as (child,):
-        for _ in processes.watch([child.process]):
+        for _ in processes.watch([child]):
             if store.check([failed]):
                 grace = 0 if _hear(store, failed)["kind"] == "out_of_memory" else _GRACE
                 deadline = min(deadline, time.monotonic() + grace)
@@ -248,21 +248,6 @@ def _require_no_mistake(verdict: Json) -> Json:
     if verdict["kind"] == "mistake":
         raise UserError(*(Problem(**problem) for problem in verdict["problems"]))
     return verdict
-
-
-_open: list[Store] = []  # rank 0's store also serves the training that follows, at the same address
-
-
-def _store(world: World) -> Store:
-    """The launcher's store; without one, rank 0's at the address where the training will meet."""
-    from torch.distributed import HashStore, PrefixStore, TCPStore
-
-    if world.size == 1:
-        return HashStore()
-    is_main = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _open.append(TCPStore(address, port, is_master=is_main, wait_for_workers=False, multi_tenant=True))
-    return PrefixStore(f"fit-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _open[-1])
 
 
 def _tell(store: Store, name: str, content: Json) -> None:

@@ -1,16 +1,21 @@
-"""Writing files so that a crash leaves the old or the new, having them on the disk, and printing
-though nobody reads it.
-"""
+"""Writing files so that a crash leaves the old or the new, and why the machine takes no more."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
+import re
 import stat
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from recipes.errors import UserError
 
 _CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
@@ -34,7 +39,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def read_regular(file: Path) -> bytes:
-    """What a file holds. Raises `OSError` for what is not a file: a pipe waits for its writer."""
+    """The content of a file. Raises `OSError` for a pipe, which waits for its writer."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a file", str(file))
     return file.read_bytes()
@@ -65,19 +70,17 @@ def make_folder(folder: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raises `OSError` if a file cannot be written into a folder that is there or could be made.
-    Nothing is left there.
+    """Raises `OSError` if no file can be written into a folder, or into the innermost one around it
+    if it is missing. Nothing is left there.
+
+    A file is really written: permissions say nothing of a read-only disk, or of root.
     """
     for place in (folder, *folder.parents):
         with contextlib.suppress(FileNotFoundError):
             place.lstat()
             break
-    probe = place / f".writable-{os.uname().nodename}-{os.getpid()}"
-    try:
-        probe.write_bytes(b"x")
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
+    with tempfile.NamedTemporaryFile(dir=place, prefix=".writable-") as probe:
+        probe.write(bytes(2**20))
 
 
 class _Unheard(io.FileIO):
@@ -91,7 +94,7 @@ class _Unheard(io.FileIO):
 
 def print_without_reader() -> None:
     """From now on no print ends this process: a training goes on when `| head -1` has closed its
-    pipe, as it does under nohup.
+    pipe, as it does under nohup, and saves its last step when its terminal is closed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -99,3 +102,117 @@ def print_without_reader() -> None:
             raw = io.BufferedWriter(_Unheard(stream.fileno(), "w", closefd=False))
             unheard = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
             setattr(sys, name, unheard)
+
+
+# --- The machine takes no more --------------------------------------------------------------------
+
+# No mistake in a program ends like this. With the start of a sentence that says what to do; empty
+# if a user can do nothing.
+_OF_MACHINE = {
+    errno.ENOSPC: "Make room",  # of inodes too (`df -i`)
+    errno.EDQUOT: "Make room",
+    errno.EFBIG: "Run `ulimit -f unlimited`",
+    errno.EMFILE: "Run `ulimit -n 4096`",
+    **dict.fromkeys((errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOLCK), ""),
+}
+_OF_CACHES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
+_NO_SHARED_MEMORY = ("out of shared memory", "unable to allocate shared memory", "shared memory segment")
+# torch's words when `end_workers_that_cannot_send` has ended a worker.
+_WORKER_ENDED = re.compile(r"exited unexpectedly with exit code (\d+)\.")
+
+
+@dataclass(frozen=True)
+class StorageFailure:
+    """`what` happened, and the `remedy` as the start of a sentence; empty if a user has none."""
+
+    what: str
+    remedy: str = ""
+
+
+def storage_failure(error: BaseException, folder: Path | None = None) -> StorageFailure | None:
+    """The machine's part in an error with a file. None if it had none: then it is another error.
+
+    `folder` is one that was written to before. If it takes no file now, that is the machine's doing
+    too, whatever a library makes of it: torch only says that its stream has failed.
+    """
+    for failed in _causes(error):
+        code = _code_of_sending(failed)
+        if code == errno.ENOSPC:
+            return StorageFailure("/dev/shm is full", "Make it larger or take --dataloader_num_workers 0")
+        code = code or _code(failed)
+        file = os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
+        of_a_cache = code in _OF_CACHES and _is_of_a_cache(Path(file))
+        if code is not None and (code in _OF_MACHINE or of_a_cache):
+            # Libraries write to caches below the home folder: read-only in many containers.
+            move = "Set HF_HOME (or TORCH_EXTENSIONS_DIR, TRITON_CACHE_DIR) to a writable folder with room"
+            what = f"{file} cannot be read or written: {os.strerror(code)}"
+            return StorageFailure(what, move if of_a_cache else _OF_MACHINE[code])
+    if folder and not isinstance(error, UserError):
+        try:
+            # Until a run has made it, only an error that names it is of that folder.
+            if folder.exists() or any(str(folder) in str(failed) for failed in _causes(error)):
+                folder.lstat()
+                require_writable(folder)
+        except OSError as refusal:
+            what = f"{folder} cannot be written any more: {refusal.strerror}"
+            return StorageFailure(what, _OF_MACHINE.get(refusal.errno or 0, "Make it writable"))
+    return None
+
+
+@functools.cache  # once in a process
+def end_workers_that_cannot_send() -> None:
+    """From now on a DataLoader worker ends if it has no shared memory or no files for its batch.
+
+    Python only prints that the batch cannot be sent, and torch waits for it forever.
+    """
+    import multiprocessing  # which no mistake has to wait for
+    from multiprocessing.queues import Queue
+
+    only_print, only_print_too = Queue._on_queue_feeder_error, sys.excepthook  # type: ignore[attr-defined]
+
+    def end_worker(error: BaseException) -> None:
+        code = _code_of_sending(error)
+        if code and multiprocessing.parent_process() is not None:
+            os._exit(code)
+
+    def while_sent(error: Exception, item: object) -> None:
+        end_worker(error)
+        only_print(error, item)
+
+    def while_fetched(kind, error: BaseException, traceback) -> None:
+        end_worker(error)  # the thread that hands over a batch's file tries again at once, and forever
+        only_print_too(kind, error, traceback)
+
+    Queue._on_queue_feeder_error, sys.excepthook = staticmethod(while_sent), while_fetched  # type: ignore[attr-defined]
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised for. The system's own is often the cause of a library's."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _code_of_sending(error: BaseException) -> int | None:
+    """Why a worker's batch could not be sent, in the worker as in the process that waits for it."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_SHARED_MEMORY):
+        return errno.ENOSPC
+    ended = _WORKER_ENDED.search(str(error))
+    code, full = (int(ended[1]), errno.ENOSPC) if ended else (_code(error), None)
+    return code if code in (errno.EMFILE, errno.ENFILE, full) else None
+
+
+def _code(error: BaseException) -> int | None:
+    """The system's error number: Python's own, or by its words in a library's message."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    return next((code for code, remedy in _OF_MACHINE.items() if remedy and os.strerror(code) in str(error)), None)
+
+
+def _is_of_a_cache(file: Path) -> bool:
+    from recipes.run.files import hf_home  # which the launcher need not wait for
+
+    variables = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR")
+    folders = [str(hf_home(os.environ).absolute()), *(os.environ[name] for name in variables if os.environ.get(name))]
+    is_below = any(file.absolute().is_relative_to(folder) for folder in folders)
+    return is_below or bool({".cache", ".triton"} & {*file.parts})

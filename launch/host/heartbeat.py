@@ -1,9 +1,9 @@
 """Names the rank that the others wait for in vain: one that hangs, or that a signal has stopped.
 
-Each rank has a thread that tells the others, through the store of torch.distributed, that it is
-alive and where its main thread is. It costs a step nothing, and goes on through an evaluation, a
-save or a compilation, however long they take. Without it gloo only says that it timed out, and a
-GPU's rank that is stopped is missed after half an hour, by no name.
+Each rank has a thread that gives signs of life in the store of torch.distributed, and says where
+its main thread is. It costs a step nothing, and goes on through an evaluation, a save or a
+compilation, however long they take. Without it gloo only says that it timed out, and a GPU's rank
+that is stopped is missed after half an hour, by no name.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from recipes.errors import Failure
+from recipes.run import Json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
 
-# Here Python waits for what other ranks have to send: in a collective, or in DDP's backward.
-_EXCHANGES = ("torch/distributed/", "torch/autograd/graph.py")
+# Here Python waits for other ranks: in a collective, in DDP's backward, or to name one of them.
+_WAITING = ("torch/distributed/", "torch/autograd/graph.py", __file__)
+_TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # gloo's words, and the store's
 
 
 class RankHangs(Failure):
@@ -54,18 +54,13 @@ def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d
 
-    beats = _Beats(rank, size, distributed_c10d._get_default_store())
-    thread = threading.Thread(target=beats.go_on, daemon=True)
-    thread.start()
-    try:
-        yield
-    except Exception as error:
-        if not _timed_out(error):
-            raise
-        raise beats.explained(timeout) from error
-    finally:
-        beats.left.set()
-        thread.join(_BEAT_SECONDS)  # or the last it says might be that it is here
+    with _beating(distributed_c10d._get_default_store(), rank, (rank + 1) % size) as store:
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _TIMED_OUT):
+                raise
+            raise _explained(store, rank, size, f"within {timeout} s (ddp_timeout)") from error
 
 
 @contextlib.contextmanager
@@ -79,156 +74,110 @@ def meeting(rank: int, size: int, timeout: float) -> Iterator[None]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
         return
-    store, left = _launchers_store(timeout), threading.Event()
-    thread = threading.Thread(target=_beat_until, args=(left, store.clone(), rank), daemon=True)
-    thread.start()
-    try:
+    with _beating(early_store("meeting", rank, size), rank) as store:
         yield
         store.set(f"here/{rank}", "")
         for other in range(size):
-            _wait_for(store, other, timeout)
+            last, since = Json(), time.monotonic()
+            while not store.check([f"here/{other}"]):
+                time.sleep(0.5)
+                if (beat := _last(store, other)) != last:
+                    last, since = beat, time.monotonic()
+                elif time.monotonic() - since > timeout:
+                    raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
+
+
+_open: list[Store] = []  # rank 0's also serves the training that follows, at the same address
+
+
+def early_store(name: str, rank: int, size: int) -> Store:
+    """A store for all ranks before their process group: the launcher's; without one, rank 0's at
+    the address where the training will meet.
+    """
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    if size == 1:
+        return HashStore()
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _open.append(TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
+    return PrefixStore(f"{name}/{attempt}", _open[-1])
+
+
+# --- Signs of life --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _beating(store: Store, rank: int, watched: int | None = None) -> Iterator[Store]:
+    """Give signs of life in the block, and watch another rank's. A store for both threads."""
+    store, left = store.clone(), threading.Event()  # the main thread may wait in the original
+    thread = threading.Thread(target=_beat, args=(store, rank, watched, left), daemon=True)
+    thread.start()
+    try:
+        yield store
     finally:
         left.set()
-        thread.join(_BEAT_SECONDS)
+        thread.join(_BEAT_SECONDS)  # otherwise its last message could be a sign of life
 
 
-def _launchers_store(timeout: float) -> Store:
-    from torch.distributed import PrefixStore, TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
-    return PrefixStore(f"meeting/{attempt}", store)
-
-
-def _beat_until(left: threading.Event, store: Store, rank: int) -> None:
-    with contextlib.suppress(RuntimeError):  # the launcher that holds the store has ended
-        store.add(str(rank), 1)
-        while not left.wait(_BEAT_SECONDS):
-            store.add(str(rank), 1)
-
-
-def _wait_for(store: Store, rank: int, timeout: float) -> None:
-    beats, since = 0, time.monotonic()
-    while not store.check([f"here/{rank}"]):
-        time.sleep(0.5)
-        before, beats = beats, store.add(str(rank), 0)
-        if beats != before:
-            since = time.monotonic()
-        elif time.monotonic() - since > timeout:
-            raise Failure(f"rank {rank} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
+def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -> None:
+    """Until this rank leaves, or its launcher ends, which holds the store."""
+    parent, number, last, since, noted = os.getppid(), 0, Json(), time.monotonic(), False
+    name = f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
+    with contextlib.suppress(RuntimeError):
+        while not left.is_set() and os.getppid() == parent:
+            number += 1
+            beat = {"number": number, "name": name, "place": _place(), "waits": _waits()}
+            store.set(f"heartbeat/{rank}", json.dumps(beat))
+            seen = _last(store, watched) if watched is not None else {}
+            if seen != last or not seen:
+                last, since, noted = seen, time.monotonic(), False
+            elif time.monotonic() - since > _SILENT_SECONDS and not noted:
+                noted = True
+                line = f"{seen['name']} has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?"
+                print(line, file=sys.stderr, flush=True)
+            left.wait(_BEAT_SECONDS)
+        store.set(f"heartbeat/{rank}", "{}")  # it has left
 
 
-def limit_waits(seconds: int) -> None:
-    """Have gloo wait so long for a rank and no longer. Call it before the process group is made.
-
-    With `use_cpu` Trainer hands `ddp_timeout` on to nobody, and torch's own limit is half an hour.
-    """
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = timedelta(seconds=seconds)
+def _last(store: Store, rank: int) -> Json:
+    """The last sign of life of a rank, empty if it has given none or has left."""
+    key = f"heartbeat/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else {}
 
 
-def _timed_out(error: Exception) -> bool:
-    """In gloo's words, and in those of the store."""
-    words = ("Timed out waiting", "wait timeout after", "Application timeout")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-@dataclass(frozen=True)
-class _Beat:
-    """What a rank last said of itself. `number` counts its beats."""
-
-    number: int = 0
-    rank: str = ""
-    place: str = ""
-    waits: bool = False  # for other ranks
-    has_left: bool = False
-
-
-class _Beats:
-    def __init__(self, rank: int, size: int, store: Store) -> None:
-        self.rank, self.size = rank, size
-        self.store = store.clone()  # the main thread may be waiting in the original
-        self.parent = os.getppid()
-        self.left = threading.Event()
-        self.explaining = False
-        self.number = 0
-
-    def go_on(self) -> None:
-        """Until this rank leaves, or its launcher ends, which holds the store."""
-        watched, last, since = (self.rank + 1) % self.size, _Beat(), time.monotonic()
-        noted = False
-        with contextlib.suppress(RuntimeError):
-            self._beat()
-            while not self.left.wait(_BEAT_SECONDS) and os.getppid() == self.parent:
-                self._beat()
-                beat = self._last(watched)
-                if beat != last or beat.has_left:
-                    last, since, noted = beat, time.monotonic(), False
-                elif time.monotonic() - since > _SILENT_SECONDS and not noted:
-                    noted = True
-                    _say(f"{_named(watched, last)} has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?")
-            if self.left.is_set():
-                self._beat(has_left=True)
-
-    def explained(self, timeout: int) -> RankHangs:
-        """Look at all ranks twice: one that is alive has answered in between."""
-        self.explaining = True
-        ranks = range(self.size)
-        try:
-            before = [self._last(rank) for rank in ranks]
-            time.sleep(2 * _BEAT_SECONDS + 1)
-            silent = [rank for rank in ranks if not before[rank].has_left and self._last(rank) == before[rank]]
-        except RuntimeError:  # the store is gone
-            return RankHangs(f"another rank did not answer within {timeout} s (ddp_timeout)", True)
-        busy = [rank for rank in ranks if not before[rank].waits and not before[rank].has_left]
-        hanging = silent or busy
-        first = min((rank for rank in ranks if rank not in hanging), default=self.rank)
-        return RankHangs(_message(before, silent, busy, timeout), first == self.rank)
-
-    def _beat(self, has_left: bool = False) -> None:
-        self.number += 1
-        name = f"pid {os.getpid()} on {socket.gethostname()}"
-        beat = _Beat(self.number, name, place(), self.explaining or waits_for_others(), has_left)
-        self.store.set(f"heartbeat/{self.rank}", json.dumps(asdict(beat)))
-
-    def _last(self, rank: int) -> _Beat:
-        key = f"heartbeat/{rank}"
-        return _Beat(**json.loads(self.store.get(key))) if self.store.check([key]) else _Beat()
-
-
-def _message(beats: list[_Beat], silent: list[int], busy: list[int], timeout: int) -> str:
-    limit = f"within {timeout} s (ddp_timeout)"
+def _explained(store: Store, rank: int, size: int, limit: str) -> RankHangs:
+    """Look at all ranks twice: one that is alive has answered in between."""
+    try:
+        before = [_last(store, other) for other in range(size)]
+        time.sleep(2 * _BEAT_SECONDS + 1)
+        there = [other for other in range(size) if before[other]]
+        silent = [other for other in there if _last(store, other) == before[other]]
+    except RuntimeError:  # the store is gone
+        return RankHangs(f"another rank did not answer {limit}", True)
+    busy = [other for other in there if not before[other]["waits"]]
     if silent:
-        names = " and ".join(_named(rank, beats[rank]) for rank in silent)
-        return f"{names} did not answer {limit}: stopped, or on a machine that is"
-    if busy:
-        names = " and ".join(f"{_named(rank, beats[rank])} in {beats[rank].place}" for rank in busy)
-        return f"the other ranks waited in vain {limit} for {names}"
-    return f"an exchange between the ranks did not end {limit}, though all of them are alive and wait for it"
+        who = " and ".join(before[other]["name"] for other in silent)
+        message = f"{who} did not answer {limit}: stopped, or on a machine that is"
+    elif busy:
+        who = " and ".join("{name} in {place}".format(**before[other]) for other in busy)
+        message = f"the other ranks waited in vain {limit} for {who}"
+    else:
+        message = f"an exchange between the ranks did not end {limit}, though all of them are alive and wait for it"
+    reporter = min({*range(size)} - {*(silent or busy)}, default=rank)
+    return RankHangs(message, rank == reporter)
 
 
-def _named(rank: int, beat: _Beat) -> str:
-    return f"rank {rank} ({beat.rank})" if beat.rank else f"rank {rank}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-# --- Where the main thread is, as another thread sees it ------------------------------------------
-
-
-def place() -> str:
-    """The function, and the line of its file."""
+def _place() -> str:
+    """Where the main thread is: the function, and the line of its file."""
     frame = next(_frames())
     file = Path(frame.f_code.co_filename)
     return f"{frame.f_code.co_name}, {file.parent.name}/{file.name} line {frame.f_lineno}"
 
 
-def waits_for_others() -> bool:
-    return any(part in frame.f_code.co_filename for frame in _frames() for part in _EXCHANGES)
+def _waits() -> bool:
+    return any(part in frame.f_code.co_filename for frame in _frames() for part in _WAITING)
 
 
 def _frames() -> Iterator[FrameType]:

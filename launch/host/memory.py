@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
 import resource
 import sys
@@ -18,6 +19,7 @@ _RAN_OUT = re.compile(
     r"|libgomp: Thread creation failed"
 )
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,13 @@ def limit(limit_bytes: int, cuda: bool) -> None:
 
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
-    elif sys.platform == "linux":
+    else:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         now = psutil.Process().memory_info()
         if now.rss > limit_bytes:
             raise AboveLimit
         soft = now.data + limit_bytes - now.rss
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-def _is_limited() -> bool:
-    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
 def resident() -> int:
@@ -71,38 +69,32 @@ def peak(cuda: bool) -> int:
         import torch
 
         return torch.cuda.max_memory_reserved()
-    if sys.platform == "linux":
-        # psutil does not read the peak, and getrusage includes that of the parent process.
-        line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
-        if line:
-            return int(line[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # psutil does not read the peak, and getrusage includes that of the parent process.
+    line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
+    return int(line[1]) * 1024 if line else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def free_ram() -> int | None:
-    """Bytes of RAM that the system has available, or None if unknown. Reads no cgroup limit."""
-    try:
-        return psutil.virtual_memory().available
-    except (OSError, RuntimeError, psutil.Error):
-        return None
+def free_ram() -> int:
+    """Bytes of RAM that the system has available. Reads no cgroup limit."""
+    return psutil.virtual_memory().available
 
 
 # --- When it ran out -----------------------------------------------------------------------------
 
 
 def says_it_ran_out(text: str) -> bool:
-    """Whether the log of a process says that memory ran out."""
+    """True if the log of a process says that memory ran out."""
     return bool(_RAN_OUT.search(text))
 
 
 def ran_out(error: BaseException | None) -> bool:
-    """Whether the cause of an error is that memory ran out, on the GPU or in RAM."""
+    """True if the cause of an error is that memory ran out, on the GPU or in RAM."""
     if error is None:
         return False
-    if isinstance(error, MemoryError) or _of_gpu(error) or _RAN_OUT.search(str(error)):
+    if isinstance(error, MemoryError) or _of_gpu(error) or says_it_ran_out(str(error)):
         return True
-    if "can't start new thread" in str(error) and _is_limited():  # no room for its stack
+    is_limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    if is_limited and "can't start new thread" in str(error):  # no room for its stack
         return True
     return (isinstance(error, OSError) and error.errno == errno.ENOMEM) or ran_out(error.__cause__)
 
@@ -123,35 +115,17 @@ def shortage(error: BaseException) -> Shortage:
     if isinstance(error, AboveLimit):
         return Shortage(None, 0)
     text = f"{error} {error.__cause__ or ''}"
-    if _of_gpu(error):
-        return Shortage(_size(r"Tried to allocate", text, before=False), _free_of_gpu(text))
+    if _of_gpu(error):  # with a limit of its own, a process has less than what is free on the device
+        taken = sum(_size(f"{_SIZE} is {how} by PyTorch", text) or 0 for how in ("allocated", "reserved"))
+        left, free = (_size(f"{_SIZE} allowed", text) or math.inf) - taken, _size(f"{_SIZE} is free", text)
+        return Shortage(_size(f"Tried to allocate {_SIZE}", text), free and round(max(0, min(free, left))))
     match = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
-    asked, free = int(match[1] or match[2]) if match else None, _free_in_ram(soft)
-    # The failed step has freed its memory since.
-    if asked is not None and free is not None and free >= asked:
-        free = None
-    return Shortage(asked, free)
+    asked, free = int(match[1] or match[2]) if match else None, free_ram()
+    if soft != resource.RLIM_INFINITY:
+        free = max(0, min(free, soft - psutil.Process().memory_info().data))
+    return Shortage(asked, None if asked and free >= asked else free)  # the failed step has freed its memory since
 
 
-def _free_of_gpu(text: str) -> int | None:
-    """Bytes free on the device, or less if this process has a limit. None if unknown."""
-    free, allowed = _size("is free", text), _size("allowed", text)
-    taken = [_size("is allocated by PyTorch", text) or 0, _size("is reserved by PyTorch but unallocated", text) or 0]
-    if allowed is None:
-        return free
-    left = max(0, allowed - sum(taken))
-    return left if free is None else min(free, left)
-
-
-def _size(words: str, text: str, before: bool = True) -> int | None:
-    size = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-    match = re.search(rf"{size} {words}" if before else rf"{words} {size}", text)
+def _size(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
     return round(float(match[1]) * _UNITS[match[2]]) if match else None
-
-
-def _free_in_ram(soft: int) -> int | None:
-    free = free_ram()
-    if soft == resource.RLIM_INFINITY or sys.platform != "linux":
-        return free
-    left = max(0, soft - psutil.Process().memory_info().data)
-    return left if free is None else min(free, left)

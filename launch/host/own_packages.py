@@ -1,4 +1,4 @@
-"""Whether `recipes` and `launch` are our packages: other distributions have such names too.
+"""`recipes` and `launch`, though other distributions have packages of these names too.
 
 Of two in the same folder, the one that was installed last has overwritten files of the other
 (torchtune's wheel brings a `recipes`). Of two in different folders, the one that is first on
@@ -9,7 +9,6 @@ of `recipes` is, and imports nothing of it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -24,29 +23,19 @@ def import_own_packages() -> None:
     A script calls this once it has imported this file, with their folder first on the path. The
     order of the path is the user's: a library on PYTHONPATH stays before an installed one.
     """
-    problems = list(_overwritten(_ROOT))
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
-        sys.exit(2)
-    import_module("launch")
-    import_module("recipes")
+    for name in NAMES:
+        file = _ROOT / name / "__init__.py"
+        if not file.is_file() or OURS not in file.read_text(encoding="utf-8"):
+            whose = " or ".join(other_owners(name)) or "another distribution"
+            what = f"{file} was overwritten or removed with the package of this name of {whose}"
+            fix = f"pip install --force-reinstall --no-deps {OURS} (or its wheel), or an environment of its own"
+            print(f"error  {name}: {what}. Fix: {fix}.", file=sys.stderr)
+            sys.exit(2)
+    for name in reversed(NAMES):
+        import_module(name)
     del sys.path[0]
     if str(_ROOT) not in sys.path:  # a clone that is not installed
         sys.path.append(str(_ROOT))
-
-
-def _overwritten(root: Path) -> Iterator[str]:
-    """A line for each package whose __init__ is another's, or has gone with another's."""
-    for name in NAMES:
-        file = root / name / "__init__.py"
-        if file.is_file() and OURS in file.read_text(encoding="utf-8"):
-            continue
-        what = f"{file} was removed with another distribution's package of this name"
-        if file.is_file():
-            whose = " or ".join(f"{other}'s" for other in other_owners(name)) or "another distribution's"
-            what = f"{file} is {whose}, which has a package of this name too"
-        fix = f"pip install --force-reinstall --no-deps {OURS} (or its wheel), or an environment of its own"
-        yield f"error  {name}: {what}. Fix: {fix}."
 
 
 def other_owners(name: str) -> list[str]:

@@ -22,21 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds launch/ and recipes/
-_REQUEST, _ANSWER = "request.json", "answer.json"
+_REQUEST, _ANSWER, _LOG = "request.json", "answer.json", "log"
 _KILL_SECONDS = 5  # a process inside a hanging driver survives even SIGKILL: wait no longer than this
-
-
-def start_module(
-    module: str, *arguments: object, log: Path, environment: Mapping[str, str] = os.environ
-) -> subprocess.Popen[bytes]:
-    """Call `main(*arguments)` of one of our modules in a new Python, its output in `log`.
-
-    The arguments arrive as text. The new process runs the same copy of our packages as this one,
-    leaves PYTHONPATH to the user, and dies with this process.
-    """
-    words = [sys.executable, "-P", __file__, str(os.getpid()), module, *map(str, arguments)]
-    with log.open("wb") as stream:
-        return start(words, stream, environment)
 
 
 def start(argv: list[str], log: IO[bytes], environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
@@ -85,11 +72,13 @@ class Child:
         file = self.folder / _ANSWER
         return json.loads(file.read_text()) if file.exists() else None
 
+    def last_lines(self, count: int) -> list[str]:
+        return last_lines(self.folder / _LOG, count)
+
     def end(self, lines: int = 1) -> str:
         """The last lines of its log and, once it has ended, how."""
         code = self.process.poll()
-        ended = [] if code is None else [how_it_ended(code)]
-        return "\n".join([*last_lines(self.folder / "log", lines), *ended])
+        return "\n".join([*self.last_lines(lines), *([] if code is None else [how_it_ended(code)])])
 
 
 @contextlib.contextmanager
@@ -97,7 +86,8 @@ def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = o
     """Call `main(folder)` of one of our modules in a new Python for each request, all at once.
 
     There `request(folder)` is what was asked, and `answer` leaves what was found; both are JSON.
-    However the block ends, the processes are killed and their folders removed.
+    The new processes run the same copy of our packages as this one, leave PYTHONPATH to the user,
+    and die with this process. However the block ends, they are killed and their folders removed.
     """
     with tempfile.TemporaryDirectory(prefix="recipes-", ignore_cleanup_errors=True) as scratch, group() as started:
         children = []
@@ -105,7 +95,9 @@ def ask(module: str, requests: Sequence[Any], environment: Mapping[str, str] = o
             folder = Path(scratch, str(number))
             folder.mkdir()
             (folder / _REQUEST).write_text(json.dumps(content))
-            started.append(start_module(module, folder, log=folder / "log", environment=environment))
+            words = [sys.executable, "-P", __file__, str(os.getpid()), module, str(folder)]
+            with (folder / _LOG).open("wb") as log:
+                started.append(start(words, log, environment))
             children.append(Child(started[-1], folder))
         yield children
 
@@ -122,9 +114,9 @@ def answer(folder: str, content: object) -> None:
     written.replace(Path(folder, _ANSWER))
 
 
-def watch(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int | None]]:
+def watch(children: Sequence[Child]) -> Iterator[list[int | None]]:
     """The exit codes, None while a process runs, 20 times a second until all have ended."""
-    while None in (codes := [process.poll() for process in processes]):
+    while None in (codes := [child.process.poll() for child in children]):
         yield codes
         time.sleep(0.05)
 
@@ -146,7 +138,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _run_module(parent: str, module: str, *arguments: str) -> int | None:
+def _run_module(parent: str, module: str, folder: str) -> int | None:
     sys.path.insert(0, str(_ROOT))
     from launch.host.own_packages import import_own_packages
 
@@ -156,7 +148,7 @@ def _run_module(parent: str, module: str, *arguments: str) -> int | None:
     end_with_parent()
     if os.getppid() != int(parent):  # the parent died before this process asked for the signal
         return 1
-    return importlib.import_module(module).main(*arguments)
+    return importlib.import_module(module).main(folder)
 
 
 if __name__ == "__main__":

@@ -22,26 +22,17 @@ _NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # Files also count tokens, name special ones such as `pad_token`, and columns such as `text_key`.
 _HARMLESS_NAME = re.compile(
-    r"TOKENS|TOKEN_(?:TYPE|ID)"
-    r"|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|SPECIAL|IMAGE|VIDEO|AUDIO)_TOKEN"
-    r"|(?:SORT|TEXT|LABEL|INPUT|METRIC|COLUMN|IMAGE|PRIMARY|GROUP|PARTITION|DATA|BATCH|TARGET)[_-]KEY",
+    r"TOKENS|TOKEN_(?:TYPE|ID)|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|SPECIAL)_TOKEN|(?:SORT|TEXT|LABEL|INPUT|COLUMN)[_-]KEY",
     re.IGNORECASE,
 )
-# A name before a value: `DB_PASSWORD = `, `environ["API_KEY"] = `, `setdefault("API_KEY", `, and
-# `{"name": "API_KEY", "value": `. Each part is bounded, or a file of one long word would take
-# minutes.
-_LEFT = (
-    rf"(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})[\"']?\]?"
-    r"(?:,?\s{0,20}[\"']?value[\"']?)?\s{0,20}(?:[:,]|\+?=(?!=))"
-)
-# Somewhere in the line a text begins that is neither a variable's name nor a special token.
-_QUOTED = re.compile(
-    rf"""{_LEFT}(?=[\s\\]{{0,20}}[^\n]{{0,200}}?["'](?![A-Z_]+["'])[^\s"'<\[\])}},:;.])""", re.IGNORECASE
-)
-# Without quotes, which is text in YAML, and code in Python. Not numbers: counts of tokens.
-_PLAIN = re.compile(
-    rf"""{_LEFT}(?=[ \t\[{{|>]{{0,20}}(?:\n[ \t-]{{1,20}})?"""
-    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})""",
+# A name and then a value in quotes, in its line or the next; outside of Python also without quotes,
+# but no number: files count tokens. A value in capitals is a variable's name. Each part is bounded,
+# or a file of one long word would take minutes.
+_ASSIGNED = re.compile(
+    rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
+    r"""\s{0,20}(?:[:,]|\+?=(?!=))(?:(?=[\s\\]{0,20}[^\n]{0,200}?["'](?![A-Z_]+["'])[^\s"'<\[\])},:;.])"""
+    r"""|(?P<plain>(?=[ \t\[{|>]{0,20}(?:\n[ \t-]{1,20})?"""
+    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})))""",
     re.IGNORECASE,
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
@@ -79,18 +70,14 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
 
 def recorded_text(text: str, is_python: bool = False) -> str:
     """The text of a file, or its hash behind `***` if it seems to hold a secret."""
-    patterns = (_QUOTED,) if is_python else (_QUOTED, _PLAIN)
-    assigned = any(_is_secret(match[1]) for pattern in patterns for match in pattern.finditer(text))
+    found = (match[1] for match in _ASSIGNED.finditer(text) if match["plain"] is None or not is_python)
+    assigned = any(not _HARMLESS_NAME.search(name) for name in found)
     return hashed(text) if assigned or hide(text, in_environment()) != text else text
 
 
 def hashed(text: str) -> str:
     """The record of a file that seems to hold a secret."""
     return f"{HIDDEN} it seems to hold a secret; sha256 {hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _is_secret(name: str) -> bool:
-    return bool(SECRET_NAME.search(name)) and not _HARMLESS_NAME.search(name)
 
 
 def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:
@@ -102,12 +89,8 @@ def refuse_secrets(run: RunSpec, argv: Sequence[str]) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """A job's text, unchanged.
-
-    Raises `UserError` if a flag of the target has put a secret into it.
-    """
-    found = SECRET.search(text)
-    if found:
+    """A job's text. Raises `UserError` if a flag of the target has put a secret into it."""
+    if found := SECRET.search(text):
         raise _refused(f"{found.group()[:6]}...")
     return text
 

@@ -19,7 +19,6 @@ EXIT_CODE = 75  # EX_TEMPFAIL in sysexits.h: nothing is wrong, the same command 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PASSED_ON = (signal.SIGINT, signal.SIGQUIT, *SIGNALS)  # by the launcher, to the ranks
 
-_PATIENCE_SECONDS = 1800.0  # ddp_timeout's default
 _received: set[int] = set()  # by this process, since it handles them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -45,7 +44,7 @@ class StopRequest:
 
     signal: str | None = None
     step: int = 0
-    patience: float = _PATIENCE_SECONDS
+    patience: float = 1800  # ddp_timeout's default
     _deferred = False
 
     @property
@@ -60,39 +59,30 @@ class StopRequest:
                     signal.signal(number, self._request_stop)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
-    def defer(self, patience: float = _PATIENCE_SECONDS) -> None:
+    def defer(self, patience: float) -> None:
         """From now on only remember a signal: the current step or save is completed first.
 
         Raises `Preempted` for an earlier signal: a C extension that was being imported may have
         dropped the exception of its handler.
         """
-        if self.signal:
-            raise Preempted(f"told to stop by {self.signal}")
+        self._end_if_requested()
         self._deferred, self.patience = True, patience
-
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """In this block, which is long and has nothing to save, a signal ends the run at once."""
-        deferred = self._deferred
-        try:
-            if deferred and self.signal:
-                raise Preempted(f"told to stop by {self.signal}")
-            self._deferred = False
-            yield
-        finally:
-            self._deferred = deferred or self.stop_requested
 
     def request(self, by: str) -> None:
         """Ask for the stop from another thread, not by a signal but for the reason `by`."""
         self.signal = self.signal or by
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def _end_if_requested(self) -> None:
+        if self.signal:
+            raise Preempted(f"told to stop by {self.signal}")
+
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         _received.add(number)
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
             self._deferred = True  # a second signal must not interrupt the cleanup
-            raise Preempted(f"told to stop by {self.signal}")
+            self._end_if_requested()
 
 
 def ignore_stop_requests() -> None:
@@ -103,14 +93,13 @@ def ignore_stop_requests() -> None:
 
 
 def is_being_ended() -> bool:
-    """Whether this process was told to end: by its launcher, once it has failed."""
+    """True if this process was told to end: by its launcher, once it has failed."""
     return signal.SIGTERM in _received
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send a signal to this process when its parent dies. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextlib.contextmanager
@@ -119,14 +108,10 @@ def ending_children() -> Iterator[None]:
 
     A parent that is killed leaves its children to this process meanwhile. Linux only.
     """
-    if sys.platform != "linux":
-        yield
-        return
     import psutil
 
-    prctl = ctypes.CDLL(None).prctl
     before = set(psutil.Process().children(recursive=True))
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     except BaseException:
@@ -135,4 +120,9 @@ def ending_children() -> Iterator[None]:
                 child.terminate()
         raise
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.host.caches import compile_safely
-from launch.host.heartbeat import heartbeat, limit_waits, meeting
-from launch.host.parent import Parent, parent, threads_per_process
+from filelock import FileLock, Timeout
+
+from launch.host.heartbeat import heartbeat, meeting
+from launch.host.launcher import launcher_argv, threads_per_process
 from launch.host.processes import free_port
-from launch.host.signals import StopRequest
-from recipes.errors import Failure, Problem, UserError, mistake
+from launch.host.signals import ending_children
+from recipes.errors import Failure, Problem, UserError, mistake, one_line
 from recipes.quiet import quiet_imported
 from recipes.run import RunSpec, Settings, here, resolve, with_fit
 from recipes.run.engine_sources import launch_environment
@@ -38,12 +42,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints."""
+        """True on rank 0, the one that prints."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first rank of its node: a mistake may exist on one node only."""
+        """True on the first rank of a node: a mistake may exist on one node only."""
         return self.rank % self.local_size == 0
 
     def meeting(self, timeout: float) -> contextlib.AbstractContextManager[None]:
@@ -91,8 +95,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def require_launcher(world: World, environment: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Raises `UserError` if several processes were started that cannot find each other. Returns the
-    advice of `alone_by_mistake`.
+    """Raises `UserError` if several processes were started that cannot find each other. Returns
+    advice if `accelerate launch --num_processes N` has started one process without a word.
     """
     if world.size > 1 and "MASTER_ADDR" not in environment:
         what = f"is not set, and {world.size} processes (WORLD_SIZE) have to find each other"
@@ -106,24 +110,11 @@ def require_launcher(world: World, environment: Mapping[str, str] = os.environ) 
                 f"{starter} started {count} processes that would each train a model of their own",
                 f"start one process per node with {starter}, and `accelerate launch` in it",
             )
-    return alone_by_mistake(world, environment)
-
-
-def alone_by_mistake(
-    world: World, environment: Mapping[str, str] = os.environ, launcher: Parent | None = None
-) -> list[Problem]:
-    """Advice if `accelerate launch --num_processes N` has started one process without a word.
-
-    It starts several with --multi_gpu (on a CPU too) or under a YAML that says so, and sets that
-    flag itself where it sees several GPUs.
-    """
-    launcher = launcher or parent()
-    asked = launcher.flag("num_processes") if launcher else None
-    by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment
-    if world.size > 1 or not by_accelerate or asked is None or not asked.isdigit() or int(asked) < 2:
+    asked = re.search(r"--num[_-]processes[ =](\d+)", " ".join(launcher_argv()))
+    if world.size > 1 or "ACCELERATE_MIXED_PRECISION" not in environment or not asked or int(asked[1]) < 2:
         return []
-    what = f"accelerate launch has started 1 process, not {asked}: it starts several only if told which kind"
-    fix = f"accelerate launch --multi_gpu --num_processes {asked}, on a CPU too and without --cpu"
+    what = f"accelerate launch has started 1 process, not {asked[1]}: it needs --multi_gpu or a YAML to start more"
+    fix = f"accelerate launch --multi_gpu --num_processes {asked[1]}, on a CPU too and without --cpu"
     return [Problem("num_processes", what, fix, "accelerate launch", "advice")]
 
 
@@ -134,14 +125,12 @@ def resolve_launched(argv: Sequence[str], world: World, settings: Settings | Non
     )
 
 
-def prepare_process(run: RunSpec, stop: StopRequest | None = None) -> None:
-    """Import the libraries, in the environment that they need. DeepSpeed may compile in a training,
-    which `stop` interrupts.
-    """
+def prepare_process(run: RunSpec) -> None:
+    """Import the libraries, in the environment that they need."""
     prepare_environment(run)
     quiet_imported(run["verbose"], run.engine.kind == "deepspeed")
     if run.engine.kind == "deepspeed":
-        compile_safely(stop)
+        compile_safely()
 
 
 def prepare_environment(run: RunSpec) -> None:
@@ -212,7 +201,8 @@ def _joined(run: RunSpec) -> int:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import parse_flag_from_env, patch_environment
 
-    limit_waits(run["ddp_timeout"])
+    # With `use_cpu` Trainer hands it on to nobody, and torch's own limit is half an hour.
+    torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=run["ddp_timeout"])
     cpu = run["use_cpu"] or parse_flag_from_env("ACCELERATE_USE_CPU")
     by_deepspeed = bool(run["deepspeed"]) and not cpu
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training in this process
@@ -225,21 +215,15 @@ def _joined(run: RunSpec) -> int:
         raise mistake("ddp_backend", str(error), "leave it out: gloo on a CPU, nccl on GPUs", source) from None
     except torch.distributed.DistError as error:
         what = f"the ranks of the run were not all there within {run['ddp_timeout']} s (ddp_timeout)"
-        raise Failure(f"{what}: {' '.join(str(error).split())[:200]}") from None
+        raise Failure(f"{what}: {one_line(error)}") from None
     if run.engine.kind == "deepspeed" and run.world_size > 1:
-        _tell_deepspeed()
+        from deepspeed import comm
+
+        # On a CPU accelerate does not hand it the group if --deepspeed is beside a launch of plain
+        # DDP, and ZeRO-3 would divide the weights of the model among one process.
+        if not comm.is_initialized():
+            comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
     return state.num_processes
-
-
-def _tell_deepspeed() -> None:
-    """Hand the process group to DeepSpeed. On a CPU accelerate does not, if --deepspeed is beside a
-    launch of plain DDP, and ZeRO-3 would divide the weights of the model among one process.
-    """
-    import torch
-    from deepspeed import comm
-
-    if not comm.is_initialized():
-        comm.init_distributed(torch.distributed.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def leave_group() -> None:
@@ -271,3 +255,47 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
     if len(set(sizes)) > 1:
         what = f"the ranks have micro-batches of {', '.join(str(size) for size in sorted(set(sizes)))}"
         raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {min(sizes)}")
+
+
+# --- torch's compiler of C++, which DeepSpeed's operators need once -------------------------------
+
+_TELL_SECONDS = 5
+
+
+def compile_safely() -> None:
+    """From now on an interrupted compilation, which takes minutes, ends with all its processes, and
+    no lock that a killed process left there is waited for.
+    """
+    from torch.utils import cpp_extension
+
+    cpp_extension.load = ending_children()(cpp_extension.load)
+    cpp_extension.FileBaton = _Baton  # type: ignore[misc, assignment]
+
+
+class _Baton:
+    """torch's lock of a compilation, which the kernel takes back from a process that was killed:
+    a file that says by being there that it is locked holds up every later run.
+
+    Who waited for it compiles too, which takes no time if that was done.
+    """
+
+    def __init__(self, file: str, *waiting: object) -> None:
+        self.folder, self.lock = Path(file).parent, FileLock(f"{file}.flock")
+
+    def try_acquire(self) -> bool:
+        try:
+            self.lock.acquire(timeout=_TELL_SECONDS)
+        except Timeout:
+            _say(f"waiting until another process has compiled {self.folder.name}, with {self.lock.lock_file}")
+            self.lock.acquire()
+        if not any(self.folder.glob("*.so")):
+            _say(f"compiling {self.folder.name} into {self.folder}: this takes minutes, and only once")
+        return True
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+def _say(line: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.host.parent import LAUNCHER
+from launch.host.launcher import LAUNCHER
 from launch.host.secrets import refuse_secrets
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.host.parent import LAUNCHER
+from launch.host.launcher import LAUNCHER
 from launch.host.secrets import without_secrets
 from launch.jobs import container, tail
 from launch.jobs.job import (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.host.files import read_regular
-from launch.host.processes import group, how_it_ended, last_lines, start_module
+from launch.host.processes import Child, answer, ask, request
 from launch.host.world import World
 from launch.output import manifest
 from launch.terminal import memory_size, plural
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
 _STATES = {"step", "exp_avg", "exp_avg_sq"}  # of Adam: DeepSpeed converts no other optimizer's
-_CANNOT = 2  # exit code of a conversion that DeepSpeed has no means for
 _POLL_SECONDS = 10
 
 
@@ -96,11 +95,12 @@ class AnyWorld:
         """
         if checkpoint is None:
             return
-        with group() as processes:
-            if not self.world.decide(lambda: self._start(checkpoint, processes)):
+        with contextlib.ExitStack() as conversion:
+            children: list[Child] = []  # of rank 0
+            if not self.world.decide(lambda: self._start(checkpoint, conversion, children)):
                 return
             # Rank 0 answers every few seconds: no process group waits as long as this may take.
-            while not self.world.decide(lambda: _has_ended(processes[0], self._copy(checkpoint), checkpoint)):
+            while not self.world.decide(lambda: _has_ended(children[0], self._copy(checkpoint), checkpoint)):
                 pass
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
@@ -132,7 +132,7 @@ class AnyWorld:
     def _differs(self, checkpoint: Path) -> bool:
         return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
 
-    def _start(self, checkpoint: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
+    def _start(self, checkpoint: Path, conversion: contextlib.ExitStack, children: list[Child]) -> bool:
         """Start the conversion, if there is one to wait for. Rank 0 calls it."""
         if not self._differs(checkpoint):
             return False
@@ -146,7 +146,7 @@ class AnyWorld:
             f"which takes {memory_size(needed)} of the disk for a while"
         )
         copy.mkdir(exist_ok=True)
-        processes.append(start_module(__name__, source, copy / source.name, log=_log(copy)))
+        children += conversion.enter_context(ask(__name__, [[str(source), str(copy / source.name)]]))
         return True
 
 
@@ -184,28 +184,24 @@ def _newest_tag(checkpoint: Path) -> Path:
     return checkpoint / (checkpoint / "latest").read_text().strip()
 
 
-def _log(copy: Path) -> Path:
-    return copy / "log.txt"
-
-
 def _bytes_needed(source: Path) -> int:
     """DeepSpeed cuts the optimizer's shards into pieces before it joins these, and keeps both."""
     sizes = {kind: [file.stat().st_size for file in source.glob(f"*_{kind}_states.pt")] for kind in ("optim", "model")}
     return 2 * sum(sizes["optim"]) + max(sizes["optim"]) + sum(sizes["model"])
 
 
-def _has_ended(process: subprocess.Popen[bytes], copy: Path, checkpoint: Path) -> bool:
+def _has_ended(child: Child, copy: Path, checkpoint: Path) -> bool:
     try:
-        code = process.wait(_POLL_SECONDS)
+        child.process.wait(_POLL_SECONDS)
     except subprocess.TimeoutExpired:
         return False
-    if code == 0:
+    reason = child.answer
+    if reason == "":
         return True
-    reason = "".join(last_lines(_log(copy), 1)) if code > 0 else how_it_ended(code)
     shutil.rmtree(copy, ignore_errors=True)
-    if code == _CANNOT:
+    if reason:
         raise _refused(checkpoint, f"{checkpoint} cannot be shared among other processes: {reason}")
-    raise Failure(f"{checkpoint} could not be converted for another number of processes: {reason}")
+    raise Failure(f"{checkpoint} could not be converted for another number of processes: {child.end()}")
 
 
 def _refused(checkpoint: Path, what: str) -> UserError:
@@ -263,23 +259,30 @@ def _load(file: Path) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
 
 
-def main(source: str, target: str) -> int:
+def main(folder: str) -> None:
     """Convert the DeepSpeed checkpoint in a folder global_stepN: in a process of its own, because
     it imports DeepSpeed for a CPU, and its memory is free again afterwards.
+
+    Answers with why that is not possible; empty if it was done.
     """
+    source, target = request(folder)
+    answer(folder, _cannot(Path(source)) or _convert(source, target))
+
+
+def _cannot(source: Path) -> str:
+    if (source / "offloaded_tensors").exists():
+        return "DeepSpeed has kept the optimizer's state on NVMe"
+    unknown = ", ".join(sorted(_states(source) ^ _STATES))
+    return unknown and f"DeepSpeed converts the state of Adam only, this optimizer's differs by {unknown}"
+
+
+def _convert(source: str, target: str) -> str:
     from deepspeed.checkpoint import ds_to_universal
 
-    if (Path(source) / "offloaded_tensors").exists():
-        print("DeepSpeed has kept the optimizer's state on NVMe")
-        return _CANNOT
-    unknown = _states(Path(source)) ^ _STATES
-    if unknown:
-        print(f"DeepSpeed converts the state of Adam only, this optimizer's differs by {', '.join(sorted(unknown))}")
-        return _CANNOT
     options = {"num_extract_workers": 1, "num_merge_workers": 1}  # one shard in memory at a time
     options |= {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
     ds_to_universal.main(Namespace(input_folder=source, output_folder=target, **options))
-    return 0
+    return ""
 
 
 def _states(source: Path) -> set[str]:

@@ -11,7 +11,7 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-from launch.host.parent import first_environment, launcher
+from launch.host.launcher import first_environment, launcher_argv
 from launch.host.secrets import SECRET_NAME, recorded_text
 from recipes import __version__, legal
 from recipes.errors import UserError
@@ -125,8 +125,7 @@ def _git(folder: Path, *words: str) -> str:
 
 def launcher_words() -> list[str]:
     """The launcher's command line up to our script; empty if none started this process."""
-    started_by = launcher()
-    words = list(started_by.argv) if started_by else []
+    words = launcher_argv()
     return words[: words.index(sys.argv[0])] if sys.argv[0] in words else words
 
 

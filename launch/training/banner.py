@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launch.doctor.measured import keep_own_context
-from launch.host.parent import THREADS, own_threads
+from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted

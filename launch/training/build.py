@@ -11,9 +11,9 @@ from rich.console import Console
 from transformers import TrainingArguments
 
 from launch.data.load import Data
+from launch.host.files import end_workers_that_cannot_send
 from launch.host.secrets import Unpickled
 from launch.host.signals import StopRequest
-from launch.host.storage import end_workers_that_cannot_send
 from launch.host.world import World
 from launch.output.other_world import AnyWorld
 from launch.terminal import print_note

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.markup import escape
 
-from launch.host.caches import cache_problem, is_chosen
-from launch.host.elastic import is_last_to_know, is_reporter, write_error_file
+from launch.host.files import StorageFailure, storage_failure
 from launch.host.heartbeat import RankHangs
+from launch.host.launcher import is_spoken_for, write_error_file
 from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
-from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
 from launch.output.checkpoints import newest_complete
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory
-from recipes.errors import Failure, Problem, StreamBroke, UserError
+from recipes.errors import Failure, Problem, StreamBroke, UserError, one_line
 from recipes.run import RunSpec
 
 
@@ -45,17 +42,17 @@ def report(error: BaseException, world: World) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run, since = vars(error).get("run"), time.time()  # None if it was not resolved
     ignore_stop_requests()
-    unwritable = _unwritable_cache(error, run)
-    problems = [unwritable] if unwritable else _problems(error, run)
+    problems = _problems(error, run)
     if problems:
         text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
-        if is_reporter(world, text):
+        if _is_reporter(world):
             print_problems(problems, console(stderr=True))
             write_error_file(text)
-        return 1 if unwritable and not is_chosen(unwritable) else 2
+        return 2
     message = _explained(error, run)
     if message is None:
-        is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
+        if not world.is_local_main and is_spoken_for():  # or all ranks print the same traceback
+            return 1
         write_error_file(f"{type(error).__name__}: {error}")
         raise error
     _print(message, error, run, world, since)
@@ -64,15 +61,11 @@ def report(error: BaseException, world: World) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | None:
-    """A library's cache that cannot be written. A full disk of both is told of the output folder.
-
-    It comes before a mistake, which may be what a reader makes of its cache: its own message, that
-    the file cannot be read, would be wrong.
+def _is_reporter(world: World) -> bool:
+    """True on the rank that prints an error that all ranks of its node should meet: the first one,
+    or one whose launcher does not end it, because the first has not met the error.
     """
-    folder = (run["output_dir"] or "") if run else ""
-    is_full = os.path.exists(folder) and refusal(Path(folder)) in FULL  # noqa: PTH110, Path.exists raises for a long name
-    return None if is_full else cache_problem(error)
+    return world.is_local_main or not is_spoken_for(met_by_all=True)
 
 
 def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
@@ -100,7 +93,7 @@ def only_noted(doing: str, world: World) -> Iterator[None]:
         yield
     except Exception as error:
         same_everywhere = isinstance(error, UserError)
-        reason = str(error) if same_everywhere else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = str(error) if same_everywhere else f"{type(error).__name__}: {one_line(error)}"
         text = f"{_rank(world)}the run is finished, but {doing} failed: {reason}"
         print_note(text, console(world.is_main or not same_everywhere, stderr=True))
 
@@ -167,9 +160,9 @@ def _print(message: str, error: BaseException, run: RunSpec | None, world: World
         return
     text = f"{_rank(world)}{message}"
     lost = _lost_a_rank(error)
-    if lost and not is_last_to_know():
+    if lost and is_spoken_for():
         return
-    if _storage_failure(error, run) and not is_reporter(world, text):
+    if _storage_failure(error, run) and not _is_reporter(world):
         return
     console(stderr=True).print(escape(text), style="red", highlight=False)
     is_consequence = lost or (isinstance(error, OutOfMemory) and not error.first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recipes.errors import mistake
+from recipes.errors import mistake, one_line
 from recipes.rules.training import pushed_to
 from recipes.run import Settings
 
@@ -41,7 +41,7 @@ def require_hub(run: Settings) -> list[str]:
     except HfHubHTTPError as error:
         return [_not_told(error)]
     except (OfflineModeIsEnabled, HTTPError, OSError) as error:
-        what = f"the Hub cannot be reached, and Trainer starts with it ({_in_one_line(error)})"
+        what = f"the Hub cannot be reached, and Trainer starts with it ({one_line(error)})"
         raise mistake("push_to_hub", what, f"check the network; or {_INSTEAD}") from None
     return []
 
@@ -67,10 +67,5 @@ def _not_told(error: Any) -> str:
     """A note on an answer that says nothing of the run. Raises `UserError` for a refused token."""
     if error.response.status_code == 401:
         fix = "`hf auth login --force`, or another HF_TOKEN, which counts before a login"
-        raise mistake("push_to_hub", f"the Hub refuses the token: {_in_one_line(error)}", fix)
-    return f"the Hub does not tell whether this run may push: {_in_one_line(error)}"
-
-
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
+        raise mistake("push_to_hub", f"the Hub refuses the token: {one_line(error)}", fix)
+    return f"the Hub does not tell whether this run may push: {one_line(error)}"

@@ -33,13 +33,12 @@ from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
 from launch.training.unloadable import (
     missing_weights,
-    one_line,
     other_sizes,
     unloadable,
     without_attention,
     wrong_config,
 )
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import what_peft_accepts
 from recipes.run import Json, RunSpec, Settings

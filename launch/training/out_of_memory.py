@@ -16,8 +16,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from launch.host import memory
+from launch.host.launcher import launcher_argv
 from launch.host.memory import Shortage
-from launch.host.parent import launcher
 from launch.host.secrets import hide
 from launch.host.signals import StopRequest, ignore_stop_requests
 from launch.host.world import World
@@ -228,10 +228,9 @@ def _command(run: RunSpec, argv: list[str]) -> str:
     if run.world_size > run.local_world_size:
         start = ["train.py"]
     else:
-        started_by = launcher()
-        words = started_by.argv if started_by else ()
+        words = launcher_argv()
         scripts = [place for place, word in enumerate(words) if Path(word).name == Path(sys.argv[0]).name]
-        start = list(words[: scripts[0] + 1]) if scripts else [sys.executable, sys.argv[0]]
+        start = words[: scripts[0] + 1] if scripts else [sys.executable, sys.argv[0]]
         if scripts and run.engine.kind != "single":
             argv = [word.replace("$", "$$") for word in argv]  # torch elastic reads $$ as $
     return shlex.join([*start, *hide(argv, record.secrets_of(run))])

@@ -24,7 +24,7 @@ from launch.training.callbacks import Meter, StoppedInEvaluation
 from launch.training.failure import NotANumber
 from launch.training.objective import countable, filler
 from launch.training.streaming import StreamingTrainer
-from recipes.errors import mistake
+from recipes.errors import mistake, one_line
 from recipes.run import Settings
 
 
@@ -83,13 +83,13 @@ class RecipeTrainer(StreamingTrainer):
                 return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except Exception as error:
             if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
-                what = f"DeepSpeed cannot divide {type(self.model).__name__}: {_in_one_line(error).partition('. ')[0]}"
+                what = f"DeepSpeed cannot divide {type(self.model).__name__}: {one_line(error).partition('. ')[0]}"
                 raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
             if "mixed dtype (CPU)" in str(error):  # LayerNorm's; RMSNorm takes both
                 what = f"{self.model.dtype} weights cannot compute in another 16-bit type on a CPU in this model"
                 raise mistake("dtype", what.replace("torch.", ""), "--dtype float32") from None
             if re.search("does not support (activation|gradient) checkpointing", str(error)):
-                raise mistake("gradient_checkpointing", _in_one_line(error), "--gradient_checkpointing false") from None
+                raise mistake("gradient_checkpointing", one_line(error), "--gradient_checkpointing false") from None
             loading = resume_from_checkpoint is not None and not self.meter.steps_trained
             if not loading or not _may_be_a_misfit(error):
                 raise
@@ -97,7 +97,7 @@ class RecipeTrainer(StreamingTrainer):
             fix = "another --output_dir, or --fresh to move that run aside"
             raise mistake(
                 "output_dir",
-                f"{resume_from_checkpoint} does not fit this model: {_in_one_line(error)}",
+                f"{resume_from_checkpoint} does not fit this model: {one_line(error)}",
                 f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
                 if older
                 else fix,
@@ -357,11 +357,6 @@ def _may_be_a_misfit(error: Exception) -> bool:
     """Whether an error while a checkpoint is loaded may come from what the checkpoint holds."""
     kinds = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
     return isinstance(error, kinds) and not isinstance(error, torch.distributed.DistError) and not ran_out(error)
-
-
-def _in_one_line(error: Exception) -> str:
-    """The start of a library's message: its first line often only announces the second."""
-    return " ".join(" ".join(str(error).splitlines()[:2]).split()) or type(error).__name__
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from recipes.errors import UserError, mistake
+from recipes.errors import UserError, mistake, one_line
 from recipes.run.files import existing_path, read_json
 from recipes.run.local_model import foreign_content, model_folder, weight_files
 from recipes.run.spec import Settings
@@ -92,10 +92,6 @@ def missing_weights(run: Settings, base: str, in_model: Collection[str], missing
 
 def without_attention(text: str) -> UserError:
     return mistake("attn_implementation", one_line(text), "leave it out, for the best one that the model supports")
-
-
-def one_line(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def wrong_config(run: Settings, error: Exception) -> UserError:

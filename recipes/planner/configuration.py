@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from recipes.errors import mistake
+from recipes.errors import mistake, one_line
 from recipes.planner import sizes
 from recipes.quiet import silence
 from recipes.run import Json, RunSpec
@@ -91,12 +91,8 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
         if "trust_remote_code" in str(error):
             what = f"{model} comes with Python code"
             raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
-        raise mistake("model", f"{model} cannot be read: {_in_a_line(error)}", _WANTED) from None
+        raise mistake("model", f"{model} cannot be read: {one_line(error)}", _WANTED) from None
     return config
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
 
 
 def _hub_answers() -> bool:

@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recipes.errors import mistake
+from recipes.errors import mistake, one_line
 from recipes.legal.models import types_with_fused_loss
 from recipes.planner.footprint import need, recomputes
 from recipes.planner.replay import Steps, with_cached
@@ -76,7 +76,7 @@ class Estimator:
             try:
                 self._weights[key] = weigh(self.config, *key)
             except Exception as error:  # models and peft raise exceptions of their own
-                message = " ".join(str(error).split())[:200]
+                message = one_line(error)
                 if "Unrecognized configuration class" in message:
                     what = f"there is no {run['task']} model of type {self.config.model_type}"
                     fix = "a decoder, or an encoder with --task sequence_classification"

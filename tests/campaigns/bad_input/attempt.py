@@ -105,7 +105,7 @@ def _end_where_something_starts(to_the_end: bool) -> None:
         raise SystemExit(TAKEN)
 
     os.execv = starts
-    for module, names in {processes: ("start", "start_module"), here: ("run_script",)}.items():
+    for module, names in {processes: ("start",), here: ("run_script",)}.items():
         _replace(module, names, starts)
     if "launch.training.model" in sys.modules and not to_the_end:
         sys.modules["launch.training.model"].load_model = starts

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from launch.cli import main
-from launch.host.parent import LAUNCHER
+from launch.host.launcher import LAUNCHER
 from launch.host.signals import PASSED_ON
 from tests.support.running import ROOT, SCRIPT, model_flags, run
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from launch.doctor import command, host, machine
+from launch.doctor import command, machine
 from launch.doctor.check import Check, Request
 from launch.doctor.network import invalid_gpu
 from recipes.errors import UserError
@@ -118,10 +118,3 @@ def test_more_processes_than_gpus_are_an_error():
 def test_a_driver_that_fails_is_an_error_with_its_own_message(nvidia_smi):
     nvidia_smi("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     assert found_on(requested())["driver"].found.endswith("Driver/library version mismatch")
-
-
-def test_free_memory_that_cannot_be_read_is_unknown(monkeypatch):
-    monkeypatch.setattr(host.memory, "free_ram", lambda: None)
-    monkeypatch.setattr(host, "_left_in_cgroups", list)
-    ram = found_on(requested())["RAM"]
-    assert (ram.status, ram.found) == ("warning", "free memory is unknown")

@@ -12,6 +12,7 @@ from tests.support.running import fork_ranks
 
 WORLD = """\
 import os, signal, sys, time
+from datetime import timedelta
 import torch
 from torch import distributed
 from launch.host import heartbeat
@@ -19,8 +20,7 @@ from launch.host import heartbeat
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 heartbeat._BEAT_SECONDS = 0.2
 heartbeat._SILENT_SECONDS = float(sys.argv[2])
-heartbeat.limit_waits(4)
-distributed.init_process_group("gloo")
+distributed.init_process_group("gloo", timeout=timedelta(seconds=4))
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)

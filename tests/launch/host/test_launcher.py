@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from launch.host import launcher
-from launch.host.elastic import PRINTED
-from launch.host.parent import LAUNCHER
+from launch.host.launcher import LAUNCHER
 from tests.support.running import ROOT
 from tests.support.waiting import PATIENCE, wait_for
 
@@ -104,15 +104,6 @@ def test_a_signal_before_the_ranks_are_started_ends_at_once(number, code, line, 
     assert (done.returncode, done.stderr) == (code, line)
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGTERM, "told to stop before"), (signal.SIGKILL, "")])
-def test_a_rank_that_a_signal_has_ended_while_it_started_is_spoken_for(number, said, capsys):
-    signals = SimpleNamespace(received={signal.SIGTERM}, exit_code=75)
-    signals.say_why = lambda: launcher.Signals.say_why(signals)
-    assert launcher._exit_code(0, -number, signals) == 75
-    printed = capsys.readouterr().err
-    assert printed.startswith(said) and bool(printed) == bool(said)
-
-
 @pytest.mark.slow
 @WORLDS
 def test_a_rank_that_was_told_to_stop_before_it_listened_ends_as_if_it_had(world, script):
@@ -120,28 +111,20 @@ def test_a_rank_that_was_told_to_stop_before_it_listened_ends_as_if_it_had(world
     assert (code, output) == (75, "told to stop before the training began: run the same command again\n")
 
 
-ACCELERATES_OWN = {
-    "an unknown flag": (["--num_proceses", "2"], "num_proceses"),
-    "a file that is not there": (["--config_file", "nowhere.yaml"], "nowhere.yaml"),
-    "a misspelt key": (["--config_file", "{folder}/mine.yaml"], "num_proceses"),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ACCELERATES_OWN)
-def test_a_mistake_of_accelerates_own_is_one_line(name, script, tmp_path):
-    words, printed = ACCELERATES_OWN[name]
+@pytest.mark.parametrize("file", ["nowhere.yaml", "mine.yaml"])
+def test_a_mistake_in_accelerates_yaml_is_one_line(file, script, tmp_path):
     (tmp_path / "mine.yaml").write_text((CONFIGS / "standard.yaml").read_text() + "num_proceses: 2\n")
-    code, output = launched(*(word.format(folder=tmp_path) for word in words), script("print('started')"))
+    code, output = launched("--config_file", str(tmp_path / file), script("print('started')"))
     assert (code, output.count("\n")) == (2, 1), output
-    assert output.startswith("accelerate launch: ") and printed in output
+    assert output.startswith("accelerate launch: ") and ("nowhere" in output or "num_proceses" in output)
 
 
 # --- What torch elastic reports -------------------------------------------------------------------
 
 
-def failed(exitcode: int, at: int = 100, **file: object) -> SimpleNamespace:
-    return SimpleNamespace(exitcode=exitcode, timestamp=at, error_file_data={"message": "<NONE>", **file})
+def failed(exitcode: int, at: int = 100, message: object = "<NONE>") -> SimpleNamespace:
+    return SimpleNamespace(exitcode=exitcode, timestamp=at, error_file_data={"message": message})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +133,7 @@ def failed(exitcode: int, at: int = 100, **file: object) -> SimpleNamespace:
         ({0: failed(2), 1: failed(-15, at=99)}, (0, 2)),  # torch ended rank 1
         ({0: failed(1), 1: failed(-9, at=101)}, (1, -9)),  # rank 0 lost its connection
         ({0: failed(1), 1: failed(-9, at=131)}, (0, 1)),  # torch lost its patience with rank 1
-        ({0: failed(1), 1: failed(-6), 2: failed(1, at=103, printed=True)}, (2, 1)),  # rank 2 knows why
+        ({0: failed(1), 1: failed(-6), 2: failed(1, at=103, message={})}, (2, 1)),  # rank 2 knows why
         ({0: failed(-15), 1: failed(-15, at=99)}, (1, -15)),
     ],
 )
@@ -158,8 +141,67 @@ def test_the_root_cause(failures, expected):
     assert launcher._root_cause(SimpleNamespace(failures=failures)) == expected
 
 
-@pytest.mark.parametrize(("first", "printed"), [(failed(1), "why\n"), (failed(1, **{PRINTED: True}), "")])
-def test_a_message_that_nobody_printed_is_printed(first, printed, capsys):
-    waiting = failed(-15, **{PRINTED: False, "message": {"message": "why"}})
-    launcher._print_untold(SimpleNamespace(failures={0: first, 1: waiting}))
-    assert capsys.readouterr().err == printed
+# --- What a rank knows of its launcher ------------------------------------------------------------
+
+SHOW = "import os; from launch.host.launcher import own_threads; os.write(1, f'own {own_threads()}\\n'.encode())"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def told(*argv, script, **environment):
+    """The number of threads that each process of a launcher takes for a person's own."""
+    surrounding = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment = {**surrounding, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([*argv, script(SHOW)], capture_output=True, text=True, env=environment)
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("own"))
+
+
+@pytest.mark.parametrize("launcher", [[*ACCELERATE, *TWO], TORCHRUN], ids=["accelerate", "torchrun"])
+def test_a_launchers_number_of_threads_is_not_a_persons(launcher, script):
+    assert told(*launcher, script=script) == ["own None"] * 2
+    assert told(*launcher, script=script, OMP_NUM_THREADS="1") == ["own 1"] * 2
+
+
+@pytest.mark.slow
+def test_the_flag_of_accelerate_launch_is_a_persons_choice(script):
+    assert told(*ACCELERATE, *TWO, "--num-cpu-threads-per-process=2", script=script) == ["own 2"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("yaml", [[], ONE], ids=["plain", "single.yaml"])
+def test_the_advice_for_one_process_in_place_of_two_starts_two(yaml, script):
+    ask = "from launch.host.world import World, require_launcher; print(*require_launcher(World()), sep='')"
+    words = [*ACCELERATE, *yaml, "--num_processes", "2"]
+    alone = subprocess.run(
+        [*words, script(ask)], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert "Fix: accelerate launch --multi_gpu --num_processes 2" in alone.stdout, alone.stderr
+    assert len(told(*words, "--multi_gpu", "--main_process_port", "0", script=script)) == 2
+
+
+@pytest.mark.parametrize(("text", "threads"), [("4,2", 4), ("0", None), ("all", None), ("-1", None), ("", None)])
+def test_values_that_openmp_takes_and_does_not_take(text, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert launcher.own_threads() == threads
+
+
+def test_torchs_box_ends_with_our_lines_and_the_rank_that_wrote_them(tmp_path, monkeypatch):
+    """Though another has failed in the same second, or while this one explained its failure."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    lines = ["error  one: is wrong. Fix: this.", "error  two: is wrong, too. Fix: that."]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for since in (None, time.time() - 30):
+        launcher.write_error_file("\n".join(lines), since)
+        ranks = {rank: ProcessFailure(rank, 1, 2, file) for rank, file in enumerate(["", str(tmp_path / "error.json")])}
+        failed = ChildFailedError("train.py", ranks)
+        assert failed.get_first_failure()[0] == 1
+        assert [line.strip() for line in str(failed).splitlines()[-3:-1]] == lines
+
+
+def test_who_speaks_for_a_rank(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert launcher.is_spoken_for(met_by_all=True) and not launcher.is_spoken_for(), "nobody ends this rank"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/nowhere")
+    monkeypatch.setattr(launcher, "_PATIENCE_SECONDS", 0)
+    assert not launcher.is_spoken_for(met_by_all=True), "the first rank has not met the error"

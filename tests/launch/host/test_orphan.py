@@ -24,7 +24,7 @@ subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
 RANK = """\
 import os, signal, sys, time
 from pathlib import Path
-from launch.host.orphan import end_with_launcher
+from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 
 folder, what = Path(sys.argv[1]), sys.argv[2]

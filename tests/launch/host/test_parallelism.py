@@ -17,16 +17,6 @@ AUTOTP = {"train_micro_batch_size_per_gpu": "auto", "tensor_parallel": {"autotp_
 VARIABLES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
 
 
-@pytest.fixture
-def accelerate_yaml(tmp_path):
-    def write(*words, **sizes):
-        file = tmp_path / "accelerate.yaml"
-        file.write_text(groups(*words, **sizes), encoding="utf-8")
-        return str(file)
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("type_", "sizes", "words"),
     [
@@ -37,15 +27,20 @@ def accelerate_yaml(tmp_path):
         ("DEEPSPEED", {"tp": 3}, "2 cannot be divided by tensor parallel 3"),
     ],
 )
-def test_what_a_launch_exports(type_, sizes, words, accelerate_yaml, tmp_path):
-    outcome = launch_quickly(output=tmp_path / "out", config=accelerate_yaml(type_, **sizes))
+def test_a_launchs_yaml(type_, sizes, words, tmp_path):
+    (tmp_path / "accelerate.yaml").write_text(groups(type_, **sizes), encoding="utf-8")
+    outcome = launch_quickly(output=tmp_path / "out", config=str(tmp_path / "accelerate.yaml"))
     assert outcome.code == 1 and not outcome.record
     assert words in " ".join(outcome.output.split()) and "Traceback" not in outcome.output
 
 
-def test_variables_that_the_launcher_only_hands_on(tmp_path):
+def test_variables_of_a_launch(tmp_path, monkeypatch):
     outcome = launch_quickly(output=tmp_path, env=VARIABLES)
     assert outcome.code == 1 and "sequence parallelism" in outcome.output
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="sequence parallelism"):
+        recipes.standard(str(tmp_path), num_processes=2)
 
 
 @pytest.mark.parametrize("sizes", [{"sp_size": 2}, {"cp_size": 2}])
@@ -61,33 +56,27 @@ def test_a_script_on_gpus_may_load_a_model_in_parts():
     assert (run.data_parallel_size, run.batch.total) == (1, 16)
 
 
-def test_a_script_under_a_launch(tmp_path, monkeypatch):
-    for name, value in VARIABLES.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="sequence parallelism"):
-        recipes.standard(str(tmp_path), num_processes=2)
-
-
-def test_a_script_with_a_deepspeed_json_gets_the_batch_that_trainer_counts(tmp_path):
+def test_a_deepspeed_json_counts_in_a_script_as_trainer_counts(tmp_path):
     content = {**AUTOTP, "zero_optimization": {"stage": 2}}
     args = recipes.standard(str(tmp_path), num_processes=4, deepspeed=content, global_batch_size=16)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 2 == 16
 
 
-@pytest.mark.parametrize("command", ["check", "submit"])
-def test_a_deepspeed_json(command, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("stage", "command", "words"),
+    [
+        (3, "check --num_processes 2", "cannot be combined with ZeRO stage 3"),
+        (3, "submit local --dry-run --processes_per_node 2 --", "cannot be combined with ZeRO stage 3"),
+        (
+            2,
+            "plan --model 7B --gpu A100=80GB --num_processes 2 --recipe standard",
+            "how much of this model each process",
+        ),
+    ],
+)
+def test_a_deepspeed_json(stage, command, words, tmp_path, capsys):
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**AUTOTP, "zero_optimization": {"stage": 3}}))
-    flags = ["--deepspeed", str(file)]
-    words = {"check": ["check", "--num_processes", "2", *flags]}
-    words["submit"] = ["submit", "local", "--dry-run", "--processes_per_node", "2", "--", *flags]
-    assert main(words[command]) == 2
-    assert "cannot be combined with ZeRO stage 3" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_planner_says_what_it_cannot_estimate(tmp_path, capsys):
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({**AUTOTP, "zero_optimization": {"stage": 2}}))
-    words = ["--gpu", "A100 80GB", "--num_processes", "2", "--recipe", "standard", "--deepspeed", str(file)]
-    assert main(["plan", "--model", "7B", *words]) == 2
-    assert "how much of this model each process of a group holds" in " ".join(capsys.readouterr().err.split())
+    file.write_text(json.dumps({**AUTOTP, "zero_optimization": {"stage": stage}}))
+    argv = [word.replace("=", " ") for word in command.split()]
+    assert main([*argv, "--deepspeed", str(file)]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())

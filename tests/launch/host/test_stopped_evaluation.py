@@ -87,12 +87,6 @@ def test_a_cut_evaluation_at_the_end_is_all_that_the_next_start_does(steps, slow
 
 
 @pytest.mark.slow
-def test_a_run_without_checkpoints_saves_one_when_its_evaluation_is_cut(slow, tmp_path):
-    slow.stopped(Forked, tmp_path / "out", *EVERY_FOURTH, "--save_strategy", "no")
-    assert_saved_without_evaluation(tmp_path / "out", 4)
-
-
-@pytest.mark.slow
 def test_two_ranks_cut_it_after_the_same_batch(slow, tmp_path):
     slow.stopped(TWO_RANKS, tmp_path / "out", *EVERY_FOURTH)
     assert_saved_without_evaluation(tmp_path / "out", 4)

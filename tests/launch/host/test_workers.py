@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from launch.host.storage import end_workers_that_cannot_send, storage_failure
+from launch.host.files import end_workers_that_cannot_send, storage_failure
 
 FORK = multiprocessing.get_context("fork")
 
@@ -36,7 +36,7 @@ def wait_for_its_batch():
         next(iter(loader))
     except RuntimeError as error:
         failure = storage_failure(error)
-        sys.exit(3 if failure and "ulimit -n" in failure.what else 4)
+        sys.exit(3 if failure and "ulimit -n" in failure.remedy else 4)
 
 
 def fail_in_a_thread(code):

@@ -23,11 +23,6 @@ ZERO_3 = {
 }
 
 
-def engine_of(recipe, environment, **settings):
-    settings = {"recipe": recipe, **settings}
-    return resolve(place=here(hardware=Hardware(), environment=environment, launched=True), settings=settings).engine
-
-
 def test_a_process_started_by_hand_is_alone():
     assert launched({}) == World(1, 0, 1)
 
@@ -82,30 +77,6 @@ def test_a_compiler_in_the_environment_is_that_of_a_plain_run():
 def test_the_launched_engine_is_what_the_environment_says():
     engine = from_environment({**TORCHRUN, **ZERO_3})
     assert (engine.kind, engine.zero_stage, engine.offload_param) == ("deepspeed", 3, "cpu")
-
-
-def test_the_engine_of_a_deepspeed_file_is_what_the_file_says(tmp_path):
-    file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
-    environment = {**TORCHRUN, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
-    assert from_environment(environment).title == "DeepSpeed ZeRO-3, parameter offload"
-
-
-def test_a_launched_deepspeed_wins_over_the_recipes_own():
-    assert engine_of("memory", {**TORCHRUN, **ZERO_3}).zero_stage == 3
-
-
-def test_a_memory_recipe_under_plain_ddp_brings_its_own_engine():
-    assert engine_of("memory", TORCHRUN).title == "DeepSpeed ZeRO-2, optimizer offload"
-
-
-def test_another_recipe_takes_the_engine_that_was_launched():
-    assert engine_of("fast", TORCHRUN).kind == "ddp"
-
-
-def test_trainers_own_deepspeed_argument_is_the_engine():
-    content = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert engine_of("standard", TORCHRUN, deepspeed=content).title == "DeepSpeed ZeRO-2, optimizer offload"
 
 
 DECIDE = """

@@ -183,7 +183,7 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp
 
     monkeypatch.setattr(manifest, "commit", fail_at_four)
     failed = train_here(tiny_model, texts, tmp_path, *KEEPS_ONE)
-    assert failed.code == 1 and "the disk is full" in failed.output
+    assert failed.code == 1 and "No space left on device" in failed.output
     assert seen == [("checkpoint-2", True, [2]), ("checkpoint-4", True, [4, 2])]
     assert steps(tmp_path) == [4, 2] and inspect(tmp_path / "checkpoint-2").valid
 

@@ -283,7 +283,7 @@ class TestFullDisk:
 
     def test_a_disk_that_fills_up_says_what_was_saved(self, small_disk, tiny_model, texts):
         outcome = train_here(tiny_model, texts, small_disk / "run", *EIGHT_STEPS)
-        assert outcome.code == 1 and "the disk is full" in outcome.output
+        assert outcome.code == 1 and "No space left on device" in outcome.output
 
 
 def test_a_run_killed_after_its_last_evaluation_has_that_once(tiny_model, texts, tmp_path):

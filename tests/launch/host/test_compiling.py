@@ -1,0 +1,69 @@
+"""A compilation can be stopped, and the lock of one that was killed is not waited for."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.host.world import compile_safely
+from tests.support.stopping import Run
+from tests.support.waiting import PATIENCE, wait_for
+
+
+@pytest.fixture
+def baton(tmp_path, monkeypatch):
+    """Makes torch's lock of a folder, once `compile_safely` has run."""
+    from torch.utils import cpp_extension
+
+    for name in ("FileBaton", "load"):
+        monkeypatch.setattr(cpp_extension, name, getattr(cpp_extension, name))
+    compile_safely()
+    return lambda: cpp_extension.FileBaton(str(tmp_path / "lock"))
+
+
+def test_a_compilation_waits_for_another_ones_lock_until_that_is_killed(baton):
+    def hold(taken):
+        held = baton()
+        taken.set() if held.try_acquire() else None
+        time.sleep(10 * PATIENCE)
+
+    fork = multiprocessing.get_context("fork")
+    taken = fork.Event()
+    process = fork.Process(target=hold, args=(taken,), daemon=True)
+    process.start()
+    assert taken.wait(PATIENCE)
+    own = baton()
+    waiting = threading.Thread(target=own.try_acquire, daemon=True)
+    waiting.start()
+    waiting.join(1)
+    assert waiting.is_alive()
+    process.kill()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    own.release()
+
+
+def test_a_lock_file_that_a_killed_program_has_left_holds_nobody_up(baton, tmp_path):
+    (tmp_path / "lock").touch()
+    assert baton().try_acquire()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_compilation_and_what_it_started(tmp_path, monkeypatch):
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text(f"#!/bin/sh\n[ $1 = --version ] && exec echo 1.11\nsleep 5000 &\necho $! > {tmp_path}/pid\nwait")
+    ninja.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ninja.parent), prepend=os.pathsep)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    with Run(["--recipe", "memory", "--use_cpu", "true", "--max_steps", "1"], tmp_path / "out") as run:
+        wait_for("the compiler", (tmp_path / "pid").exists)
+        run.process.send_signal(signal.SIGINT)
+        output = run.end()
+    assert run.process.returncode == 130, output
+    status = Path(f"/proc/{int((tmp_path / 'pid').read_text())}/status")
+    wait_for("the compiler's end", lambda: not status.exists() or "zombie" in status.read_text())

@@ -14,7 +14,7 @@ from launch.flags import Commands, spellings
 from launch.host.files import make_folder
 from launch.output.checkpoints import inspect, numbered
 from launch.terminal import console, memory_size, plural, print_note
-from launch.training.unloadable import one_line, unloadable
+from launch.training.words import one_line, unloadable
 from recipes.errors import UserError, mistake
 from recipes.quiet import quiet_imported, quiet_libraries, silence
 from recipes.run import Json, fingerprints, recorded
@@ -207,7 +207,7 @@ def _merged(model: PreTrainedModel, folder: Path, base: str) -> tuple[torch.Tens
                 raise ValueError(f"{what} {plural(len(names), 'tensor')} such as {names[0]}")
         return _logits(adapter), adapter.merge_and_unload()
     except Exception as error:  # anything: other shapes, or a damaged adapter_config.json
-        what = f"the adapter in {folder} does not fit: {one_line(' '.join(str(error).split()))}"
+        what = f"the adapter in {folder} does not fit: {one_line(error)}"
         fix = f"the base model that it was trained on, with --model_name_or_path; this is {base}"
         raise mistake("FOLDER", what, fix) from None
 

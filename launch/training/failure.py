@@ -21,6 +21,7 @@ from launch.host.world import World
 from launch.output.checkpoints import newest_complete
 from launch.terminal import console, print_note, print_problems
 from launch.training.out_of_memory import OutOfMemory
+from launch.training.words import one_line, untrainable
 from recipes.errors import Failure, Problem, StreamBroke, UserError
 from recipes.run import RunSpec
 
@@ -41,44 +42,61 @@ def explained_by(run: RunSpec) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def only_noted(doing: str, world: World) -> Iterator[None]:
+    """For what follows a finished training. A failure is one line, and the run stays finished."""
+    try:
+        yield
+    except Exception as error:
+        same_everywhere = isinstance(error, UserError)
+        reason = str(error) if same_everywhere else f"{type(error).__name__}: {one_line(error)}"
+        text = f"{_rank(world)}the run is finished, but {doing} failed: {reason}"
+        print_note(text, console(world.is_main or not same_everywhere, stderr=True))
+
+
 def report(error: BaseException, world: World) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run, since = vars(error).get("run"), time.time()  # None if it was not resolved
     ignore_stop_requests()
-    unwritable = _unwritable_cache(error, run)
-    problems = [unwritable] if unwritable else _problems(error, run)
+    problems, storage = _problems(error, run), _storage_failure(error, run)
     if problems:
         text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
         if is_reporter(world, text):
             print_problems(problems, console(stderr=True))
             write_error_file(text)
-        return 1 if unwritable and not is_chosen(unwritable) else 2
-    message = _explained(error, run)
+        of_machine = cache_problem(error)
+        return 1 if of_machine and not is_chosen(of_machine) else 2
+    message = _explained(error, run, storage)
     if message is None:
         is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
         write_error_file(f"{type(error).__name__}: {error}")
         raise error
-    _print(message, error, run, world, since)
+    text = f"{_rank(world)}{message}"
+    if _prints(error, world, storage, text):
+        console(stderr=True).print(escape(text), style="red", highlight=False)
+        is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
+        if not is_consequence:
+            write_error_file(text, since=since)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | None:
-    """A library's cache that cannot be written. A full disk of both is told of the output folder.
+def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
+    """What the user can correct; empty if that is not why it failed.
 
-    It comes before a mistake, which may be what a reader makes of its cache: its own message, that
-    the file cannot be read, would be wrong.
+    A library's cache that cannot be written comes first: a mistake may be what a reader makes of
+    it. A full disk of both is reported of the output folder.
     """
     folder = (run["output_dir"] or "") if run else ""
     is_full = os.path.exists(folder) and refusal(Path(folder)) in FULL  # noqa: PTH110, Path.exists raises for a long name
-    return None if is_full else cache_problem(error)
-
-
-def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
-    """What the user can correct; empty if that is not why it failed."""
-    problems = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
-    return [run.with_source(problem) if run else problem for problem in problems]
+    cache = None if is_full else cache_problem(error)
+    if cache:
+        return [cache]
+    found = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
+    if not isinstance(error, (UserError, Failure)):
+        found = untrainable(error)
+    return [run.with_source(problem) if run else problem for problem in found]
 
 
 def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailure | None:
@@ -93,58 +111,30 @@ def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailur
     return storage_failure(error, folder)
 
 
-@contextlib.contextmanager
-def only_noted(doing: str, world: World) -> Iterator[None]:
-    """For what follows a finished training. A failure is one line, and the run stays finished."""
-    try:
-        yield
-    except Exception as error:
-        same_everywhere = isinstance(error, UserError)
-        reason = str(error) if same_everywhere else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        text = f"{_rank(world)}the run is finished, but {doing} failed: {reason}"
-        print_note(text, console(world.is_main or not same_everywhere, stderr=True))
-
-
-def _explained(error: BaseException, run: RunSpec | None) -> str | None:
+def _explained(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> str | None:
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
-    if isinstance(error, Failure) and not isinstance(error, (NotANumber, RankHangs, StreamBroke)):
+    if isinstance(error, Failure) and not isinstance(error, (NotANumber, Preempted, RankHangs, StreamBroke)):
         return str(error)
-    if run is None:  # nothing was resolved yet
-        return _stopped(error)
-    if failed := _storage_failure(error, run):
-        return " ".join([f"{failed.what}.", *_saved(run, failed.remedy)])
-    message = _stopped(error) or _failed(error, run)
-    return message and " ".join([f"{message}.", *_saved(run)])
-
-
-def _saved(run: RunSpec, remedy: str = "") -> list[str]:
-    """What a resume starts from, and what to do before it."""
+    what, remedy = None, ""
+    if storage and run:
+        what, remedy = storage.what, storage.remedy
+    elif isinstance(error, KeyboardInterrupt):
+        what = "interrupted"
+    elif isinstance(error, NotANumber):
+        what = f"{error}; a lower learning rate or fp32 usually helps"
+    elif isinstance(error, (Preempted, RankHangs, StreamBroke)):
+        what = str(error)
+    elif _lost_a_rank(error):
+        what = "another rank failed: see the error that it printed"
+    if what is None or run is None:
+        return what
     newest = newest_complete(run["output_dir"])
-    saved = f"Saved: {newest or 'no checkpoint yet'}."
     again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
     if newest is None:
-        return [saved, f"{again}."] if remedy else [saved]
-    return [saved, f"{again}: it takes the newest valid checkpoint."]
-
-
-def _stopped(error: BaseException) -> str | None:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return str(error) if isinstance(error, Preempted) else None
-
-
-def _failed(error: BaseException, run: RunSpec) -> str | None:
-    if isinstance(error, NotANumber):
-        return f"{error}; a lower learning rate or fp32 usually helps"
-    if isinstance(error, (RankHangs, StreamBroke)):
-        return str(error)
-    if isinstance(error, NotImplementedError) and "underflow_overflow" in (run["debug"] or ""):
-        return f"--debug underflow_overflow cannot look into this model ({error}): leave it out"
-    if _lost_a_rank(error):
-        return "another rank failed: see the error that it printed"
-    return None
+        return f"{what}. Saved: no checkpoint yet." + (f" {again}." if remedy else "")
+    return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
 
 
 def _lost_a_rank(error: BaseException) -> bool:
@@ -157,24 +147,15 @@ def _lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def _print(message: str, error: BaseException, run: RunSpec | None, world: World, since: float) -> None:
-    """On the rank that failed. What happens to all ranks together is printed by one alone."""
+def _prints(error: BaseException, world: World, storage: StorageFailure | None, text: str) -> bool:
+    """True on the rank that failed. What happens to all ranks together is printed by one alone."""
     of_one_rank = isinstance(error, (OutOfMemory, NotANumber, StreamBroke))
     own = of_one_rank or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
     if isinstance(error, RankHangs):
         own = error.is_reporter
-    if not (world.is_main or own):
-        return
-    text = f"{_rank(world)}{message}"
-    lost = _lost_a_rank(error)
-    if lost and not is_last_to_know():
-        return
-    if _storage_failure(error, run) and not is_reporter(world, text):
-        return
-    console(stderr=True).print(escape(text), style="red", highlight=False)
-    is_consequence = lost or (isinstance(error, OutOfMemory) and not error.first)
-    if not is_consequence:
-        write_error_file(text, since=since)
+    if not (world.is_main or own) or (_lost_a_rank(error) and not is_last_to_know()):
+        return False
+    return storage is None or is_reporter(world, text)
 
 
 def _rank(world: World) -> str:

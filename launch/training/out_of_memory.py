@@ -12,7 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launch.host import memory
@@ -24,7 +24,7 @@ from launch.host.world import World
 from launch.output import record
 from launch.output.record import OUT_OF_MEMORY
 from launch.terminal import memory_size
-from recipes.errors import Failure, UserError
+from recipes.errors import Failure
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json
@@ -35,7 +35,8 @@ class OutOfMemory(Failure):
 
     def __init__(self, run: RunSpec, argv: list[str], facts: Json, first: bool) -> None:
         shortage = Shortage(facts["asked_bytes"], facts["free_bytes"])
-        super().__init__(f"out of memory {_when(facts)}: {shortage_in_words(shortage)}")
+        when = f"after step {facts['step']}" if facts["step"] else "before the first step was done"
+        super().__init__(f"out of memory {when}: {shortage_in_words(shortage)}")
         self.run = run
         self.argv = argv
         self.facts = facts
@@ -43,10 +44,35 @@ class OutOfMemory(Failure):
 
     def explained(self) -> str:
         """The whole explanation from the first rank that reports it, one line from any other."""
+        run, facts = self.run, self.facts
         if not self.first:
             return str(self)
-        lines = [f"{self}", *_memory_lines(self.run, self.facts["peak_bytes"]), *_saved_lines(self.facts)]
-        return "\n".join([*lines, *_next_lines(self.run, self.argv, self.facts)])
+        of_whom = "reserved on the GPU" if run.hardware.cuda else "the whole process, libraries included"
+        limited = f", limited to {memory_size(round(run['memory_limit'] * 1e9))}" if run["memory_limit"] else ""
+        return "\n".join(
+            [
+                str(self),
+                f"planned   {_planned(run)}",
+                f"measured  {memory_size(facts['peak_bytes'])} at most until then ({of_whom}){limited}",
+                f"saved     {facts['checkpoint'] or 'no checkpoint yet'}",
+                *self._next_lines(),
+            ]
+        )
+
+    def _next_lines(self) -> list[str]:
+        run, flags = self.run, self.facts["next"]
+        if flags is None:
+            return [f"next      {other_ways(run)}"]
+        micro = flags["per_device_train_batch_size"]
+        share = run.batch.micro * run.batch.accumulation
+        batch = replace(run.batch, micro=micro, accumulation=share // micro)
+        checkpointing = ", activations computed again" if "gradient_checkpointing" in flags else ""
+        start = "from that checkpoint" if self.facts["checkpoint"] else "from the start"
+        return [
+            f"next      {batch}, the same global batch{checkpointing}, {start}:",
+            f"          {_command(run, with_flags(self.argv, flags))}",
+            f"then      {other_ways(run, 'gradient_checkpointing' in flags)}",
+        ]
 
 
 @contextlib.contextmanager
@@ -72,7 +98,10 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
         traceback.clear_frames(error.__traceback__)
         first = _is_first(run)
         if first:
-            facts |= {"checkpoint": _newest_checkpoint(run), "next": next_attempt(run, argv)}
+            from launch.output.checkpoints import newest_valid
+
+            newest, _ = newest_valid(run["output_dir"])
+            facts |= {"checkpoint": str(newest.path) if newest else None, "next": next_attempt(run, argv)}
             record.note_out_of_memory(Path(run["output_dir"]), facts)
         raise OutOfMemory(run, argv, facts, first) from None
 
@@ -83,15 +112,8 @@ def next_flags(folder: Path) -> Json | None:
     return flags if isinstance(flags, dict) else None
 
 
-def _newest_checkpoint(run: RunSpec) -> str | None:
-    from launch.output.checkpoints import newest_valid
-
-    newest, _ = newest_valid(run["output_dir"])
-    return str(newest.path) if newest else None
-
-
 def _is_first(run: RunSpec) -> bool:
-    """Whether this rank reports it first. out_of_memory.json tells rank 0 why it lost this rank."""
+    """True on the rank that reports it first. out_of_memory.json tells rank 0 why it lost it."""
     try:
         (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
     except FileExistsError:
@@ -101,44 +123,36 @@ def _is_first(run: RunSpec) -> bool:
     return True
 
 
-# --- The next attempt ----------------------------------------------------------------------------
-
-
 def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     """Flags for the same training in less memory, resumed from its checkpoints.
 
-    None if no flags achieve that.
-
-    A flag whose value is None is left out.
+    None if no flags achieve that. A flag whose value is None is left out.
     """
-    share = run.batch.micro * run.batch.accumulation
-    smaller = (size for size in range(run.batch.micro - 1, 0, -1) if share % size == 0)
-    attempts = [_split_like(run, size, share // size) for size in smaller]
+    micro, share = run.batch.micro, run.batch.micro * run.batch.accumulation
+    attempts: list[Json] = [
+        {"per_device_train_batch_size": size} for size in range(micro - 1, 0, -1) if not share % size
+    ]
     if not run["gradient_checkpointing"]:
-        attempts.append({**_split_like(run, run.batch.micro, run.batch.accumulation), "gradient_checkpointing": True})
-    candidates = ({**attempt, **_flags_to_resume(run)} for attempt in attempts)
-    return next((flags for flags in candidates if _is_legal(run, argv, flags)), None)
-
-
-def _split_like(run: RunSpec, micro: int, accumulation: int) -> Json:
-    """Accumulation follows from the micro-batch, unless the user wrote it too."""
-    if run.explicit("gradient_accumulation_steps"):
-        return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    return {"per_device_train_batch_size": micro}
-
-
-def _flags_to_resume(run: RunSpec) -> Json:
-    """Flags that prevent a resume from the newest checkpoint are left out, or overridden if a file
-    sets them.
-    """
+        attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
+    # What prevents a resume from the newest checkpoint is left out, or overridden if a file sets
+    # it.
     undone = {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}
-    named = {name: value for name, value in undone.items() if run.explicit(name) and run[name]}
-    return {name: None if run.setting(name).source == COMMAND_LINE else value for name, value in named.items()}
+    resumed = {
+        name: None if run.setting(name).source == COMMAND_LINE else value
+        for name, value in undone.items()
+        if run.explicit(name) and run[name]
+    }
+    for flags in attempts:
+        if run.explicit("gradient_accumulation_steps"):  # else it follows from the micro-batch
+            flags["gradient_accumulation_steps"] = share // flags["per_device_train_batch_size"]
+        flags |= resumed
+        found = check(resolve(with_flags(argv, flags), run.place))
+        if not any(problem.severity == "error" for problem in found):
+            return flags
+    return None
 
 
-def _is_legal(run: RunSpec, argv: list[str], flags: Json) -> bool:
-    found = check(resolve(with_flags(argv, flags), run.place))
-    return not any(problem.severity == "error" for problem in found)
+# --- In words ------------------------------------------------------------------------------------
 
 
 def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
@@ -148,8 +162,7 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     proposed once more.
     """
     shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
-    checkpointed |= bool(run["gradient_checkpointing"])
-    checkpointing = "" if checkpointed else "--gradient_checkpointing true, "
+    checkpointing = "" if checkpointed or run["gradient_checkpointing"] else "--gradient_checkpointing true, "
     if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
         return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
     another = "with another --output_dir, since its checkpoints have another format"
@@ -162,27 +175,11 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     return f"{checkpointing}more GPUs, or {shorter}"
 
 
-# --- In words ------------------------------------------------------------------------------------
-
-
 def shortage_in_words(shortage: Shortage) -> str:
     """`asked for 2.00 GiB, 512.0 MiB was free`, as far as it is known."""
     asked = "more" if shortage.asked_bytes is None else memory_size(shortage.asked_bytes)
     free = "" if shortage.free_bytes is None else f", {memory_size(shortage.free_bytes)} was free"
     return f"asked for {asked}{free}"
-
-
-def _when(facts: Json) -> str:
-    return f"after step {facts['step']}" if facts["step"] else "before the first step was done"
-
-
-def _memory_lines(run: RunSpec, peak_bytes: int) -> list[str]:
-    """The planner's table and the measured peak, one line each."""
-    measured = f"measured  {memory_size(peak_bytes)} at most until then"
-    measured += " (reserved on the GPU)" if run.hardware.cuda else " (the whole process, libraries included)"
-    if run["memory_limit"]:
-        measured += f", limited to {memory_size(round(run['memory_limit'] * 1e9))}"
-    return [f"planned   {_planned(run)}", measured]
 
 
 def _planned(run: RunSpec) -> str:
@@ -191,33 +188,10 @@ def _planned(run: RunSpec) -> str:
 
     try:
         parts = plan_run(run, load_config(run, load_tokenizer(run)), 0, as_it_is=True).components
-    except UserError as error:
-        return f"not: {error}"
     except Exception as error:  # the rest of the message matters more than this table
         return f"not: {type(error).__name__}"
-    sizes = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    words = [f"{name} {memory_size(size)}" for name, size in sizes.items() if size]
+    words = [f"{name} {memory_size(size)}" for name, size in vars(parts).items() if size]
     return f"{memory_size(parts.total)} at micro-batch {run.batch.micro}: {', '.join(words)}"
-
-
-def _saved_lines(facts: Json) -> list[str]:
-    return [f"saved     {facts['checkpoint']}" if facts["checkpoint"] else "saved     no checkpoint yet"]
-
-
-def _next_lines(run: RunSpec, argv: list[str], facts: Json) -> list[str]:
-    flags = facts["next"]
-    if flags is None:
-        return [f"next      {other_ways(run)}"]
-    micro = flags["per_device_train_batch_size"]
-    share = run.batch.micro * run.batch.accumulation
-    batch = replace(run.batch, micro=micro, accumulation=share // micro)
-    checkpointing = ", activations computed again" if "gradient_checkpointing" in flags else ""
-    start = "from that checkpoint" if facts["checkpoint"] else "from the start"
-    return [
-        f"next      {batch}, the same global batch{checkpointing}, {start}:",
-        f"          {_command(run, with_flags(argv, flags))}",
-        f"then      {other_ways(run, 'gradient_checkpointing' in flags)}",
-    ]
 
 
 def _command(run: RunSpec, argv: list[str]) -> str:

@@ -30,7 +30,7 @@ from launch.host.world import World, launched, prepare_process, process_group, r
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems
 from launch.training import banner, failure
-from launch.training.out_of_memory import catch_out_of_memory
+from launch.training.failure import catch_out_of_memory
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.probe import require_constructible

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -99,8 +98,8 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     )
     changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
     for index, (name, setting) in enumerate(changed.items()):
-        value = _as_typed(shown(name, setting.value))
-        table.add_row("" if index else "changed", escape(f"{name} = {value} ({setting.source})"))
+        row = f"{name} = {shown(name, setting.value)} ({setting.source})"
+        table.add_row("" if index else "changed", escape(row))
     out.print(table)
     idle, advice = len(run.hardware.gpus) - run.local_world_size, []
     if idle > 0:
@@ -112,11 +111,6 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
         advice.append(f"{what}. Fix: {fix}")
     for line in advice:
         out.print(f"[yellow]advice[/yellow]  {line}", highlight=False)
-
-
-def _as_typed(value: object) -> object:
-    """Without the `.0` of a float that is whole: `--save_steps 2` is one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def batch(run: RunSpec) -> str:
@@ -201,7 +195,7 @@ def show_sample(run: RunSpec, world: World) -> None:
 def _summary(results: Json, run: RunSpec, out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
     out.print()
-    out.print(_table({**dict(_summary_lines(results, run)), "written to": written(Path(run["output_dir"]))}))
+    out.print(_table({**dict(_summary_lines(results, run)), "written to": run["output_dir"]}))
     per_class = results.get("per_class") or {}
     shown = sorted(per_class, key=lambda name: per_class[name]["f1"])[:_MOST_CLASSES]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -215,17 +209,6 @@ def _summary(results: Json, run: RunSpec, out: Console) -> None:
         out.print(table)
     if len(per_class) > len(shown):
         out.print(f"of {len(per_class):,} classes, those with the lowest F1; run.json has all", highlight=False)
-
-
-def written(folder: Path) -> str:
-    """The output folder, and what a run has written there, of model, checkpoints and run.json."""
-    what = {
-        "model": ("*model*.safetensors", "*model*.bin"),  # whole, in parts, or an adapter
-        "checkpoints": ("checkpoint-*",),
-        "run.json": ("run.json",),
-    }
-    there = [name for name, patterns in what.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
-    return f"{folder} ({', '.join(there)})"
 
 
 def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:

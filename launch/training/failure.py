@@ -1,29 +1,44 @@
-"""Runs that failed or were interrupted: the message, how to resume, and the exit code."""
+"""Runs that failed or were interrupted: the message, how to resume, and the exit code.
+
+When memory runs out, the message says what was asked for, what was planned, and the next attempt:
+the next smaller micro-batch at the same global batch, or else gradient checkpointing. Both resume
+from the run's own checkpoints. out_of_memory.json in the output folder holds the flags, for
+`--on_oom next`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
 
+from launch.host import memory
 from launch.host.caches import cache_problem, is_chosen
 from launch.host.elastic import is_last_to_know, is_reporter, write_error_file
 from launch.host.heartbeat import RankHangs
-from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
+from launch.host.memory import Shortage
+from launch.host.parent import launcher
+from launch.host.secrets import hide
+from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests
 from launch.host.storage import FULL, StorageFailure, refusal, storage_failure
 from launch.host.world import World
-from launch.output.checkpoints import newest_complete
-from launch.terminal import console, print_note, print_problems
-from launch.training.out_of_memory import OutOfMemory
+from launch.output import record
+from launch.output.checkpoints import newest_complete, newest_valid
+from launch.output.record import OUT_OF_MEMORY
+from launch.terminal import console, memory_size, print_note, print_problems
 from launch.training.words import one_line, untrainable
 from recipes.errors import Failure, Problem, StreamBroke, UserError
-from recipes.run import RunSpec
+from recipes.rules.check import check
+from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
+from recipes.run.files import read_json
 
 
 class NotANumber(Failure):
@@ -58,14 +73,14 @@ def report(error: BaseException, world: World) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run, since = vars(error).get("run"), time.time()  # None if it was not resolved
     ignore_stop_requests()
-    problems, storage = _problems(error, run), _storage_failure(error, run)
+    cache, storage = _unwritable_cache(error, run), _storage_failure(error, run)
+    problems = [cache] if cache else _mistakes(error, run, storage)
     if problems:
         text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
         if is_reporter(world, text):
             print_problems(problems, console(stderr=True))
             write_error_file(text)
-        of_machine = cache_problem(error)
-        return 1 if of_machine and not is_chosen(of_machine) else 2
+        return 1 if cache and not is_chosen(cache) else 2
     message = _explained(error, run, storage)
     if message is None:
         is_reporter(world, "".join(traceback.format_exception(error)).strip())  # or all ranks print the same traceback
@@ -82,19 +97,23 @@ def report(error: BaseException, world: World) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
-    """What the user can correct; empty if that is not why it failed.
+def _unwritable_cache(error: BaseException, run: RunSpec | None) -> Problem | None:
+    """A library's cache that cannot be written. A full disk of both is reported of the output
+    folder.
 
-    A library's cache that cannot be written comes first: a mistake may be what a reader makes of
-    it. A full disk of both is reported of the output folder.
+    It comes before a mistake, which may be what a reader makes of its cache.
     """
     folder = (run["output_dir"] or "") if run else ""
     is_full = os.path.exists(folder) and refusal(Path(folder)) in FULL  # noqa: PTH110, Path.exists raises for a long name
-    cache = None if is_full else cache_problem(error)
-    if cache:
-        return [cache]
-    found = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
-    if not isinstance(error, (UserError, Failure)):
+    return None if is_full else cache_problem(error)
+
+
+def _mistakes(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> list[Problem]:
+    """What the user can correct; empty if that is not why it failed."""
+    found: Sequence[Problem] = ()
+    if isinstance(error, UserError):
+        found = () if storage else error.problems
+    elif not isinstance(error, Failure):
         found = untrainable(error)
     return [run.with_source(problem) if run else problem for problem in found]
 
@@ -160,3 +179,182 @@ def _prints(error: BaseException, world: World, storage: StorageFailure | None, 
 
 def _rank(world: World) -> str:
     return "" if world.is_main else f"rank {world.rank}: "
+
+
+# --- Out of memory --------------------------------------------------------------------------------
+
+
+class OutOfMemory(Failure):
+    """This rank ran out of memory. `first`: no other rank has reported it before."""
+
+    def __init__(self, run: RunSpec, argv: list[str], facts: Json, first: bool) -> None:
+        shortage = Shortage(facts["asked_bytes"], facts["free_bytes"])
+        when = f"after step {facts['step']}" if facts["step"] else "before the first step was done"
+        super().__init__(f"out of memory {when}: {shortage_in_words(shortage)}")
+        self.run = run
+        self.argv = argv
+        self.facts = facts
+        self.first = first
+
+    def explained(self) -> str:
+        """The whole explanation from the first rank that reports it, one line from any other."""
+        run, facts = self.run, self.facts
+        if not self.first:
+            return str(self)
+        of_whom = "reserved on the GPU" if run.hardware.cuda else "the whole process, libraries included"
+        limited = f", limited to {memory_size(round(run['memory_limit'] * 1e9))}" if run["memory_limit"] else ""
+        return "\n".join(
+            [
+                str(self),
+                f"planned   {_planned(run)}",
+                f"measured  {memory_size(facts['peak_bytes'])} at most until then ({of_whom}){limited}",
+                f"saved     {facts['checkpoint'] or 'no checkpoint yet'}",
+                *self._next_lines(),
+            ]
+        )
+
+    def _next_lines(self) -> list[str]:
+        run, flags = self.run, self.facts["next"]
+        if flags is None:
+            return [f"next      {other_ways(run)}"]
+        micro = flags["per_device_train_batch_size"]
+        share = run.batch.micro * run.batch.accumulation
+        batch = replace(run.batch, micro=micro, accumulation=share // micro)
+        checkpointing = ", activations computed again" if "gradient_checkpointing" in flags else ""
+        start = "from that checkpoint" if self.facts["checkpoint"] else "from the start"
+        return [
+            f"next      {batch}, the same global batch{checkpointing}, {start}:",
+            f"          {_command(run, with_flags(self.argv, flags))}",
+            f"then      {other_ways(run, 'gradient_checkpointing' in flags)}",
+        ]
+
+
+@contextlib.contextmanager
+def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
+    """Turn every error that means that memory ran out into `OutOfMemory`.
+
+    `argv` are train.py's arguments. `stop` knows the last step that has ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not memory.ran_out(error):
+            raise
+        ignore_stop_requests()
+        shortage = memory.shortage(error)  # before anything is freed
+        facts: Json = {
+            "rank": world.rank,
+            "step": stop.step,
+            "asked_bytes": shortage.asked_bytes,
+            "free_bytes": shortage.free_bytes,
+            "peak_bytes": memory.peak(run.hardware.cuda),
+        }
+        traceback.clear_frames(error.__traceback__)
+        first = _is_first(run)
+        if first:
+            newest, _ = newest_valid(run["output_dir"])
+            facts |= {"checkpoint": str(newest.path) if newest else None, "next": next_attempt(run, argv)}
+            record.note_out_of_memory(Path(run["output_dir"]), facts)
+        raise OutOfMemory(run, argv, facts, first) from None
+
+
+def next_flags(folder: Path) -> Json | None:
+    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
+    flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
+    return flags if isinstance(flags, dict) else None
+
+
+def _is_first(run: RunSpec) -> bool:
+    """True on the rank that reports it first. out_of_memory.json tells rank 0 why it lost it."""
+    try:
+        (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the disk is full too: better reported twice than never
+        pass
+    return True
+
+
+def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
+    """Flags for the same training in less memory, resumed from its checkpoints.
+
+    None if no flags achieve that. A flag whose value is None is left out.
+    """
+    micro, share = run.batch.micro, run.batch.micro * run.batch.accumulation
+    attempts: list[Json] = [
+        {"per_device_train_batch_size": size} for size in range(micro - 1, 0, -1) if not share % size
+    ]
+    if not run["gradient_checkpointing"]:
+        attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
+    # What prevents a resume from the newest checkpoint is left out, or overridden if a file sets
+    # it.
+    undone = {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}
+    resumed = {
+        name: None if run.setting(name).source == COMMAND_LINE else value
+        for name, value in undone.items()
+        if run.explicit(name) and run[name]
+    }
+    for flags in attempts:
+        if run.explicit("gradient_accumulation_steps"):  # else it follows from the micro-batch
+            flags["gradient_accumulation_steps"] = share // flags["per_device_train_batch_size"]
+        flags |= resumed
+        found = check(resolve(with_flags(argv, flags), run.place))
+        if not any(problem.severity == "error" for problem in found):
+            return flags
+    return None
+
+
+def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
+    """What takes less memory but is another training or needs another engine, in words.
+
+    `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not
+    proposed once more.
+    """
+    shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
+    checkpointing = "" if checkpointed or run["gradient_checkpointing"] else "--gradient_checkpointing true, "
+    if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
+        return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
+    another = "with another --output_dir, since its checkpoints have another format"
+    if run.world_size > 1 and run.engine.kind not in ("deepspeed", "fsdp"):
+        return f"{checkpointing}--recipe sharded {another}, then memory and memory_zero3"
+    if run.engine.kind != "deepspeed":
+        return f"{checkpointing}--recipe memory {another}, then memory_zero3"
+    if run.engine.zero_stage < 3:
+        return f"{checkpointing}--recipe memory_zero3 {another}"
+    return f"{checkpointing}more GPUs, or {shorter}"
+
+
+def shortage_in_words(shortage: Shortage) -> str:
+    """`asked for 2.00 GiB, 512.0 MiB was free`, as far as it is known."""
+    asked = "more" if shortage.asked_bytes is None else memory_size(shortage.asked_bytes)
+    free = "" if shortage.free_bytes is None else f", {memory_size(shortage.free_bytes)} was free"
+    return f"asked for {asked}{free}"
+
+
+def _planned(run: RunSpec) -> str:
+    from launch.training.model import load_config, load_tokenizer
+    from recipes.planner.plan import plan_run
+
+    try:
+        parts = plan_run(run, load_config(run, load_tokenizer(run)), 0, as_it_is=True).components
+    except Exception as error:  # the rest of the message matters more than this table
+        return f"not: {type(error).__name__}"
+    words = [f"{name} {memory_size(size)}" for name, size in vars(parts).items() if size]
+    return f"{memory_size(parts.total)} at micro-batch {run.batch.micro}: {', '.join(words)}"
+
+
+def _command(run: RunSpec, argv: list[str]) -> str:
+    """The command of this rank's launcher with another `argv` for train.py.
+
+    On several nodes the launchers' own arguments differ, so only train.py and its `argv` are shown.
+    """
+    if run.world_size > run.local_world_size:
+        start = ["train.py"]
+    else:
+        started_by = launcher()
+        words = started_by.argv if started_by else ()
+        scripts = [place for place, word in enumerate(words) if Path(word).name == Path(sys.argv[0]).name]
+        start = list(words[: scripts[0] + 1]) if scripts else [sys.executable, sys.argv[0]]
+        if scripts and run.engine.kind != "single":
+            argv = [word.replace("$", "$$") for word in argv]  # torch elastic reads $$ as $
+    return shlex.join([*start, *hide(argv, record.secrets_of(run))])

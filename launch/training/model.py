@@ -80,7 +80,7 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     if not waits:
         require_separate_examples(run, model)
         require_batches_for_batch_norm(run, model, data.examples)
-    return _with_adapters(run, model) if run["use_peft"] else model
+    return with_adapters(run, model) if run["use_peft"] else model
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -223,7 +223,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
 
 
 def _built(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    return _auto_class(run).from_config(
+    return auto_class(run).from_config(
         config, dtype=getattr(torch, run["dtype"]), trust_remote_code=run["trust_remote_code"], **_attention(run)
     )
 
@@ -251,7 +251,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
         options |= _in_4_bits(run)
     with _of_these_files(run, "model"):
         name = _expanded(run["model_name_or_path"])
-        model, info = _auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
+        model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     weights = [weight for weight, _ in model.named_parameters()]
     lacking = sorted(set(weights) & set(info["missing_keys"]))
     is_new_head = run["task"] == "sequence_classification" and not any(
@@ -267,7 +267,7 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
+def auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
 
@@ -301,7 +301,7 @@ def _in_4_bits(run: Settings) -> dict[str, object]:
     return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
+def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
 
     checkpointing = bool(run["gradient_checkpointing"])

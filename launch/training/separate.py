@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -116,7 +117,7 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedMo
     for by in (by for by in _DIVISORS if by == 1 or hidden // by >= _LEAST_WIDTH):
         try:
             with silence():
-                twin = _made(kind, _narrow(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
+                twin = _made(kind, _narrowed(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
         except Exception:  # as above, for sizes
             continue
         if flash:
@@ -127,28 +128,24 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedMo
     return None
 
 
-def _narrow(config: PreTrainedConfig, by: int) -> PreTrainedConfig:
-    """The configuration with its widths divided, and few tokens and experts."""
-    for name, value in vars(config).items():
-        setattr(config, name, _narrowed(name, value, by))
-    return config
-
-
-def _narrowed(name: str, value: object, by: int) -> object:
+def _narrowed(value: Any, by: int, name: str = "") -> Any:
+    """A configuration, or a value of one, with its widths divided, and few tokens and experts."""
     if isinstance(value, PreTrainedConfig):
-        return _narrow(value, by)
-    if isinstance(value, dict):
-        return {key: _narrowed(str(key), part, by) for key, part in value.items()}
-    if isinstance(value, list) and name in ("short_factor", "long_factor"):  # of LongRoPE, for each angle
+        for field, part in vars(value).items():
+            setattr(value, field, _narrowed(part, by, field))
+    elif isinstance(value, dict):
+        return {key: _narrowed(part, by, str(key)) for key, part in value.items()}
+    elif isinstance(value, list) and name in ("short_factor", "long_factor"):  # of LongRoPE, for each angle
         return value[: len(value) // by]
-    if isinstance(value, list):
-        return [_narrowed(name, part, by) for part in value]
-    if isinstance(value, bool) or not isinstance(value, int):
-        return value
-    for pattern, most in _MOST.items():
-        if re.search(pattern, name):
-            return min(value, most)
-    return max(2, value // by) if _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value > 1 else value
+    elif isinstance(value, list):
+        return [_narrowed(part, by, name) for part in value]
+    elif isinstance(value, int) and not isinstance(value, bool):
+        for pattern, most in _MOST.items():
+            if re.search(pattern, name):
+                return min(value, most)
+        if _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value > 1:
+            return max(2, value // by)
+    return value
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:

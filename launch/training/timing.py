@@ -9,7 +9,6 @@ longer beside other processes than alone is contention.
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shlex
 import time
@@ -17,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, median, median_low
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from launch.host import memory
@@ -60,16 +60,18 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
     timing, device, world = trainer.timing, trainer.args.device, run.world_size
     steps = timing.timed_steps
     name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    ranks = _gathered(
-        {
-            **{part: timing.seconds[part] / steps for part in PARTS},
-            "host": platform.node(),
-            "device": name,
-            "busy_cores": timing.busy_cores,
-            "p50": _percentile(timing.steps, 50),
-            "p99": _percentile(timing.steps, 99),
-            "peak": results["peak_memory_bytes"],
-        }
+    ranks = gather_object(
+        [
+            {
+                **{part: timing.seconds[part] / steps for part in PARTS},
+                "host": platform.node(),
+                "device": name,
+                "busy_cores": timing.busy_cores,
+                # The smallest that is at least as large as half of them, and as 99 of 100.
+                "percentiles": np.percentile(timing.steps or [0.0], (50, 99), method="inverted_cdf").tolist(),
+                "peak": results["peak_memory_bytes"],
+            }
+        ]
     )
     parts = {part: fmean(rank[part] for rank in ranks) for part in PARTS}
     step_time = sum(parts.values())
@@ -127,8 +129,8 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
         peak_memory=max(rank["peak"] for rank in ranks),
         setup=_setup(run, trainer.state),
         timed=f"{steps} steps",
-        step_p50=max(rank["p50"] for rank in ranks),
-        step_p99=max(rank["p99"] for rank in ranks),
+        step_p50=max(rank["percentiles"][0] for rank in ranks),
+        step_p99=max(rank["percentiles"][1] for rank in ranks),
         other_load=_other_load(ranks),
         slowest=slowest if world > 1 else None,
     )
@@ -209,12 +211,6 @@ def _other_load(ranks: list[Json]) -> float:
     return max(max(0.0, max(every for every, _ in node) - sum(own for _, own in node)) for node in nodes.values())
 
 
-def _percentile(values: list[float], percent: int) -> float:
-    """The smallest value that is at least as large as that many of 100; 0 for none."""
-    ordered = sorted(values)
-    return ordered[math.ceil(percent / 100 * len(ordered)) - 1] if ordered else 0.0
-
-
 def _slowest(ranks: list[list[float]]) -> list[float]:
     """The seconds of the slowest process in each try."""
     return [max(took) for took in zip(*ranks, strict=True)]
@@ -235,16 +231,7 @@ def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.d
             works[place]()
             finish()
             own[place].append(time.perf_counter() - started)
-    return [list(ranks) for ranks in zip(*_gathered(own), strict=True)]
-
-
-def _gathered(value: Any) -> list[Any]:
-    """The value of every process, in the order of their ranks."""
-    if not dist.is_initialized():
-        return [value]
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, value)
-    return everyones
+    return [list(ranks) for ranks in zip(*gather_object([own]), strict=True)]
 
 
 # --- The results of a run -------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import psutil
 
 from launch.host import memory
 from launch.host.memory import Shortage
-from launch.training.out_of_memory import shortage_in_words
+from launch.training.failure import shortage_in_words
 
 
 def unreadable():

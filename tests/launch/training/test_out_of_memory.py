@@ -10,7 +10,7 @@ import torch
 
 from launch.host import memory
 from launch.host.memory import Shortage
-from launch.training.out_of_memory import next_attempt, other_ways, shortage_in_words
+from launch.training.failure import next_attempt, other_ways, shortage_in_words
 from recipes.run import here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run

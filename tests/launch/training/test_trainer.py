@@ -35,7 +35,7 @@ def built(flags, model, tokenized_from) -> RecipeTrainer:
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
     model = load_model(run, tokenizer, data)
-    return build_trainer(run, World(), build_arguments(run), model, tokenizer, data, None)
+    return build_trainer(run, World(), build_arguments(run), model, tokenizer, data, console(is_main=False))
 
 
 def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
@@ -132,6 +132,7 @@ def test_trainer_alone_counts_no_number_that_is_minus_100(trainer):
 
 def test_trainer_alone_trains_on_with_random_values_for_weights_that_a_checkpoint_lacks(trainer):
     loaded = types.SimpleNamespace(missing_keys=["weight"], unexpected_keys=[])
+    trainer.model._keys_to_ignore_on_save = None
     Trainer._issue_warnings_after_load(trainer, loaded)
     with pytest.raises(ValueError, match="lacks 1 weights of the model"):
         trainer._issue_warnings_after_load(loaded)

@@ -30,7 +30,6 @@ from launch.host.world import World, launched, prepare_process, process_group, r
 from launch.output.record import kept_record
 from launch.terminal import console, print_problems
 from launch.training import banner, failure
-from launch.training.failure import catch_out_of_memory
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.probe import require_constructible
@@ -83,11 +82,11 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         if foreseen.finished and world.nodes == 1:  # each node may have its own folder
             banner.print_earlier(foreseen, run, out)
             return
-        with catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
+        with failure.catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
             data = load_data(run, tokenizer, known_classes(run, tokenizer))
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
-        with process_group(run, world), output_folder(run, world), catch_out_of_memory(run, argv, world, stop):
+        with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
             trained = train_and_record(run, world, stop, tokenizer, data)
         if trained and run.demonstration:
             banner.show_sample(run, world)

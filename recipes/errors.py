@@ -47,6 +47,12 @@ def mistake(subject: str, what: str, fix: str = "", source: str = "") -> UserErr
     return UserError(Problem(subject, what, fix, source))
 
 
+def one_line(error: object) -> str:
+    """What an error or a text says, on one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
 class Failure(RuntimeError):
     """What a machine does to a run: out of memory, NaN, a failed probe, a lost rank, a full disk.
 

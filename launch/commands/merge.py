@@ -14,8 +14,8 @@ from launch.flags import Commands, spellings
 from launch.host.files import make_folder
 from launch.output.checkpoints import inspect, numbered
 from launch.terminal import console, memory_size, plural, print_note
-from launch.training.words import one_line, unloadable
-from recipes.errors import UserError, mistake
+from launch.training.words import unloadable
+from recipes.errors import UserError, mistake, one_line
 from recipes.quiet import quiet_imported, quiet_libraries, silence
 from recipes.run import Json, fingerprints, recorded
 from recipes.run.files import expanded, read_json

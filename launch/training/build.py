@@ -18,8 +18,7 @@ from launch.terminal import print_note
 from launch.training.callbacks import EarlyStopping, Progress, StopOnNotANumber
 from launch.training.objective import MeanOverExamples, Metrics
 from launch.training.trainer import RecipeTrainer
-from launch.training.words import one_line
-from recipes.errors import mistake
+from recipes.errors import mistake, one_line
 from recipes.factories import arguments_for
 from recipes.rules.training import pushed_to
 from recipes.run import Json, RunSpec, Settings

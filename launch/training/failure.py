@@ -34,8 +34,8 @@ from launch.output import record
 from launch.output.checkpoints import newest_complete, newest_valid
 from launch.output.record import OUT_OF_MEMORY
 from launch.terminal import console, memory_size, print_note, print_problems
-from launch.training.words import one_line, untrainable
-from recipes.errors import Failure, Problem, StreamBroke, UserError
+from launch.training.words import untrainable
+from recipes.errors import Failure, Problem, StreamBroke, UserError, one_line
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json

@@ -32,8 +32,8 @@ from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
-from launch.training.words import one_line, unloadable
-from recipes.errors import Problem, UserError, mistake
+from launch.training.words import unloadable
+from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.planner.footprint import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import what_peft_accepts

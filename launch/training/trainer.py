@@ -29,8 +29,8 @@ from launch.training.callbacks import StepTiming, StoppedInEvaluation, StopWhenR
 from launch.training.failure import NotANumber
 from launch.training.objective import countable, filler
 from launch.training.streaming import Places
-from launch.training.words import one_line
-from recipes.errors import mistake
+from launch.training.words import untrainable
+from recipes.errors import Failure, mistake, one_line
 from recipes.run import Settings
 
 # What a checkpoint of another model, or a damaged one, may raise while it is loaded.
@@ -99,8 +99,8 @@ class RecipeTrainer(CommittingTrainer):
             with read_by(self.any_world):
                 output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except _MISFIT as error:
-            not_of_files = isinstance(error, torch.distributed.DistError) or ran_out(error)
-            if resume_from_checkpoint is None or self.timing.steps_trained or not_of_files:
+            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error) or untrainable(error)
+            if resume_from_checkpoint is None or self.timing.steps_trained or other:
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
             fix = "another --output_dir, or --fresh to move that run aside"

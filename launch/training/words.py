@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.run import Settings
 from recipes.run.files import existing_path
 
@@ -27,12 +27,6 @@ _CANNOT_LOAD = (
         "a model without a head for other classes, or the config.json that was saved with these weights",
     ),
 )
-
-
-def one_line(error: BaseException) -> str:
-    """A library's message, at most 200 characters of it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def unloadable(run: Settings, what: str, error: Exception) -> UserError:

@@ -28,10 +28,8 @@ from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World, launched, prepare_process, process_group, require_launcher, resolve_launched
 from launch.output.record import kept_record
-from launch.terminal import console, print_note, print_problems
+from launch.terminal import console, print_problems
 from launch.training import banner, failure
-from launch.training.help import train_help
-from launch.training.out_of_memory import catch_out_of_memory
 from recipes.quiet import quiet_libraries
 from recipes.rules.check import require_legal
 from recipes.rules.probe import require_constructible
@@ -45,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 finished, 1 failed, 2 a mistake, 75 stopped by a signal, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(train_help())
+        print(banner.train_help())
         return 0
     world, stop = launched(), StopRequest()
     try:
@@ -71,7 +69,7 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
     from launch.data.labels import recognised
     from launch.data.load import load_data
     from launch.output.resume import look_ahead, output_folder
-    from launch.training.hub import require_hub
+    from launch.training.build import require_hub
     from launch.training.model import known_classes, load_tokenizer, with_model
 
     out = console(world.is_main)
@@ -79,17 +77,16 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
     run, advice = with_model(run, tokenizer)  # may lower max_length to its longest sequence
     with failure.explained_by(run):
         print_problems(advice, out)
-        for note in require_hub(run):
-            print_note(note, out)
+        require_hub(run)
         foreseen = look_ahead(run)
         if foreseen.finished and world.nodes == 1:  # each node may have its own folder
             banner.print_earlier(foreseen, run, out)
             return
-        with catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
+        with failure.catch_out_of_memory(run, argv, world, stop), world.meeting(run["ddp_timeout"]):
             data = load_data(run, tokenizer, known_classes(run, tokenizer))
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
-        with process_group(run, world), output_folder(run, world), catch_out_of_memory(run, argv, world, stop):
+        with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
             trained = train_and_record(run, world, stop, tokenizer, data)
         if trained and run.demonstration:
             banner.show_sample(run, world)
@@ -100,8 +97,8 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_arguments, build_trainer
-    from launch.training.model import load_model
-    from launch.training.results import checkpoint_bytes, model_bytes, results
+    from launch.training.model import checkpoint_bytes, load_model, model_bytes
+    from launch.training.timing import results
 
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load

@@ -56,7 +56,7 @@ BUDGETS = {
     "launch/jobs": 2590,
     "launch/output": 2140,
     "launch/scaling": 1630,
-    "launch/training": 3260,
+    "launch/training": 2700,
 }
 
 

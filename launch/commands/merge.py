@@ -14,7 +14,7 @@ from launch.flags import Commands, spellings
 from launch.host.files import make_folder
 from launch.output.checkpoints import inspect, numbered
 from launch.terminal import console, memory_size, plural, print_note
-from launch.training.unloadable import unloadable
+from launch.training.words import unloadable
 from recipes.errors import UserError, mistake, one_line
 from recipes.quiet import quiet_imported, quiet_libraries, silence
 from recipes.run import Json, fingerprints, recorded

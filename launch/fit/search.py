@@ -25,7 +25,7 @@ from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
-from launch.training.out_of_memory import other_ways, shortage_in_words
+from launch.training.failure import other_ways, shortage_in_words
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted

@@ -14,7 +14,7 @@ from launch.jobs import here, tail
 from launch.jobs.job import THIS_ACCELERATE, Job, Node, arguments, checked_job, launch_command, preflight_command
 from launch.output.submission import Submission
 from launch.terminal import plural
-from launch.training import out_of_memory
+from launch.training.failure import next_flags
 from recipes.run import Json, with_flags
 
 HELP = "this machine"
@@ -121,7 +121,7 @@ def _go_on_with_less(job: Job, code: int) -> int:
     """Run again with less memory at the same global batch, until that is enough or impossible."""
     tried: list[Json] = []
     while code not in (0, EXIT_CODE):
-        attempt = out_of_memory.next_flags(job.folder)
+        attempt = next_flags(job.folder)
         if attempt is None or attempt in tried:
             if tried:
                 print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)

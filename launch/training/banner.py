@@ -1,9 +1,12 @@
-"""What a person reads about a run: the banner before the first step, the results at its end."""
+"""What a person reads: --help, the banner before the first step, the results at the end.
+
+Imports nothing heavy: `train.py --help` answers at once.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,6 +18,8 @@ from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
+from recipes import legal
+from recipes.catalog import RECIPES
 from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.run.metrics import METRICS, PER_CLASS
@@ -28,45 +33,84 @@ if TYPE_CHECKING:
     from launch.training.trainer import RecipeTrainer
 
 
-MOST_CLASSES = 12  # in the table at the end
+_USAGE = """\
+usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [model and data flags] [Trainer flags]
+       accelerate launch [--config_file YAML] [--num_processes N] train.py [the same flags]
+
+With no model and data it trains a small byte-level decoder on the Python standard library's own source.
+Precedence: command line > --config file > recipe > library default.
+
+To stop a run with all saved, send SIGTERM, SIGUSR1 or SIGHUP to `recipes train`, to `recipes submit local` or to any
+rank. `accelerate launch` and torchrun take SIGTERM and SIGHUP, and kill a rank that needs more than 30 seconds for its
+step and its save (TORCH_ELASTIC_SHUTDOWN_TIMEOUT says how many); they die of SIGUSR1, and their ranks still save.
+"""
+_OWN = """\
+  mine.yaml     one of your own: `base: fast`, a `purpose`, and `changes` with lines such as
+                learning_rate: [5.0e-5, "the reason"]; `engine` and `micro_batch_cap` are optional
+  mine.py:name  a function of your file that returns a recipes.catalog.Recipe"""
+_MOST_CLASSES = 12  # in the table at the end
+
+
+def train_help() -> str:
+    """`train.py --help`, from the same legal names that the check uses."""
+
+    def wrapped(text: str, first: str, indent: int) -> str:
+        return textwrap.fill(
+            text, width=110, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
+        )
+
+    recipes = "\n".join(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items())
+    own = []
+    for field in legal.run_flags().values():
+        choices = f" ({', '.join(field.choices)})" if field.choices else ""
+        default = f" [{field.default}]" if field.default not in (None, False) else ""
+        own.append(wrapped(f"{field.help}{choices}{default}", f"  --{field.name:<26} ", 31))
+    theirs = wrapped(", ".join(f"--{name}" for name in legal.trainer_fields()), "  ", 2)
+    return (
+        f"{_USAGE}\nRecipes (recipes show NAME explains one):\n{recipes}\n{_OWN}\n\n"
+        f"Run, model and data:\n{chr(10).join(own)}\n\n"
+        f"Every field of TrainingArguments (transformers {legal.version('transformers')}):\n{theirs}\n"
+    )
+
+
+# --- Before the first step ------------------------------------------------------------------------
 
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
     from launch.training.batches import has_batch_norm
-    from launch.training.results import parameter_count
+    from launch.training.model import parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
     share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
-    lines = {
-        "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
-        "model": f"{_model_name(run)}, {total:,} parameters{share}",
-        "data": data.description,
-        "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}{_threads(run)}",
-        "batch": batch(run),
-        "precision": precision(run),
-        "output": run["output_dir"],
-    }
+    name = run["model_name_or_path"] or "byte-level decoder"
+    from_scratch = " from scratch" if run["from_scratch"] or run["model_name_or_path"] is None else ""
+    table = _table(
+        {
+            "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
+            "model": f"{name}{from_scratch}, {total:,} parameters{share}",
+            "data": data.description,
+            "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}{_threads(run)}",
+            "batch": batch(run),
+            "precision": precision(run),
+            "output": run["output_dir"],
+        }
+    )
     changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
-    table = _table(lines)
     for index, (name, setting) in enumerate(changed.items()):
-        table.add_row(
-            "" if index else "changed", escape(f"{name} = {_as_typed(shown(name, setting.value))} ({setting.source})")
-        )
+        row = f"{name} = {shown(name, setting.value)} ({setting.source})"
+        table.add_row("" if index else "changed", escape(row))
     out.print(table)
-    idle = len(run.hardware.gpus) - run.local_world_size
+    idle, advice = len(run.hardware.gpus) - run.local_world_size, []
     if idle > 0:
         are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
-        out.print(f"[yellow]advice[/yellow]  {are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
+        advice.append(f"{are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
     if run.world_size > 1 and has_batch_norm(model):
         what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
         fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
-        out.print(f"[yellow]advice[/yellow]  {what}. Fix: {fix}", highlight=False)
-
-
-def _as_typed(value: object) -> object:
-    """Without the `.0` of a float that is whole: `--save_steps 2` is one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        advice.append(f"{what}. Fix: {fix}")
+    for line in advice:
+        out.print(f"[yellow]advice[/yellow]  {line}", highlight=False)
 
 
 def batch(run: RunSpec) -> str:
@@ -78,11 +122,6 @@ def batch(run: RunSpec) -> str:
     if sharing > 1:
         words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
     return words + (f", {split.reason}" if run.batch.source == FIT else "")
-
-
-def _model_name(run: RunSpec) -> str:
-    name = run["model_name_or_path"] or "byte-level decoder"
-    return f"{name} from scratch" if run["from_scratch"] or run["model_name_or_path"] is None else name
 
 
 def _threads(run: RunSpec) -> str:
@@ -105,46 +144,20 @@ def precision(run: RunSpec) -> str:
     return f"{name} compute, {weights}" + (", tf32" if run["tf32"] else "") + (f" ({reason})" if reason else "")
 
 
-def _summary(results: Json, run: RunSpec, out: Console) -> None:
-    """The end of a run. `results` are the numbers that run.json holds."""
-    lines = {**dict(_summary_lines(results, run)), "written to": written(Path(run["output_dir"]))}
-    out.print()
-    out.print(_table(lines))
-    if results.get("per_class"):
-        _print_classes(results["per_class"], out)
+def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
+    """What the output folder already holds, and what that means for this run."""
+    for note in earlier.notes:
+        print_note(note, out)
+    if earlier.finished:
+        where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
+        out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
+        if run["measure"]:
+            _timing(None, run, out)
+    elif earlier.checkpoint:
+        out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
 
-def _print_classes(per_class: Json, out: Console) -> None:
-    """The figures of each class, of many classes those with the lowest F1."""
-    shown = sorted(per_class, key=lambda name: per_class[name]["f1"])[:MOST_CLASSES]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("class", *PER_CLASS):
-        table.add_column(heading, justify="left" if heading == "class" else "right", overflow="fold")
-    for name in per_class:
-        if name in shown:
-            *shares, examples = (per_class[name][figure] for figure in PER_CLASS)
-            table.add_row(escape(name), *(f"{share:.4f}" for share in shares), f"{examples:,}")
-    out.print()
-    out.print(table)
-    if len(per_class) > len(shown):
-        out.print(f"of {len(per_class):,} classes, those with the lowest F1; run.json has all", highlight=False)
-
-
-def written(folder: Path) -> str:
-    """The output folder, and what a run has written there, of model, checkpoints and run.json."""
-    what = {
-        "model": ("*model*.safetensors", "*model*.bin"),  # whole, in parts, or an adapter
-        "checkpoints": ("checkpoint-*",),
-        "run.json": ("run.json",),
-    }
-    there = [name for name, patterns in what.items() if any(any(folder.glob(pattern)) for pattern in patterns)]
-    return f"{folder} ({', '.join(there)})"
-
-
-def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
-    """Whether `--measure` added a row of timings, and why not."""
-    result = "no step was measured, so no row was added" if row is None else "a row was added"
-    out.print(_table({"timings": f"{run['measure']}: {result}"}))
+# --- At the end -----------------------------------------------------------------------------------
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
@@ -156,7 +169,7 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
     with only_noted("printing its summary", world):
         _summary(results, run, out)
     if run["measure"]:
-        from launch.training.timings_row import add_timings_row
+        from launch.training.timing import add_timings_row
 
         with only_noted(f"adding a row to {run['measure']}", world):
             _timing(add_timings_row(run, world, trainer, results), run, out)
@@ -174,23 +187,34 @@ def show_sample(run: RunSpec, world: World) -> None:
     if not world.is_main:
         return
     with only_noted("reading a sample from its model", world):
-        text = saved_sample(run["output_dir"])
-        if text:
+        if text := saved_sample(run["output_dir"]):
             console().print("\n[bold]a sample from the trained model[/bold]")
             console().print(escape(text), highlight=False)
 
 
-def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
-    """What the output folder already holds, and what that means for this run."""
-    for note in earlier.notes:
-        print_note(note, out)
-    if earlier.finished:
-        where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
-        out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
-        if run["measure"]:
-            _timing(None, run, out)
-    elif earlier.checkpoint:
-        out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
+def _summary(results: Json, run: RunSpec, out: Console) -> None:
+    """The end of a run. `results` are the numbers that run.json holds."""
+    out.print()
+    out.print(_table({**dict(_summary_lines(results, run)), "written to": run["output_dir"]}))
+    per_class = results.get("per_class") or {}
+    shown = sorted(per_class, key=lambda name: per_class[name]["f1"])[:_MOST_CLASSES]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("class", *PER_CLASS):
+        table.add_column(heading, justify="left" if heading == "class" else "right", overflow="fold")
+    for name in (name for name in per_class if name in shown):
+        *shares, examples = (per_class[name][figure] for figure in PER_CLASS)
+        table.add_row(escape(name), *(f"{share:.4f}" for share in shares), f"{examples:,}")
+    if shown:
+        out.print()
+        out.print(table)
+    if len(per_class) > len(shown):
+        out.print(f"of {len(per_class):,} classes, those with the lowest F1; run.json has all", highlight=False)
+
+
+def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
+    """Whether `--measure` added a row of timings, and why not."""
+    result = "no step was measured, so no row was added" if row is None else "a row was added"
+    out.print(_table({"timings": f"{run['measure']}: {result}"}))
 
 
 def _table(lines: Mapping[str, object]) -> Table:

@@ -52,14 +52,11 @@ def examples_in_last_round(loader: Any) -> int:
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the epoch to the sampler, whatever wraps it."""
     sampler = loader
-    while (sampler := _inner(sampler)) is not None:
-        if hasattr(sampler, "set_epoch"):
+    while sampler is not None:
+        inner = getattr(sampler, "batch_sampler", None)  # without a length, in a stream: `or` would ask for it
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-
-
-def _inner(sampler: Any) -> Any:
-    inner = getattr(sampler, "batch_sampler", None)  # without a length, in a stream: `or` would ask for it
-    return getattr(sampler, "sampler", None) if inner is None else inner
 
 
 def example_numbers(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Tensor:
@@ -86,43 +83,33 @@ def tokens_of(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Te
 
 
 def has_batch_norm(model: torch.nn.Module) -> bool:
-    """Whether a layer normalises over the micro-batch of its own process."""
-    return any(_norms_a_batch(module) for module in model.modules())
-
-
-def _norms_a_batch(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
+    """True if a layer normalises over the micro-batch of its own process."""
+    per_process = torch.nn.modules.batchnorm._BatchNorm
+    return any(
+        isinstance(module, per_process) and not isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()
+    )
 
 
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
     """BatchNorm fails on one value per channel, as a lone example may be: try it with one."""
-    single = _lone_example(run, examples)
-    if not single or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
+    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
+    # On several processes accelerate fills the last batch of an epoch up.
+    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
+    leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
+    if not (micro == 1 or leaves_one) or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
         return
-    row = torch.arange(1, 9, device=model.device).unsqueeze(0)
-    was_training, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    row, was_training = torch.arange(1, 9, device=model.device).unsqueeze(0), model.training
+    means = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the trial moves them
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            model.train()(input_ids=row)
+            torch.func.functional_call(model.train(), means, kwargs={"input_ids": row})
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        setting, fix = single
+        setting, fix = "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
+        if micro == 1:
+            setting = "per_device_train_batch_size"
+            fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
         raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix) from None
     finally:
         model.train(was_training)
-        for name, buffer in model.named_buffers():  # running means, which the trial has moved
-            buffer.copy_(buffers[name])
-
-
-def _lone_example(run: Settings, examples: int) -> tuple[str, str] | None:
-    """The setting that leaves a micro-batch of one example, and what to write; None without one."""
-    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
-    if micro == 1:
-        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
-        return "per_device_train_batch_size", fix
-    # On several processes accelerate fills the last batch of an epoch up.
-    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
-    if world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]:
-        return "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
-    return None

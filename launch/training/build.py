@@ -1,12 +1,10 @@
-"""From a run to Hugging Face's objects: TrainingArguments and the Trainer."""
+"""From a run to Hugging Face's objects: the Hub, TrainingArguments and the Trainer."""
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from pathlib import Path
 
-import transformers.trainer
 from rich.console import Console
 from transformers import TrainingArguments
 
@@ -17,19 +15,33 @@ from launch.host.signals import StopRequest
 from launch.host.world import World
 from launch.output.other_world import AnyWorld
 from launch.terminal import print_note
-from launch.training.callbacks import (
-    EarlyStopping,
-    LogLastStep,
-    Progress,
-    StopOnNotANumber,
-    StopWhenRequested,
-    WarmUpAdvice,
-)
+from launch.training.callbacks import EarlyStopping, Progress, StopOnNotANumber
 from launch.training.objective import MeanOverExamples, Metrics
-from launch.training.step_timing import TimedTrainer
-from launch.training.trainer import RecipeTrainer, apply_ddp_settings, apply_fsdp_settings
+from launch.training.trainer import RecipeTrainer
+from recipes.errors import mistake, one_line
 from recipes.factories import arguments_for
-from recipes.run import Json, RunSpec
+from recipes.rules.training import pushed_to
+from recipes.run import Json, RunSpec, Settings
+
+
+def require_hub(run: Settings) -> None:
+    """Ask the Hub before the start, and not after hours, for the repository that Trainer will push
+    to. A run that does not push asks nothing.
+
+    Raises `UserError` with the Hub's own message.
+    """
+    if not run["push_to_hub"]:
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    api = HfApi(token=run["hub_token"])
+    try:
+        name = api.create_repo(pushed_to(run), private=run["hub_private_repo"], exist_ok=True).repo_id
+        api.auth_check(name, write=True)
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+        fix = "`hf auth login` with a token that may write there, or a --hub_model_id of your own; or leave it out"
+        raise mistake("push_to_hub", one_line(error), f"{fix}, and `hf upload` the folder afterwards") from None
 
 
 def build_arguments(run: RunSpec) -> TrainingArguments:
@@ -43,12 +55,6 @@ def build_arguments(run: RunSpec) -> TrainingArguments:
     return args
 
 
-class _SteadyClock:
-    """Python's `time` for Trainer, which takes durations from a clock that may be set meanwhile."""
-
-    time = staticmethod(time.monotonic)
-
-
 def build_trainer(
     run: RunSpec,
     world: World,
@@ -60,17 +66,20 @@ def build_trainer(
     identity: Json | None = None,
     stop: StopRequest | None = None,
 ) -> RecipeTrainer:
-    """The Trainer of a run, with all that it needs from outside. With `--measure` it also marks the
-    parts of its steps.
+    """The Trainer of a run, with all that it needs from outside.
 
     `identity` is the run's, for the manifests of its checkpoints. Once `stop` is requested on any
     rank, all save and leave.
     """
     end_workers_that_cannot_send()
-    for module in (transformers.trainer, transformers.trainer_utils):
-        module.time = _SteadyClock  # type: ignore[attr-defined]
     kind = data.problem_type  # None for a language model
-    trainer = (TimedTrainer if run["measure"] else RecipeTrainer)(
+    callbacks = [StopOnNotANumber(), Progress(run, out)]
+    if run["early_stopping_patience"]:
+        callbacks.append(EarlyStopping(run["early_stopping_patience"]))
+    any_world = None
+    if run.engine.kind == "deepspeed":
+        any_world = AnyWorld(Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out))
+    return RecipeTrainer(
         model=model,
         args=args,
         train_dataset=data.train,
@@ -79,24 +88,11 @@ def build_trainer(
         processing_class=tokenizer,
         compute_metrics=Metrics(kind, data.labels or ()) if kind else None,
         compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
-        callbacks=[StopOnNotANumber(), LogLastStep(), WarmUpAdvice(run, out)],
-        padding_free=run["padding_free"],
-        any_world=_any_world(run, world, out),
+        callbacks=callbacks,
+        run=run,
+        world=world,
+        stop=stop,
+        any_world=any_world,
         engine=run.engine.title,
         identity=identity,
     )
-    if not (run.explicit("disable_tqdm") and run["disable_tqdm"]):
-        trainer.add_callback(Progress(out))
-    if run["early_stopping_patience"]:
-        trainer.add_callback(EarlyStopping(run["early_stopping_patience"]))
-    if stop is not None:
-        trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
-    apply_ddp_settings(trainer, run)
-    apply_fsdp_settings(trainer)
-    return trainer
-
-
-def _any_world(run: RunSpec, world: World, out: Console) -> AnyWorld | None:
-    if run.engine.kind != "deepspeed":
-        return None
-    return AnyWorld(Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out))

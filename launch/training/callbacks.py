@@ -1,14 +1,21 @@
-"""Callbacks: stop early or when told to, log the last step, time the steps, show progress."""
+"""Callbacks: stop early or when told to, time the steps, show progress."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from torch.profiler import ProfilerActivity, profile, record_function
+from tqdm import tqdm
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
@@ -18,13 +25,16 @@ from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
 from recipes.scaling.noise import of_median
+from recipes.scaling.row import PARTS
 from recipes.scaling.timings import WARM_UP_STEPS
 
-_STRETCHES = 8  # of a run, whose step times are compared
-
 if TYPE_CHECKING:
-    from rich import progress
+    from rich.console import Console
     from torch.distributed import ProcessGroup
+
+_STRETCHES = 8  # of a run, whose step times are compared
+_MICRO_STEP = "micro-step"
+_SHOWN = ("loss", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -34,17 +44,6 @@ class EarlyStopping(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
-
-
-class WarmUpAdvice(TrainerCallback):
-    """Says that the warm-up is longer than the run: with the data, the steps are known."""
-
-    def __init__(self, run: RunSpec, console) -> None:
-        self.run, self.console = run, console
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.run["max_steps"] <= 0:  # else `check` has said it
-            print_problems(warmup_within(self.run, state.max_steps), self.console)
 
 
 class StopOnNotANumber(TrainerCallback):
@@ -119,28 +118,76 @@ class StopWhenRequested(TrainerCallback):
         return bool(asked)
 
 
-class LogLastStep(TrainerCallback):
-    """Logs at the last step too, so that the final loss is known even if a recipe logs rarely."""
+class Progress(TrainerCallback):
+    """A progress bar on a terminal, and one line per log. The last step logs too, so that the final
+    loss is known even if a recipe logs rarely.
+    """
+
+    def __init__(self, run: RunSpec, out: Console) -> None:
+        self.run, self.out = run, out
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
+            print_problems(warmup_within(self.run, state.max_steps), self.out)
+        if self.out.is_terminal and not self.out.quiet and self._is_shown():
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps:
-            control.should_log = True
+        control.should_log |= state.global_step >= state.max_steps
+        if self.bar is not None:
+            self.bar.update()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
+        if parts and self._is_shown():
+            with tqdm.external_write_mode(self.out.file):  # above the bar
+                self.out.print(f"step {state.global_step}/{state.max_steps}  {'  '.join(parts)}", highlight=False)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+
+    def _is_shown(self) -> bool:
+        return not (self.run.explicit("disable_tqdm") and self.run["disable_tqdm"])
 
 
-class Meter(TrainerCallback):
-    """Step time in seconds, over the steps after the warm-up that neither save nor evaluate."""
+# --- The time of a step ---------------------------------------------------------------------------
 
-    WARM_UP_STEPS = WARM_UP_STEPS
 
-    def __init__(self) -> None:
-        self.durations: list[float] = []
+class StepTiming(TrainerCallback):
+    """Times the steps after the warm-up. `parts`: also the parts of each, for a row of timings.
+
+    The Trainer says when a part ends, by `mark`. On a GPU a mark is an event in its stream, read
+    once the GPU has passed it: the host never stops to measure. Elsewhere it is a reading of the
+    clock. `on` may be switched off meanwhile.
+    """
+
+    def __init__(self, cuda: bool, parts: bool = False) -> None:
+        self.durations: list[float] = []  # of steps that neither save nor evaluate
+        self.steps_trained = 0
         self._started: float | None = None
         self._interrupted = False
-        self.steps_trained = 0
+
+        self.parts = self.on = parts
+        self.seconds: Counter[str] = Counter()  # in each part
+        self.steps: list[float] = []  # of each step, by its parts
+        self.sent: tuple[int, int, int] | None = None  # in one step: `_counted`
+        # The micro-batches of the first timed step, and their items: an epoch's last step is short.
+        self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
+        self.busy_cores = (0.0, 0.0)  # during the timed steps: of all programs, and of this one
+        self._load = _load()
+        self._cuda = cuda
+        self._marks: deque[tuple[str, Any, bool]] = deque()
+        self._step: Counter[str] = Counter()
+        self._begun = 0
+        self._profiler: profile | None = None
+
+    # --- The length of a step --------------------------------------------------------------------
 
     def on_step_begin(self, args, state, control, **kwargs):
         now = time.perf_counter()
-        if self._started is not None and not self._interrupted and self.steps_trained > self.WARM_UP_STEPS:
+        if self._started is not None and not self._interrupted and self.steps_trained > WARM_UP_STEPS:
             self.durations.append(now - self._started)
         self._started, self._interrupted = now, False
         self.steps_trained += 1
@@ -148,74 +195,146 @@ class Meter(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self._interrupted = True
 
-    def on_evaluate(self, args, state, control, **kwargs):
-        self._interrupted = True
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self._interrupted = True
+    on_evaluate = on_epoch_end = on_save
 
     @property
     def step_time(self) -> float | None:
-        """Mean seconds per step.
+        """Mean seconds per step; None if there were too few.
 
-        Single steps mean little: a GPU works behind the host. None if there were too few.
+        Single steps mean little: a GPU works behind the host.
         """
-        return sum(self.durations) / len(self.durations) if self.durations else None
+        return fmean(self.durations) if self.durations else None
 
     @property
     def step_time_off(self) -> float | None:
         """Seconds by which that mean may be off: stretches of the run differ by as much."""
         size = max(1, len(self.durations) // _STRETCHES)
         starts = range(0, len(self.durations) - size + 1, size)
-        means = [sum(self.durations[start : start + size]) / size for start in starts]
+        means = [fmean(self.durations[start : start + size]) for start in starts]
         return of_median(means) if len(means) > 1 else None
 
+    # --- Its parts -------------------------------------------------------------------------------
 
-class Progress(TrainerCallback):
-    """A progress bar on a terminal; one line per log elsewhere."""
+    @property
+    def timed_steps(self) -> int:
+        return max(0, self._begun - WARM_UP_STEPS)
 
-    task: progress.TaskID  # of the bar, once there is one
-
-    def __init__(self, console) -> None:
-        self.console = console
-        self.bar: progress.Progress | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if not self.console.is_terminal:
+    def mark(self, part: str, ends_step: bool = False) -> None:
+        """The time since the last mark was that part."""
+        if not self.on:
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        now: Any = time.perf_counter()
+        if self._cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((part, now, ends_step))
 
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self.console)
-        self.bar.start()
-        self.task = self.bar.add_task("starting", total=state.max_steps, completed=state.global_step)
+    def begin_step(self) -> None:
+        """Before the micro-batches of a step are read: the warm-up's last step is counted."""
+        if self.parts and self._begun == WARM_UP_STEPS - 1 and not self._profiler:
+            self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self._profiler.start()
+        if self.parts and self._begun == WARM_UP_STEPS:
+            self._fold(wait=True)
+            for seen in (self.seconds, self.steps, self._step, self._marks):
+                seen.clear()
+            self._load = _load()
+            self.mark("start")
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.bar:
-            self.bar.update(self.task, completed=state.global_step)
+    def have_read(self, batches: list[dict[str, torch.Tensor]], items: torch.Tensor | int | None) -> None:
+        self._begun += bool(batches)
+        if self.parts and self.timed_steps == 1:
+            self.first_batches = (batches, items)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs = logs or {}
-        parts = [
-            f"{name} {_short(logs[name])}"
-            for name in ("loss", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
-            if name in logs
-        ]
-        if not parts:
-            return
-        if self.bar and "loss" in logs:
-            self.bar.update(self.task, description="  ".join(parts))
-        else:
-            self.console.print(f"step {state.global_step}/{state.max_steps}  " + "  ".join(parts), highlight=False)
+    @contextlib.contextmanager
+    def micro_step(self) -> Iterator[None]:
+        self.mark("other")
+        with record_function(_MICRO_STEP) if self._profiler else contextlib.nullcontext():
+            yield
+        self.mark("backward")
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.stop()
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.mark("optimizer")
 
-    def stop(self) -> None:
-        if self.bar:
-            self.bar.stop()
-            self.bar = None
+    @contextlib.contextmanager
+    def end_of_step(self, state: TrainerState, control: Any) -> Iterator[None]:
+        """The whole block is the last part of a step, whatever is marked inside."""
+        if self._profiler:
+            self._profiler.stop()
+            self.sent, self._profiler = _counted(self._profiler), None
+        self.mark("other")
+        part = _due(state, control)
+        was_on, self.on = self.on, False
+        yield
+        self.on = was_on
+        self.mark(part, ends_step=True)
+        self._fold()
+
+    def finish(self) -> None:
+        """After the last step: nothing is marked any more."""
+        self._fold(wait=True)
+        self.on = False
+        took, everyones, own = (now - before for now, before in zip(_load(), self._load, strict=True))
+        self.busy_cores = (everyones / took, own / took)
+
+    def _fold(self, wait: bool = False) -> None:
+        """Add up the parts that the GPU has finished; with `wait`, all parts."""
+        if wait and self._cuda:
+            torch.cuda.synchronize()
+        while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
+            (_, start, _), (part, end, ends_step) = self._marks.popleft(), self._marks[0]
+            took = start.elapsed_time(end) / 1000 if self._cuda else end - start
+            self.seconds[part] += took
+            self._step[part] += took
+            # Trainer asks once more at the end of an epoch: nothing was computed since the step.
+            if ends_step and self._step["forward"]:
+                self.steps.append(sum(self._step[part] for part in PARTS))
+                self._step.clear()
 
 
-def _short(value: float) -> str:
-    return f"{float(value):.4g}"
+def _due(state: TrainerState, control: Any) -> str:
+    """The part that follows a step. What every run logs and saves at its end is one only if it is
+    due.
+    """
+    last = state.global_step >= state.max_steps
+    for part, asked, every in (
+        ("saving", control.should_save or control.should_evaluate, (state.save_steps, state.eval_steps)),
+        ("logging", control.should_log, (state.logging_steps,)),
+    ):
+        if asked:
+            return part if not last or any(steps and state.global_step % steps == 0 for steps in every) else "end"
+    return "other"
+
+
+def _counted(profiler: profile) -> tuple[int, int, int]:
+    """What this process sent in a step, as the process group recorded it: the passes that exchanged
+    gradients, the collectives and their bytes.
+
+    A reduce inside a backward pass exchanges gradients; what is gathered or broadcast are
+    parameters, buffers and counts.
+    """
+    events = list(profiler.profiler.kineto_results.events())
+    sent = [event for event in events if event.name().startswith(("gloo:", "nccl:"))]
+    reduced = [event.start_ns() for event in sent if "reduce" in event.name()]
+    passes = [(event.start_ns(), event.end_ns()) for event in events if event.name() == _MICRO_STEP]
+    exchanging = [any(start <= at <= end for at in reduced) for start, end in passes]
+    return sum(exchanging), len(sent), sum(map(_bytes, sent))
+
+
+def _bytes(event: Any) -> int:
+    width = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long": 8, "long int": 8, "int": 4}
+    sizes = zip(event.shapes(), event.dtypes(), strict=False)
+    return sum(math.prod(shape) * width.get(kind, 1) for shape, kind in sizes)
+
+
+def _load() -> tuple[float, float, float]:
+    """The time, and the CPU seconds until then: of all programs of the machine, and of this one
+    with its children.
+    """
+    times, process = psutil.cpu_times(), psutil.Process()
+    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+    own = sum(os.times()[:4])  # with the children that have ended
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            own += sum(child.cpu_times()[:4])
+    return time.monotonic(), sum(times) - idle, own

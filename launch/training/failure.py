@@ -1,25 +1,41 @@
-"""Runs that failed or were interrupted: the message, how to resume, and the exit code."""
+"""Runs that failed or were interrupted: the message, how to resume, and the exit code.
+
+When memory runs out, the message says what was asked for, what was planned, and the next attempt:
+the next smaller micro-batch at the same global batch, or else gradient checkpointing. Both resume
+from the run's own checkpoints. out_of_memory.json in the output folder holds the flags, for
+`--on_oom next`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
 
+from launch.host import memory
 from launch.host.files import StorageFailure, storage_failure
 from launch.host.heartbeat import RankHangs
-from launch.host.launcher import is_spoken_for, write_error_file
-from launch.host.signals import EXIT_CODE, Preempted, ignore_stop_requests
+from launch.host.launcher import is_spoken_for, launcher_argv, write_error_file
+from launch.host.memory import Shortage
+from launch.host.secrets import hide
+from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests
 from launch.host.world import World
-from launch.output.checkpoints import newest_complete
-from launch.terminal import console, print_note, print_problems
-from launch.training.out_of_memory import OutOfMemory
+from launch.output import record
+from launch.output.checkpoints import newest_complete, newest_valid
+from launch.output.record import OUT_OF_MEMORY
+from launch.terminal import console, memory_size, print_note, print_problems
+from launch.training.words import untrainable
 from recipes.errors import Failure, Problem, StreamBroke, UserError, one_line
-from recipes.run import RunSpec
+from recipes.rules.check import check
+from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
+from recipes.run.files import read_json
 
 
 class NotANumber(Failure):
@@ -38,24 +54,42 @@ def explained_by(run: RunSpec) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def only_noted(doing: str, world: World) -> Iterator[None]:
+    """For what follows a finished training. A failure is one line, and the run stays finished."""
+    try:
+        yield
+    except Exception as error:
+        same_everywhere = isinstance(error, UserError)
+        reason = str(error) if same_everywhere else f"{type(error).__name__}: {one_line(error)}"
+        text = f"{_rank(world)}the run is finished, but {doing} failed: {reason}"
+        print_note(text, console(world.is_main or not same_everywhere, stderr=True))
+
+
 def report(error: BaseException, world: World) -> int:
     """Print what went wrong. Returns the exit code. Raises `error` again if it is a bug of ours."""
     run, since = vars(error).get("run"), time.time()  # None if it was not resolved
     ignore_stop_requests()
-    problems = _problems(error, run)
+    storage = _storage_failure(error, run)
+    problems = _mistakes(error, run, storage)
     if problems:
         text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
         if _is_reporter(world):
             print_problems(problems, console(stderr=True))
             write_error_file(text)
         return 2
-    message = _explained(error, run)
+    message = _explained(error, run, storage)
     if message is None:
         if not world.is_local_main and is_spoken_for():  # or all ranks print the same traceback
             return 1
         write_error_file(f"{type(error).__name__}: {error}")
         raise error
-    _print(message, error, run, world, since)
+    text = f"{_rank(world)}{message}"
+    if _prints(error, world, storage):
+        console(stderr=True).print(escape(text), style="red", highlight=False)
+        is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
+        if not is_consequence:
+            write_error_file(text, since=since)
     if isinstance(error, Preempted):
         return EXIT_CODE
     return 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -68,10 +102,14 @@ def _is_reporter(world: World) -> bool:
     return world.is_local_main or not is_spoken_for(met_by_all=True)
 
 
-def _problems(error: BaseException, run: RunSpec | None) -> list[Problem]:
+def _mistakes(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> list[Problem]:
     """What the user can correct; empty if that is not why it failed."""
-    problems = error.problems if isinstance(error, UserError) and not _storage_failure(error, run) else ()
-    return [run.with_source(problem) if run else problem for problem in problems]
+    found: Sequence[Problem] = ()
+    if isinstance(error, UserError):
+        found = () if storage else error.problems
+    elif not isinstance(error, Failure):
+        found = untrainable(error)
+    return [run.with_source(problem) if run else problem for problem in found]
 
 
 def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailure | None:
@@ -86,58 +124,30 @@ def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailur
     return storage_failure(error, folder)
 
 
-@contextlib.contextmanager
-def only_noted(doing: str, world: World) -> Iterator[None]:
-    """For what follows a finished training. A failure is one line, and the run stays finished."""
-    try:
-        yield
-    except Exception as error:
-        same_everywhere = isinstance(error, UserError)
-        reason = str(error) if same_everywhere else f"{type(error).__name__}: {one_line(error)}"
-        text = f"{_rank(world)}the run is finished, but {doing} failed: {reason}"
-        print_note(text, console(world.is_main or not same_everywhere, stderr=True))
-
-
-def _explained(error: BaseException, run: RunSpec | None) -> str | None:
+def _explained(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> str | None:
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
     if isinstance(error, OutOfMemory):
         return error.explained()
-    if isinstance(error, Failure) and not isinstance(error, (NotANumber, RankHangs, StreamBroke)):
+    if isinstance(error, Failure) and not isinstance(error, (NotANumber, Preempted, RankHangs, StreamBroke)):
         return str(error)
-    if run is None:  # nothing was resolved yet
-        return _stopped(error)
-    if failed := _storage_failure(error, run):
-        return " ".join([f"{failed.what}.", *_saved(run, failed.remedy)])
-    message = _stopped(error) or _failed(error, run)
-    return message and " ".join([f"{message}.", *_saved(run)])
-
-
-def _saved(run: RunSpec, remedy: str = "") -> list[str]:
-    """What a resume starts from, and what to do before it."""
+    what, remedy = None, ""
+    if storage and run:
+        what, remedy = storage.what, storage.remedy
+    elif isinstance(error, KeyboardInterrupt):
+        what = "interrupted"
+    elif isinstance(error, NotANumber):
+        what = f"{error}; a lower learning rate or fp32 usually helps"
+    elif isinstance(error, (Preempted, RankHangs, StreamBroke)):
+        what = str(error)
+    elif _lost_a_rank(error):
+        what = "another rank failed: see the error that it printed"
+    if what is None or run is None:
+        return what
     newest = newest_complete(run["output_dir"])
-    saved = f"Saved: {newest or 'no checkpoint yet'}."
     again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
     if newest is None:
-        return [saved, f"{again}."] if remedy else [saved]
-    return [saved, f"{again}: it takes the newest valid checkpoint."]
-
-
-def _stopped(error: BaseException) -> str | None:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return str(error) if isinstance(error, Preempted) else None
-
-
-def _failed(error: BaseException, run: RunSpec) -> str | None:
-    if isinstance(error, NotANumber):
-        return f"{error}; a lower learning rate or fp32 usually helps"
-    if isinstance(error, (RankHangs, StreamBroke)):
-        return str(error)
-    if isinstance(error, NotImplementedError) and "underflow_overflow" in (run["debug"] or ""):
-        return f"--debug underflow_overflow cannot look into this model ({error}): leave it out"
-    if _lost_a_rank(error):
-        return "another rank failed: see the error that it printed"
-    return None
+        return f"{what}. Saved: no checkpoint yet." + (f" {again}." if remedy else "")
+    return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
 
 
 def _lost_a_rank(error: BaseException) -> bool:
@@ -150,25 +160,194 @@ def _lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError))
 
 
-def _print(message: str, error: BaseException, run: RunSpec | None, world: World, since: float) -> None:
-    """On the rank that failed. What happens to all ranks together is printed by one alone."""
+def _prints(error: BaseException, world: World, storage: StorageFailure | None) -> bool:
+    """True on the rank that failed. What happens to all ranks together is printed by one alone."""
     of_one_rank = isinstance(error, (OutOfMemory, NotANumber, StreamBroke))
     own = of_one_rank or not isinstance(error, (KeyboardInterrupt, Preempted, Failure))
     if isinstance(error, RankHangs):
         own = error.is_reporter
-    if not (world.is_main or own):
-        return
-    text = f"{_rank(world)}{message}"
-    lost = _lost_a_rank(error)
-    if lost and is_spoken_for():
-        return
-    if _storage_failure(error, run) and not _is_reporter(world):
-        return
-    console(stderr=True).print(escape(text), style="red", highlight=False)
-    is_consequence = lost or (isinstance(error, OutOfMemory) and not error.first)
-    if not is_consequence:
-        write_error_file(text, since=since)
+    if not (world.is_main or own) or (_lost_a_rank(error) and is_spoken_for()):
+        return False
+    return storage is None or _is_reporter(world)
 
 
 def _rank(world: World) -> str:
     return "" if world.is_main else f"rank {world.rank}: "
+
+
+# --- Out of memory --------------------------------------------------------------------------------
+
+
+class OutOfMemory(Failure):
+    """This rank ran out of memory. `first`: no other rank has reported it before."""
+
+    def __init__(self, run: RunSpec, argv: list[str], facts: Json, first: bool) -> None:
+        shortage = Shortage(facts["asked_bytes"], facts["free_bytes"])
+        when = f"after step {facts['step']}" if facts["step"] else "before the first step was done"
+        super().__init__(f"out of memory {when}: {shortage_in_words(shortage)}")
+        self.run = run
+        self.argv = argv
+        self.facts = facts
+        self.first = first
+
+    def explained(self) -> str:
+        """The whole explanation from the first rank that reports it, one line from any other."""
+        run, facts = self.run, self.facts
+        if not self.first:
+            return str(self)
+        of_whom = "reserved on the GPU" if run.hardware.cuda else "the whole process, libraries included"
+        limited = f", limited to {memory_size(round(run['memory_limit'] * 1e9))}" if run["memory_limit"] else ""
+        return "\n".join(
+            [
+                str(self),
+                f"planned   {_planned(run)}",
+                f"measured  {memory_size(facts['peak_bytes'])} at most until then ({of_whom}){limited}",
+                f"saved     {facts['checkpoint'] or 'no checkpoint yet'}",
+                *self._next_lines(),
+            ]
+        )
+
+    def _next_lines(self) -> list[str]:
+        run, flags = self.run, self.facts["next"]
+        if flags is None:
+            return [f"next      {other_ways(run)}"]
+        micro = flags["per_device_train_batch_size"]
+        share = run.batch.micro * run.batch.accumulation
+        batch = replace(run.batch, micro=micro, accumulation=share // micro)
+        checkpointing = ", activations computed again" if "gradient_checkpointing" in flags else ""
+        start = "from that checkpoint" if self.facts["checkpoint"] else "from the start"
+        return [
+            f"next      {batch}, the same global batch{checkpointing}, {start}:",
+            f"          {_command(run, with_flags(self.argv, flags))}",
+            f"then      {other_ways(run, 'gradient_checkpointing' in flags)}",
+        ]
+
+
+@contextlib.contextmanager
+def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
+    """Turn every error that means that memory ran out into `OutOfMemory`.
+
+    `argv` are train.py's arguments. `stop` knows the last step that has ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not memory.ran_out(error):
+            raise
+        ignore_stop_requests()
+        shortage = memory.shortage(error)  # before anything is freed
+        facts: Json = {
+            "rank": world.rank,
+            "step": stop.step,
+            "asked_bytes": shortage.asked_bytes,
+            "free_bytes": shortage.free_bytes,
+            "peak_bytes": memory.peak(run.hardware.cuda),
+        }
+        traceback.clear_frames(error.__traceback__)
+        first = _is_first(run)
+        if first:
+            newest, _ = newest_valid(run["output_dir"])
+            facts |= {"checkpoint": str(newest.path) if newest else None, "next": next_attempt(run, argv)}
+            record.note_out_of_memory(Path(run["output_dir"]), facts)
+        raise OutOfMemory(run, argv, facts, first) from None
+
+
+def next_flags(folder: Path) -> Json | None:
+    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
+    flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
+    return flags if isinstance(flags, dict) else None
+
+
+def _is_first(run: RunSpec) -> bool:
+    """True on the rank that reports it first. out_of_memory.json tells rank 0 why it lost it."""
+    try:
+        (Path(run["output_dir"]) / OUT_OF_MEMORY).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the disk is full too: better reported twice than never
+        pass
+    return True
+
+
+def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
+    """Flags for the same training in less memory, resumed from its checkpoints.
+
+    None if no flags achieve that. A flag whose value is None is left out.
+    """
+    micro, share = run.batch.micro, run.batch.micro * run.batch.accumulation
+    attempts: list[Json] = [
+        {"per_device_train_batch_size": size} for size in range(micro - 1, 0, -1) if not share % size
+    ]
+    if not run["gradient_checkpointing"]:
+        attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
+    # What prevents a resume from the newest checkpoint is left out, or overridden if a file sets
+    # it.
+    undone = {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}
+    resumed = {
+        name: None if run.setting(name).source == COMMAND_LINE else value
+        for name, value in undone.items()
+        if run.explicit(name) and run[name]
+    }
+    for flags in attempts:
+        if run.explicit("gradient_accumulation_steps"):  # else it follows from the micro-batch
+            flags["gradient_accumulation_steps"] = share // flags["per_device_train_batch_size"]
+        flags |= resumed
+        found = check(resolve(with_flags(argv, flags), run.place))
+        if not any(problem.severity == "error" for problem in found):
+            return flags
+    return None
+
+
+def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
+    """What takes less memory but is another training or needs another engine, in words.
+
+    `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not
+    proposed once more.
+    """
+    shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
+    checkpointing = "" if checkpointed or run["gradient_checkpointing"] else "--gradient_checkpointing true, "
+    if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
+        return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
+    another = "with another --output_dir, since its checkpoints have another format"
+    if run.world_size > 1 and run.engine.kind not in ("deepspeed", "fsdp"):
+        return f"{checkpointing}--recipe sharded {another}, then memory and memory_zero3"
+    if run.engine.kind != "deepspeed":
+        return f"{checkpointing}--recipe memory {another}, then memory_zero3"
+    if run.engine.zero_stage < 3:
+        return f"{checkpointing}--recipe memory_zero3 {another}"
+    return f"{checkpointing}more GPUs, or {shorter}"
+
+
+def shortage_in_words(shortage: Shortage) -> str:
+    """`asked for 2.00 GiB, 512.0 MiB was free`, as far as it is known."""
+    asked = "more" if shortage.asked_bytes is None else memory_size(shortage.asked_bytes)
+    free = "" if shortage.free_bytes is None else f", {memory_size(shortage.free_bytes)} was free"
+    return f"asked for {asked}{free}"
+
+
+def _planned(run: RunSpec) -> str:
+    from launch.training.model import load_config, load_tokenizer
+    from recipes.planner.plan import plan_run
+
+    try:
+        parts = plan_run(run, load_config(run, load_tokenizer(run)), 0, as_it_is=True).components
+    except Exception as error:  # the rest of the message matters more than this table
+        return f"not: {type(error).__name__}"
+    words = [f"{name} {memory_size(size)}" for name, size in vars(parts).items() if size]
+    return f"{memory_size(parts.total)} at micro-batch {run.batch.micro}: {', '.join(words)}"
+
+
+def _command(run: RunSpec, argv: list[str]) -> str:
+    """The command of this rank's launcher with another `argv` for train.py.
+
+    On several nodes the launchers' own arguments differ, so only train.py and its `argv` are shown.
+    """
+    if run.world_size > run.local_world_size:
+        start = ["train.py"]
+    else:
+        words = launcher_argv()
+        scripts = [place for place, word in enumerate(words) if Path(word).name == Path(sys.argv[0]).name]
+        start = words[: scripts[0] + 1] if scripts else [sys.executable, sys.argv[0]]
+        if scripts and run.engine.kind != "single":
+            argv = [word.replace("$", "$$") for word in argv]  # torch elastic reads $$ as $
+    return shlex.join([*start, *hide(argv, record.secrets_of(run))])

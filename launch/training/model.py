@@ -4,13 +4,14 @@ asks for them.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import replace
-from pickle import UnpicklingError
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,22 +32,14 @@ from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
-from launch.training.unloadable import (
-    missing_weights,
-    other_sizes,
-    unloadable,
-    without_attention,
-    wrong_config,
-)
+from launch.training.words import unloadable
 from recipes.errors import Problem, UserError, mistake, one_line
+from recipes.planner.footprint import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import what_peft_accepts
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import expanded
 from recipes.run.local_model import is_classifier, max_positions
-
-# What transformers raises for a model it cannot load.
-UNLOADABLE = (OSError, ValueError, ImportError, KeyError, StrictDataclassError)
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
@@ -58,15 +51,8 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     if name is None:
         return demo_tokenizer()
     read_config(run)  # the tokenizer's class reads it too, and names itself where the configuration is wrong
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            _expanded(name), revision=run["model_revision"], trust_remote_code=run["trust_remote_code"]
-        )
-        tokenizer("a")  # compares its length with model_max_length, which may be anything
-    except Exception as error:  # its parsers raise anything for a damaged file
-        if ran_out(error):
-            raise
-        raise unloadable(run, "tokenizer", error) from None
+    with _of_these_files(run, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(_expanded(name), **_origin(run))
     if tokenizer.pad_token is None:
         # A new token would resize the embeddings.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -94,7 +80,7 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     if not waits:
         require_separate_examples(run, model)
         require_batches_for_batch_norm(run, model, data.examples)
-    return _with_adapters(run, model) if run["use_peft"] else model
+    return with_adapters(run, model) if run["use_peft"] else model
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -142,6 +128,32 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
 
 
+def parameter_count(model: torch.nn.Module, trained_only: bool = False) -> int:
+    """Number of parameters: tied ones once, shards whole, two per byte of 4-bit weights."""
+    return sum(_size(parameter) for parameter in model.parameters() if parameter.requires_grad or not trained_only)
+
+
+def _size(parameter: torch.nn.Parameter) -> int:
+    if hasattr(parameter, "ds_numel"):  # a shard of ZeRO-3
+        return parameter.ds_numel
+    of_a_shard = getattr(parameter, "ds_autotp_universal_checkpoint_meta", {})  # a tensor-parallel layer's
+    if of_a_shard.get("logical_shape"):
+        return math.prod(of_a_shard["logical_shape"])
+    return parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+
+
+def model_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights that are saved: the trained ones."""
+    width = max((parameter.element_size() for parameter in model.parameters() if parameter.requires_grad), default=4)
+    return parameter_count(model, trained_only=True) * width
+
+
+def checkpoint_bytes(model: torch.nn.Module, run: RunSpec) -> int:
+    """Estimated bytes of a checkpoint: the trained weights, and what the optimizer keeps."""
+    of_optimizer = 0 if run["save_only_model"] else optimizer_bytes_per_parameter(run)
+    return round(model_bytes(model) + parameter_count(model, trained_only=True) * of_optimizer)
+
+
 # --- Loading -------------------------------------------------------------------------------------
 
 
@@ -174,30 +186,22 @@ def read_config(run: Settings) -> PreTrainedConfig:
 
     Raises `UserError` if there is none, or if its class refuses a value.
     """
-    try:
+    with _of_these_files(run, "model"):
         return AutoConfig.from_pretrained(_expanded(run["model_name_or_path"]), **_origin(run))
-    except (OSError, ImportError) as error:
-        raise unloadable(run, "model", error) from None
-    except Exception as error:  # a class may raise anything for a value that it does not expect
-        if "trust_remote_code" in str(error):
-            raise unloadable(run, "model", error) from None
-        raise wrong_config(run, error) from None
 
 
-def _construction_error(run: Settings, config: PreTrainedConfig) -> Exception | None:
-    """What the model's class raises for its configuration alone, without weights."""
-    if type(config) not in _auto_class(run)._model_mapping or is_deepspeed_zero3_enabled():
-        return None  # other reasons, or sharded while it is made
+@contextlib.contextmanager
+def _of_these_files(run: Settings, what: str) -> Iterator[None]:
+    """An error in this block is one of the files of `model_name_or_path`: parsers and classes raise
+    anything for what they do not expect.
+    """
     try:
-        with torch.device("meta"), no_init_weights():
-            _auto_class(run).from_config(config)
-    except ImportError:
-        return None
+        yield
     except Exception as error:
-        if ran_out(error):
+        chosen = run["model_name_or_path"] or run["attn_implementation"]
+        if ran_out(error) or isinstance(error, UserError) or not chosen:
             raise
-        return error
-    return None
+        raise unloadable(run, what, error) from None
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
@@ -208,14 +212,8 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
     if vocabulary > (_text_config(config).vocab_size or vocabulary):
         what = f"its tokenizer knows {vocabulary:,} tokens, more than vocab_size {_text_config(config).vocab_size:,}"
         raise mistake("from_scratch", what, f"vocab_size {vocabulary} in its config.json")
-    try:
+    with _of_these_files(run, "model"):
         model = _built(run, config)
-    except Exception as error:
-        if ran_out(error):
-            raise
-        if run["attn_implementation"] and isinstance(error, UNLOADABLE):
-            raise without_attention(" ".join(str(error).split())) from None
-        raise (wrong_config(run, error) if run["model_name_or_path"] else error) from None
     # Once more: the layers' own constructors have drawn numbers too, but not under ZeRO-3.
     for module in model.modules():
         module._is_hf_initialized = False
@@ -225,7 +223,7 @@ def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> P
 
 
 def _built(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    return _auto_class(run).from_config(
+    return auto_class(run).from_config(
         config, dtype=getattr(torch, run["dtype"]), trust_remote_code=run["trust_remote_code"], **_attention(run)
     )
 
@@ -251,28 +249,25 @@ def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
         options |= _in_4_bits(run)
-    try:
+    with _of_these_files(run, "model"):
         name = _expanded(run["model_name_or_path"])
-        model, info = _auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
-    except Exception as error:
-        if ran_out(error):
-            raise
-        if "ignore_mismatched_sizes" in str(error):
-            raise other_sizes(run, read_config(run).num_labels != config.num_labels) from None
-        refused = _construction_error(run, config)
-        if refused is not None:
-            raise wrong_config(run, refused) from None
-        if not isinstance(error, (*UNLOADABLE, RuntimeError, TypeError, EOFError, UnpicklingError, SafetensorError)):
-            raise
-        raise unloadable(run, "model", error) from None
+        model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     weights = [weight for weight, _ in model.named_parameters()]
-    note = missing_weights(run, model.base_model_prefix, weights, info["missing_keys"])
-    if note:
+    lacking = sorted(set(weights) & set(info["missing_keys"]))
+    is_new_head = run["task"] == "sequence_classification" and not any(
+        weight.startswith(f"{model.base_model_prefix}.") for weight in lacking
+    )
+    if len(lacking) == len(weights):  # the files hold another model, or none
+        what = f"{name} holds none of the {len(weights)} weights that its config.json describes, such as {lacking[0]}"
+        raise mistake("model_name_or_path", what, "the weights that were saved with that config.json")
+    if lacking and not is_new_head:
+        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+        note = f"{name} lacks {lacking[0]}{more}: random values to start with"
         print_note(note, console(os.environ.get("RANK", "0") == "0"))
     return model
 
 
-def _auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
+def auto_class(run: Settings) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
     return AutoModelForSequenceClassification if run["task"] == "sequence_classification" else AutoModelForCausalLM
 
 
@@ -290,38 +285,23 @@ def _attention(run: Settings) -> dict[str, object]:
 def _in_4_bits(run: Settings) -> dict[str, object]:
     from transformers import BitsAndBytesConfig
 
+    compute = torch.bfloat16 if run["bf16"] else torch.float16 if run["fp16"] else torch.float32
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
-        bnb_4bit_compute_dtype=_compute_dtype(run),
+        bnb_4bit_compute_dtype=compute,
         # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
-        bnb_4bit_quant_storage=_compute_dtype(run) if _is_sharded_by_fsdp() else None,
+        bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
-    if is_deepspeed_zero3_enabled():
-        # ZeRO-3 places the weights itself and refuses a device map.
+    if is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
         return {"quantization_config": quantization}
-    return {"quantization_config": quantization, "device_map": {"": _device(run)}}
+    on_cpu = run["use_cpu"] or not torch.cuda.is_available()
+    device = "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))  # quantised weights move only once
+    return {"quantization_config": quantization, "device_map": {"": device}}
 
 
-def _is_sharded_by_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1")
-
-
-def _compute_dtype(run: Settings) -> torch.dtype:
-    if run["bf16"]:
-        return torch.bfloat16
-    return torch.float16 if run["fp16"] else torch.float32
-
-
-def _device(run: Settings) -> int | str:
-    """The device of this process. Quantised weights move only once, while loading."""
-    if run["use_cpu"] or not torch.cuda.is_available():
-        return "cpu"
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
+def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
     from peft import LoraConfig, TaskType, get_peft_model, prepare_model_for_kbit_training
 
     checkpointing = bool(run["gradient_checkpointing"])
@@ -346,9 +326,8 @@ def _with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
     try:
         return get_peft_model(model, lora)
     except ValueError as error:  # for example, LoRA on experts does not support dropout
-        text = " ".join(str(error).split())
-        fix = what_peft_accepts(text, run["use_dora"])
-        raise mistake("use_peft", f"peft refuses this model: {one_line(text)}", fix) from None
+        fix = what_peft_accepts(" ".join(str(error).split()), run["use_dora"])
+        raise mistake("use_peft", f"peft refuses this model: {one_line(error)}", fix) from None
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
@@ -361,23 +340,13 @@ def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
         return "all-linear"
     names = [name for name, _ in model.named_modules()]
     missing = [target for target in wanted if not any(name == target or name.endswith(f".{target}") for name in names)]
-    if missing:
-        raise mistake(
-            "lora_target_modules",
-            f"the model has no module {', '.join(missing)}",
-            "some of " + ", ".join(_adaptable(model)[:12]),
-        )
-    return wanted
-
-
-def _adaptable(model: PreTrainedModel) -> list[str]:
-    """Last names of the modules with a weight matrix, as LoRA targets are written."""
-    output = model.get_output_embeddings()
-    return sorted(
-        {
+    if missing:  # peft would leave it out in silence, if it has another of them
+        output = model.get_output_embeddings()
+        linear = {
             name.rpartition(".")[2]
             for name, module in model.named_modules()
-            if "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
-            if module is not output
+            if re.search("Linear|Conv1D", type(module).__name__) and module is not output
         }
-    )
+        fix = "some of " + ", ".join(sorted(linear)[:12])
+        raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
+    return wanted

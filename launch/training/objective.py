@@ -83,38 +83,27 @@ class Metrics:
         return self._of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
     def _of_classes(self, predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, Any]:
-        from sklearn.metrics import (
-            accuracy_score,
-            f1_score,
-            precision_recall_fscore_support,
-            precision_score,
-            recall_score,
-        )
+        from sklearn.metrics import accuracy_score, classification_report
 
-        quiet = {"zero_division": 0.0}  # of a class without examples or predictions: 0, without a warning
-        f1 = {f"f1_{how}": f1_score(right, predicted, average=how, **quiet) for how in averages}
+        several = right.ndim == 2
+        occurring = [bool(row.any()) for row in np.concatenate([predicted, right]).T] if several else None
+        known = range(len(self.names)) if several else np.unique(np.concatenate([predicted, right]))
+        names = [self.names[number] for number in known]
+        # Of a class without examples or predictions all is 0, without a warning.
+        quiet: dict[str, Any] = {"labels": known, "target_names": names, "output_dict": True, "zero_division": 0.0}
+        table = classification_report(right, predicted, **quiet)
+        rows = {name: [float(figure) for figure in list(table[name].values())[:3]] for name in names}
         return {
             "accuracy": float(accuracy_score(right, predicted)),
-            **{name: float(value) for name, value in f1.items()},
-            "precision_macro": float(precision_score(right, predicted, average="macro", **quiet)),
-            "recall_macro": float(recall_score(right, predicted, average="macro", **quiet)),
-            "per_class": self._table(
-                precision_recall_fscore_support(right, predicted, labels=range(len(self.names)), **quiet),
-                _counts(right, len(self.names)) + _counts(predicted, len(self.names)) > 0,
-            ),
+            **{f"f1_{how}": float(table[f"{how} avg"]["f1-score"]) for how in averages},
+            "precision_macro": float(table["macro avg"]["precision"]),
+            "recall_macro": float(table["macro avg"]["recall"]),
+            "per_class": {
+                name: dict(zip(PER_CLASS, (*rows[name], int(table[name]["support"])), strict=True))
+                for place, name in enumerate(names)
+                if occurring is None or occurring[place]
+            },
         }
-
-    def _table(self, figures: Sequence[np.ndarray], occurs: np.ndarray) -> dict[str, dict[str, float]]:
-        rows = zip(self.names, zip(*figures, strict=True), occurs, strict=True)
-        return {
-            name: dict(zip(PER_CLASS, (*map(float, row[:3]), int(row[3])), strict=True))
-            for name, row, is_there in rows
-            if is_there
-        }
-
-
-def _counts(labels: np.ndarray, classes: int) -> np.ndarray:
-    return labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=classes)
 
 
 def _of_numbers(predicted: np.ndarray, right: np.ndarray) -> dict[str, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -37,49 +38,42 @@ def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunS
     """The run without packing unless its model keeps examples apart, if nobody asked for packing;
     and the advice that says so.
     """
-    if not packs_apart(run) or run.explicit("packing"):
+    if not _packs_apart(run) or run.explicit("packing"):
         return run, []
     mixes = _twin_mixes(run, config, AutoModelForCausalLM._model_mapping.get(type(config), None))
     if mixes is False:
         return run, []
     reason = _reason(config, mixes)
-    without = run.limited("packing", False, reason)
     fix = "--packing_strategy wrapped, to join them"
-    return without, [Problem("packing", f"is off: {reason}", fix, severity="advice")]
+    return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
 
 
 def require_separate_examples(run: Settings, model: PreTrainedModel) -> None:
     """Raises `UserError` if the run relies on separate examples, and the model mixes them."""
-    if not packs_apart(run) and not run["padding_free"]:
+    if not _packs_apart(run) and not run["padding_free"]:
         return
     mixes = _twin_mixes(run, model.config, type(model))
-    if mixes is None and _can_be_tried(model):
+    # Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference.
+    in_pieces = is_deepspeed_zero3_enabled() or getattr(model, "is_quantized", False)
+    if mixes is None and not in_pieces and "flash" not in (model.config._attn_implementation or ""):
         mixes = _mixes(model)
-    if mixes is False:
-        return
-    name = "padding_free" if run["padding_free"] else "packing"
-    fix = "--padding_free false" if run["padding_free"] else "--packing_strategy wrapped, or --packing false"
-    raise mistake(name, _reason(model.config, mixes), fix)
+    if mixes is not False:
+        name = "padding_free" if run["padding_free"] else "packing"
+        fix = "--padding_free false" if run["padding_free"] else "--packing_strategy wrapped, or --packing false"
+        raise mistake(name, _reason(model.config, mixes), fix)
 
 
-def packs_apart(run: Settings) -> bool:
+def _packs_apart(run: Settings) -> bool:
     return run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
 
 
 def _reason(config: PreTrainedConfig, mixes: bool | None) -> str:
-    if mixes:
-        return f"a {config.model_type} model lets the examples of a row see each other"
-    return f"whether a {config.model_type} model lets the examples of a row see each other cannot be tried"
-
-
-def _can_be_tried(model: PreTrainedModel) -> bool:
-    """Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference."""
-    in_pieces = is_deepspeed_zero3_enabled() or getattr(model, "is_quantized", False)
-    return not in_pieces and "flash" not in (model.config._attn_implementation or "")
+    what = f"a {config.model_type} model lets the examples of a row see each other"
+    return what if mixes else f"whether {what} cannot be tried"
 
 
 def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
-    """Whether what the second example of a row says depends on the first one.
+    """True if what the second example of a row says depends on the first one.
 
     None if it cannot run, or if no token depends on the one before it, as in a layer norm of one
     number.
@@ -123,7 +117,7 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedMo
     for by in (by for by in _DIVISORS if by == 1 or hidden // by >= _LEAST_WIDTH):
         try:
             with silence():
-                twin = _made(kind, _narrow(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
+                twin = _made(kind, _narrowed(copy.deepcopy(config), by), "eager" if attention == "eager" else None)
         except Exception:  # as above, for sizes
             continue
         if flash:
@@ -134,28 +128,24 @@ def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedMo
     return None
 
 
-def _narrow(config: PreTrainedConfig, by: int) -> PreTrainedConfig:
-    """The configuration with its widths divided, and few tokens and experts."""
-    for name, value in vars(config).items():
-        setattr(config, name, _narrowed(name, value, by))
-    return config
-
-
-def _narrowed(name: str, value: object, by: int) -> object:
+def _narrowed(value: Any, by: int, name: str = "") -> Any:
+    """A configuration, or a value of one, with its widths divided, and few tokens and experts."""
     if isinstance(value, PreTrainedConfig):
-        return _narrow(value, by)
-    if isinstance(value, dict):
-        return {key: _narrowed(str(key), part, by) for key, part in value.items()}
-    if isinstance(value, list) and name in ("short_factor", "long_factor"):  # of LongRoPE, for each angle
+        for field, part in vars(value).items():
+            setattr(value, field, _narrowed(part, by, field))
+    elif isinstance(value, dict):
+        return {key: _narrowed(part, by, str(key)) for key, part in value.items()}
+    elif isinstance(value, list) and name in ("short_factor", "long_factor"):  # of LongRoPE, for each angle
         return value[: len(value) // by]
-    if isinstance(value, list):
-        return [_narrowed(name, part, by) for part in value]
-    if isinstance(value, bool) or not isinstance(value, int):
-        return value
-    for pattern, most in _MOST.items():
-        if re.search(pattern, name):
-            return min(value, most)
-    return max(2, value // by) if _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value > 1 else value
+    elif isinstance(value, list):
+        return [_narrowed(part, by, name) for part in value]
+    elif isinstance(value, int) and not isinstance(value, bool):
+        for pattern, most in _MOST.items():
+            if re.search(pattern, name):
+                return min(value, most)
+        if _WIDTHS.search(name) and not _NO_WIDTHS.search(name) and value > 1:
+            return max(2, value // by)
+    return value
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:

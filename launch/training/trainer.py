@@ -1,69 +1,113 @@
-"""A Trainer that waits for no device between logs, and weighs every example once."""
+"""Trainer, with the training that a recipe promises: the same on any hardware and after any resume,
+complete checkpoints, and no wait for the GPU between logs.
+"""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DDPCommunicationHookType, gather_object
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import Trainer, TrainerState
+from torch.utils.data import DataLoader
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState, PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from launch.data.streams import Stream
 from launch.host.memory import ran_out
-from launch.output.checkpoints import numbered
+from launch.host.signals import StopRequest
+from launch.host.world import World
 from launch.output.other_world import AnyWorld, read_by
+from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
 from launch.training.batches import GroupedByLength, example_numbers, examples_in_last_round, set_epoch, tokens_of
-from launch.training.callbacks import Meter, StoppedInEvaluation
+from launch.training.callbacks import StepTiming, StoppedInEvaluation, StopWhenRequested
 from launch.training.failure import NotANumber
 from launch.training.objective import countable, filler
-from launch.training.streaming import StreamingTrainer
-from recipes.errors import mistake, one_line
+from launch.training.streaming import Places
+from launch.training.words import untrainable
+from recipes.errors import Failure, mistake, one_line
 from recipes.run import Settings
 
+# What a checkpoint of another model, or a damaged one, may raise while it is loaded.
+_MISFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-class RecipeTrainer(StreamingTrainer):
+
+class RecipeTrainer(CommittingTrainer):
     """Trainer with complete checkpoints, without flop counting in every micro-batch, and with a
-    token count that never waits for the GPU.
+    token count that never waits for the GPU. A stream resumes where its checkpoint was.
 
     accelerate fills up the last batch of an epoch or evaluation with examples that were used
-    already. Here each example counts once, on any number of processes.
+    already (accelerate#2316). Here each example counts once, on any number of processes.
 
-    `padding_free`: a micro-batch is one row of all its examples. `any_world` reads DeepSpeed's
-    checkpoints of another number of processes. `meter` counts and times the steps.
+    `run` has the settings that TrainingArguments has no field for. Once `stop` is requested on any
+    rank of `world`, all save and leave. `any_world` reads DeepSpeed's checkpoints of another number
+    of processes.
     """
 
     label_smoother: Any
     tokens_seen: torch.Tensor | int = 0
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
-    _loaded: bool = False  # whether Trainer has read weights from a checkpoint
-    _evaluated: _Evaluated | None = None
+    _loaded: bool = False  # True once Trainer has read weights from a checkpoint
+    _evaluated: list[float] | None = None  # sums in an evaluation: the losses of its items, and the items
+    _items: Any = None  # of the last batch, or of all of a step
     _checkpoint: str | None = None  # the last one that was saved or read
     _saved_step: int | None = None  # its step
     _owed: bool = False  # an evaluation of that step was cut short by a signal
     _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
+    _places: Places | None = None  # of a stream
 
-    def __init__(self, *args, padding_free: bool = False, any_world: AnyWorld | None = None, **kwargs) -> None:
+    def __init__(
+        self,
+        *args,
+        run: Settings | None = None,
+        world: World | None = None,
+        stop: StopRequest | None = None,
+        any_world: AnyWorld | None = None,
+        **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.padding_free = padding_free
+        self.padding_free = run is not None and run["padding_free"]  # a micro-batch is one row of all its examples
         self.any_world = any_world
-        self.meter = Meter()
-        self.add_callback(self.meter)
+        self.timing = StepTiming(self.args.device.type == "cuda", parts=run is not None and bool(run["measure"]))
+        self.add_callback(self.timing)
         self.remove_callback(PrinterCallback)  # Trainer adds it when its own progress bar is off
         if self.compute_loss_func is not None:
             self.model_accepts_loss_kwargs = False  # classifiers accept **kwargs and ignore the count in them
         elif self.label_smoother is not None:
-            # Trainer shifts labels for names of classes that it knows. FSDP2 renames them, remote
-            # code has its own: such a model would learn to repeat each token.
+            # Trainer shifts labels for names of classes that it knows (transformers#27161). FSDP2
+            # renames them, remote code has its own: such a model would learn to repeat each token.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
+        if stop is not None and world is not None:
+            self.add_callback(StopWhenRequested(stop, world, self.finish_saving))
+        if run is not None:
+            apply_ddp_settings(self, run)
+        _mend_fsdp(self)
+
+    # --- Training --------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model."""
+        self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
+        try:
+            with read_by(self.any_world):
+                output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except _MISFIT as error:
+            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error) or untrainable(error)
+            if resume_from_checkpoint is None or self.timing.steps_trained or other:
+                raise
+            what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
+            fix = "another --output_dir, or --fresh to move that run aside"
+            fix = f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
+            raise mistake("output_dir", what, fix) from None
+        self.timing.finish()
+        return output
 
     def make_readable(self, checkpoint: Path | None) -> None:
         """Make a checkpoint readable that only another number of processes could read.
@@ -73,48 +117,33 @@ class RecipeTrainer(StreamingTrainer):
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
 
-    def train(self, resume_from_checkpoint=None, **kwargs):
-        """As Trainer's. Raises `UserError` if a valid checkpoint does not fit the model, or if the
-        model cannot be divided by DeepSpeed, or cannot mix the 16-bit types on a CPU.
-        """
-        self._checkpoint = str(resume_from_checkpoint) if resume_from_checkpoint else None
-        try:
-            with read_by(self.any_world):
-                return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        except Exception as error:
-            if "AutoTP" in str(error) or "HuggingFace tp_plan" in str(error):
-                what = f"DeepSpeed cannot divide {type(self.model).__name__}: {one_line(error).partition('. ')[0]}"
-                raise mistake("tensor_parallel", what, "leave tensor_parallel out of the DeepSpeed JSON") from None
-            if "mixed dtype (CPU)" in str(error):  # LayerNorm's; RMSNorm takes both
-                what = f"{self.model.dtype} weights cannot compute in another 16-bit type on a CPU in this model"
-                raise mistake("dtype", what.replace("torch.", ""), "--dtype float32") from None
-            if re.search("does not support (activation|gradient) checkpointing", str(error)):
-                raise mistake("gradient_checkpointing", one_line(error), "--gradient_checkpointing false") from None
-            loading = resume_from_checkpoint is not None and not self.meter.steps_trained
-            if not loading or not _may_be_a_misfit(error):
-                raise
-            older = len(numbered(Path(resume_from_checkpoint).parent)) > 1
-            fix = "another --output_dir, or --fresh to move that run aside"
-            raise mistake(
-                "output_dir",
-                f"{resume_from_checkpoint} does not fit this model: {one_line(error)}",
-                f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
-                if older
-                else fix,
-            ) from None
+    def _run_epoch(self, *args, **kwargs):
+        self._evaluate_if_owed(kwargs["trial"], kwargs["ignore_keys_for_eval"])
+        # Trainer checks these only after a step, so a run resumed at its last step would take one
+        # more.
+        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
+            self.control.should_training_stop = True
+            return None
+        # In an epoch that a resume continues, accelerate's loader neither knows how many examples
+        # are left for its last batch, nor tells every sampler which epoch it is.
+        self._last_round = examples_in_last_round(kwargs["train_dataloader"])
+        set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
+        return super()._run_epoch(*args, **kwargs)
 
-    def _issue_warnings_after_load(self, load_result) -> None:
-        # Trainer only warns, and trains on with random values in these weights.
-        weights = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = set(load_result.missing_keys)
-        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
-        # A missing weight that is tied to a loaded one has the right values.
-        lost = sorted(name for name in missing & set(weights) if id(weights[name]) not in loaded)
-        if lost:
-            raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
-        load_result.missing_keys[:] = missing - set(weights)  # Trainer would warn of tied ones
-        super()._issue_warnings_after_load(load_result)
-        self._loaded = True
+    def training_step(self, *args, **kwargs):
+        with self.timing.micro_step():
+            return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.timing.mark("forward")
+        return loss
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        if self._places is not None:
+            self.state.epoch = self.state.global_step / self.state.max_steps  # Trainer counts from the resume
+        with self.timing.end_of_step(self.state, self.control):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
         """0: counting walks every parameter in each micro-batch.
@@ -123,6 +152,29 @@ class RecipeTrainer(StreamingTrainer):
         """
         return 0
 
+    def require_finite_weights(self) -> None:
+        """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
+        log.
+
+        All ranks call it: under FSDP each sees its own shards only.
+        """
+        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
+        broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
+        if broken:
+            raise NotANumber(f"the weights are not numbers after step {self.state.global_step} ({broken[0]})")
+
+    # --- Examples --------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        if not isinstance(self.train_dataset, Stream):
+            return super().get_train_dataloader()
+        args, sharing = self.args, self.get_tp_size()
+        places = Places(args.world_size // sharing, max(1, args.dataloader_num_workers), self.train_dataset.shards)
+        if self._checkpoint is not None and not args.ignore_data_skip:
+            places = places.found_in(Path(self._checkpoint), args.process_index, args.world_size)
+        self._places = places
+        return places.loader(self.train_dataset, self.data_collator, args.process_index // sharing, args)
+
     def _get_train_sampler(self, *args, **kwargs):
         sampler = super()._get_train_sampler(*args, **kwargs)
         if not isinstance(sampler, LengthGroupedSampler):
@@ -130,19 +182,26 @@ class RecipeTrainer(StreamingTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return GroupedByLength(self.get_total_train_batch_size(self.args), sampler.lengths, seed)
 
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(*args, **kwargs)
+        return epochs, batches if self._places is None else 0  # a stream has nothing to skip
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.timing.begin_step()
+        batches = epoch_iterator if self._places is None else map(self._places.advance, epoch_iterator)
+        samples, items = super().get_batch_samples(batches, num_batches, device)
+        self.timing.have_read(samples, items)
         self.tokens_seen = self.tokens_seen + sum(tokens_of(batch, self.padding_free) for batch in samples)
         return samples, items
 
     def _get_num_items_in_batch(self, batch_samples, device):
+        self.timing.mark("data_wait")  # from here on the processes add up their items
         if batch_samples and self.accelerator.gradient_state.end_of_dataloader:
             self._forget_repeated_examples(batch_samples[-1])
         items = super()._get_num_items_in_batch([countable(batch) for batch in batch_samples], device)
         if torch.is_tensor(items) and self.accelerator.is_fsdp2 and self.accelerator.parallelism_config is None:
             items = items.long()  # FSDP2 rounds floats that the model is given: in bf16, 654 items are 656
-        if self._evaluated is not None:
-            self._evaluated.items = items
+        self._items = items
         return items
 
     def _forget_repeated_examples(self, batch: dict[str, torch.Tensor]) -> None:
@@ -167,60 +226,110 @@ class RecipeTrainer(StreamingTrainer):
             prepared["labels"] = inputs["labels"].to(self.args.device)
         return prepared
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self._evaluated is not None and loss is not None and self._evaluated.items is not None:
-            self._evaluated.add(loss)
-        return loss, logits, labels
+    # --- Evaluations -----------------------------------------------------------------------------
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         """As Trainer's, but the loss is a mean over all tokens (or examples) instead of a mean
-        over batches.
+        over batches (transformers#39241).
         """
-        self._evaluated = _Evaluated()
+        self._evaluated = [0.0, 0.0]
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        evaluated, self._evaluated = self._evaluated, None
+        sums, self._evaluated = torch.tensor(self._evaluated, dtype=torch.float64), None
         self.per_class[self.state.global_step] = output.metrics.pop(f"{metric_key_prefix}_per_class", {})
-        if evaluated.items is not None:
-            sums = torch.stack([evaluated.total, torch.tensor(evaluated.weight, dtype=torch.float64)])
-            total, weight = self.accelerator.reduce(sums.to(self.args.device), "mean").tolist()
-            if weight:
-                output.metrics[f"{metric_key_prefix}_loss"] = total / weight
+        if self._items is not None:
+            # With `average_tokens_across_devices` they are the items of all ranks, or of this one.
+            total, items = self.accelerator.reduce(sums.to(self.args.device), "mean").tolist()
+            if items:
+                output.metrics[f"{metric_key_prefix}_loss"] = total / items
         return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._evaluated is not None and loss is not None and self._items is not None:
+            items = int(self._items)
+            if items:  # all of this rank's examples may only fill up the last batch
+                self._evaluated = [self._evaluated[0] + loss.double().item() * items, self._evaluated[1] + items]
+        return loss, logits, labels
 
     def evaluate(self, *args, **kwargs):
         """As Trainer's. If a signal cuts it short, it saves this step and raises `Preempted`."""
         try:
             metrics = super().evaluate(*args, **kwargs)
         except StoppedInEvaluation:
-            self._save_this_step()
+            step = self.state.global_step
+            if step and step != self._saved_step and step == self.model_step:
+                self._save_checkpoint(self.model_wrapped, None)
+                self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, and leaves
             raise
         self.evaluations[self.state.global_step] = metrics
-        self._replace_repeated_evaluation()
         return metrics
 
-    def _replace_repeated_evaluation(self) -> None:
-        """A run that was killed after its last evaluation repeats it at the next start, of the best
-        model if that was loaded: the newest stands where the one before did.
+    def _evaluate_if_owed(self, trial, ignore_keys: list[str] | None) -> None:
+        """The evaluation that the run before this one could not finish, with all that follows from
+        it: the best model, early stopping, and a schedule that waits for its result.
         """
-        *before, newest = self.state.log_history
-        for place, entry in enumerate(before):
-            if entry.keys() == newest.keys() and entry["step"] == self.model_step:
-                again = {**newest, "epoch": entry["epoch"], "step": entry["step"]}
-                self.state.log_history = [*before[:place], again, *before[place + 1 :]]
-                return
+        if not self._owed:
+            return
+        self._owed = False
+        with torch.random.fork_rng():  # the training resumes with the numbers of its checkpoint
+            metrics = self._evaluate(trial, ignore_keys)
+        if self._determine_best_metric(metrics, trial):
+            self.state.best_model_checkpoint = self._checkpoint
 
-    def _save_this_step(self) -> None:
-        """A checkpoint of this step, unless there is one, or the weights are those of another."""
-        step = self.state.global_step
-        if step and step != self._saved_step and step == self.model_step:
-            self._save_checkpoint(self.model_wrapped, None)
-            self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, and leaves
+    def final_metrics(self) -> dict[str, float]:
+        """The metrics of the model as it is now, evaluated only if it was not at its step. Empty
+        without data for that.
+        """
+        if self.eval_dataset is None:
+            return {}
+        known = self.evaluations.get(self.model_step)
+        if known is None:
+            known = self.evaluate()
+            *before, newest = self.state.log_history
+            for entry in before:  # of a run that was killed after its last evaluation
+                if entry.keys() == newest.keys() and entry["step"] == self.model_step:
+                    entry.update(newest | {"epoch": entry["epoch"], "step": entry["step"]})
+                    self.state.log_history.pop()
+                    break
+        return known
+
+    # --- Checkpoints and the model at the end ----------------------------------------------------
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
         self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self._saved_step}")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, but a model in shards of FSDP's or DeepSpeed's is saved whole.
+
+        Its checkpoints stay sharded, and fast to write. All ranks call it.
+        """
+        if _internal_call and output_dir is not None and self._places is not None:
+            self._places.save(Path(output_dir), self.args.process_index)
+        if self.deepspeed is not None and not _internal_call:
+            self.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
+        if _internal_call or not self.accelerator.is_fsdp2:
+            return super().save_model(output_dir, _internal_call)
+        # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
+        options = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(self.model, "peft_config")
+        )
+        self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
+        return None
+
+    def _issue_warnings_after_load(self, load_result) -> None:
+        # Trainer only warns, and trains on with random values in these weights.
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(load_result.missing_keys)
+        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
+        # A missing weight that is tied to a loaded one has the right values.
+        lost = sorted(name for name in missing & set(weights) if id(weights[name]) not in loaded)
+        if lost:
+            raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
+        load_result.missing_keys[:] = missing - set(weights)  # Trainer would warn of tied ones
+        super()._issue_warnings_after_load(load_result)
+        self._loaded = True
 
     def _load_callback_state(self) -> None:
         self._saved_step = self.state.global_step
@@ -233,31 +342,9 @@ class RecipeTrainer(StreamingTrainer):
             if best.is_dir():  # the output folder has moved: a cloud mounts it elsewhere at every start
                 self.state.best_model_checkpoint = str(best)
         super()._load_callback_state()
-        self._complete_state()
-
-    def _complete_state(self) -> None:
-        """Give the state what the run that wrote it did not need, and this one divides by or looks
-        up: intervals that were 0, and the states of callbacks that are new.
-        """
-        own = TrainerState()
-        own.compute_steps(self.args, self.state.max_steps)
-        for interval in ("logging_steps", "eval_steps", "save_steps"):
-            setattr(self.state, interval, getattr(self.state, interval) or getattr(own, interval))
-        for callback in [*self.callback_handler.callbacks, self.control]:
+        for callback in [*self.callback_handler.callbacks, self.control]:  # Trainer looks new ones up as it saves
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
-
-    def _evaluate_if_owed(self, trial, ignore_keys: list[str] | None) -> None:
-        """The evaluation that the run before this one could not finish, with all that follows from
-        it: the best model, early stopping, and a schedule that waits for its result.
-        """
-        if not self._owed:
-            return
-        self._owed = False
-        with torch.random.fork_rng():  # the training goes on with the numbers of its checkpoint
-            metrics = self._evaluate(trial, ignore_keys)
-        if self._determine_best_metric(metrics, trial):
-            self.state.best_model_checkpoint = self._checkpoint
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
@@ -278,85 +365,9 @@ class RecipeTrainer(StreamingTrainer):
         """The step that the weights are from: the best one if it was loaded, else the last."""
         return self.state.global_step if self.loaded_step is None else self.loaded_step
 
-    def final_metrics(self) -> dict[str, float]:
-        """The metrics of the model as it is now, evaluated only if it was not at its step. Empty
-        without data for that.
-        """
-        if self.eval_dataset is None:
-            return {}
-        known = self.evaluations.get(self.model_step)
-        return self.evaluate() if known is None else known
-
-    def require_finite_weights(self) -> None:
-        """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
-        log.
-
-        All ranks call it: under FSDP each sees its own shards only.
-        """
-        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
-        broken = gather_object([name for name, weight in trained if not bool(torch.isfinite(weight).all())])
-        if broken:
-            raise NotANumber(f"the weights are not numbers after step {self.state.global_step} ({broken[0]})")
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, but a model in shards of FSDP's or DeepSpeed's is saved whole.
-
-        Its checkpoints stay sharded, and fast to write. All ranks call it.
-        """
-        if _internal_call and output_dir is not None and self.args.should_save:
-            # Trainer looks for the best checkpoint's folder as soon as this returns. Under FSDP
-            # some ranks find it, and others load an older one at the end: a model of two halves.
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
-        if self.deepspeed is not None and not _internal_call:
-            self.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
-        if _internal_call or not self.accelerator.is_fsdp2:
-            return super().save_model(output_dir, _internal_call)
-        # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
-        options = StateDictOptions(
-            full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(self.model, "peft_config")
-        )
-        self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
-        return None
-
-    def _run_epoch(self, *args, **kwargs):
-        self._evaluate_if_owed(kwargs["trial"], kwargs["ignore_keys_for_eval"])
-        # Trainer checks these only after a step, so a run resumed at its last step would take one
-        # more.
-        if self.state.global_step >= self.state.max_steps or self.control.should_training_stop:
-            self.control.should_training_stop = True
-            return None
-        # In an epoch that a resume continues, accelerate's loader neither knows how many examples
-        # are left for its last batch, nor tells every sampler which epoch it is.
-        self._last_round = examples_in_last_round(kwargs["train_dataloader"])
-        set_epoch(kwargs["train_dataloader"], kwargs["epoch"])
-        return super()._run_epoch(*args, **kwargs)
-
     def _finalize_training(self, trial, *args, **kwargs):
         self._evaluate_if_owed(trial, None)  # if no epoch was left to run
         return super()._finalize_training(trial, *args, **kwargs)
-
-
-@dataclass
-class _Evaluated:
-    """Losses of an evaluation: `total` sums (mean loss of a batch x its items), `weight` its items.
-
-    With `average_tokens_across_devices` these are the items of all ranks, otherwise of this one.
-    """
-
-    total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    weight: int = 0
-    items: Any = None
-
-    def add(self, loss: torch.Tensor) -> None:
-        if int(self.items):  # all of this rank's examples may only fill up the last batch
-            self.total = self.total + (loss.double() * self.items).cpu()
-            self.weight += int(self.items)
-
-
-def _may_be_a_misfit(error: Exception) -> bool:
-    """Whether an error while a checkpoint is loaded may come from what the checkpoint holds."""
-    kinds = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-    return isinstance(error, kinds) and not isinstance(error, torch.distributed.DistError) and not ran_out(error)
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
@@ -366,8 +377,6 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
 
     `run` has `gradient_as_bucket_view` (bool) and `ddp_comm_hook` ("no", "fp16" or "bf16").
     """
-    from accelerate.utils import DDPCommunicationHookType
-
     handler = trainer.accelerator.ddp_handler
     if handler is None:
         return
@@ -375,8 +384,8 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
 
 
-def apply_fsdp_settings(trainer: Trainer) -> None:
-    """Mend two things of accelerate's FSDP2. Call it before `train()`, which shards the model.
+def _mend_fsdp(trainer: Trainer) -> None:
+    """Mend two things of accelerate's FSDP2, before it shards the model.
 
     It rounds all that the model returns to 16 bits, the loss among it. And it shards the input
     embeddings on their own, which fails where a module that is kept whole holds them, as in BERT.
@@ -387,15 +396,9 @@ def apply_fsdp_settings(trainer: Trainer) -> None:
     if plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
     if plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = layers_to_shard(trainer.model)
-
-
-def layers_to_shard(model: torch.nn.Module) -> list[str]:
-    """The classes of the model's layers, as far as it has them, without those around embeddings."""
-    modules = dict(model.named_modules())
-    embeddings = next(name for name, module in modules.items() if module is model.get_input_embeddings())
-    above = [embeddings.rpartition(".")[0]]
-    while above[-1]:
-        above.append(above[-1].rpartition(".")[0])
-    classes = {type(module).__name__ for name, module in modules.items() if name not in above}
-    return sorted(classes & set(model._no_split_modules or ()))
+        model = trainer.model
+        names = [name for name, module in model.named_modules() if module is model.get_input_embeddings()]
+        classes = {
+            type(module).__name__ for name, module in model.named_modules() if not f"{names[0]}.".startswith(f"{name}.")
+        }
+        plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))

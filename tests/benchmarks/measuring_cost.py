@@ -20,9 +20,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from launch.training.step_timing import StepTimer, TimedTrainer
+from launch.training.callbacks import StepTiming
+from launch.training.trainer import RecipeTrainer
 from recipes import standard
-from recipes.run import hardware
+from recipes.run import hardware, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
 
 LENGTH, MICRO, ACCUMULATION = 32, 2, 2
@@ -32,7 +33,7 @@ class EveryOther(TrainerCallback):
     """Marks every other step. `seconds` of each step, from one's beginning to the next one's."""
 
     def __init__(self) -> None:
-        self.timer: StepTimer | None = None
+        self.timer: StepTiming | None = None
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
         self._begun: float | None = None
 
@@ -63,8 +64,9 @@ def measured(steps: int) -> dict[bool, list[float]]:
             disable_tqdm=True,
         )
         data = [{"input_ids": row, "labels": row} for row in rows]
-        trainer = TimedTrainer(model=model, args=args, train_dataset=data, callbacks=[turns])
-        turns.timer = trainer.timer
+        run = resolve(settings={"measure": "timings.jsonl"})
+        trainer = RecipeTrainer(model=model, args=args, train_dataset=data, callbacks=[turns], run=run)
+        turns.timer = trainer.timing
         trainer.train()
     return turns.seconds
 

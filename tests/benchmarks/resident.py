@@ -77,15 +77,15 @@ def _two_steps(config, run, folder: Path) -> None:
     import torch
     from transformers import TrainingArguments
 
-    from launch.training.model import _auto_class, _with_adapters
+    from launch.training.model import auto_class, with_adapters
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
 
     torch.manual_seed(0)
     config.use_cache = False
-    model = _auto_class(run).from_config(config, dtype=torch.float32)
+    model = auto_class(run).from_config(config, dtype=torch.float32)
     if run["use_peft"]:
-        model = _with_adapters(run, model)
+        model = with_adapters(run, model)
     rows = torch.randint(0, 1000, (2 * run.batch.total, LENGTH))
     labels = torch.zeros(len(rows), dtype=torch.long) if run["task"] == "sequence_classification" else rows
     mask = torch.ones(LENGTH, dtype=torch.long)

@@ -96,15 +96,15 @@ def _two_steps(case: str) -> int:
     """The most bytes that were alive on this rank."""
     import torch
 
-    from launch.training.model import _auto_class, _with_adapters
+    from launch.training.model import auto_class, with_adapters
     from recipes.rules.facts import gradient_accumulation_kwargs
 
     run, config = run_of(case), config_of(case)
     config.use_cache = False
     torch.manual_seed(0)
-    model = _auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]))
+    model = auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]))
     if run["use_peft"]:
-        model = _with_adapters(run, model)
+        model = with_adapters(run, model)
     if run["gradient_checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

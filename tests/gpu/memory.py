@@ -193,7 +193,7 @@ def train(case: Case):
     """Two optimizer steps of RecipeTrainer, set up as train.py would."""
     import transformers
 
-    from launch.training.trainer import RecipeTrainer, apply_ddp_settings
+    from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
     from recipes.run import here, resolve
 
@@ -207,8 +207,8 @@ def train(case: Case):
         if run.problems:
             raise ValueError("; ".join(map(str, run.problems)))
         args = arguments_for(run, transformers.TrainingArguments)
-        trainer = RecipeTrainer(model=model_of(case, run), args=args, train_dataset=rows(case, run["packing"]))
-        apply_ddp_settings(trainer, run)
+        data = rows(case, run["packing"])
+        trainer = RecipeTrainer(model=model_of(case, run), args=args, train_dataset=data, run=run)
         trainer.train()
     return trainer
 

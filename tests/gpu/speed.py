@@ -90,21 +90,27 @@ def run_loop(size: str, steps: int, length: int, compiled: bool) -> Trained:
 def run_recipe(size: str, steps: int, length: int, recipe: str, **changes: Any) -> Trained:
 
     import recipes
-    from launch.training.trainer import Meter, RecipeTrainer, apply_ddp_settings
+    from launch.training.trainer import RecipeTrainer
     from recipes.run import resolve
+    from recipes.scaling.timings import WARM_UP_STEPS
 
     with tempfile.TemporaryDirectory() as folder:
-        own = {"max_steps": steps + Meter.WARM_UP_STEPS + 2, "learning_rate": RATE, "save_strategy": "no"}
+        own = {"max_steps": steps + WARM_UP_STEPS + 2, "learning_rate": RATE, "save_strategy": "no"}
         order = {"train_sampling_strategy": "sequential", "disable_tqdm": True, "report_to": "none"}
         args = getattr(recipes, recipe)(folder, global_batch_size=GLOBAL_BATCH, **own, **order, **changes)
-        clock = _warm_up_clock(Meter.WARM_UP_STEPS)
+        clock = _warm_up_clock(WARM_UP_STEPS)
         data = [{"input_ids": row, "labels": row} for row in rows(GLOBAL_BATCH * (steps + 8), length)]
-        trainer = RecipeTrainer(model=model_of(size), args=args, train_dataset=data, callbacks=[clock])
-        apply_ddp_settings(trainer, resolve(settings={"recipe": recipe}))
+        trainer = RecipeTrainer(
+            model=model_of(size),
+            args=args,
+            train_dataset=data,
+            callbacks=[clock],
+            run=resolve(settings={"recipe": recipe}),
+        )
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Trained(
-        trainer.model, trainer.meter.step_time or float("nan"), clock.seconds, losses[-1], args.torch_compile
+        trainer.model, trainer.timing.step_time or float("nan"), clock.seconds, losses[-1], args.torch_compile
     )
 
 
@@ -134,7 +140,8 @@ def measure(case: str, size: str, setup: Setup) -> Figures:
     """
     import torch
 
-    from launch.training.results import flops_per_token, parameter_count, peak_memory
+    from launch.training.model import parameter_count
+    from launch.training.timing import flops_per_token, peak_memory
     from recipes.run import hardware
     from recipes.scaling.timings import WARM_UP_STEPS
 

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 
 from launch import train
-from launch.training import build, results
+from launch.training import build, timing
 from recipes.run.hardware import Hardware
 
 
@@ -40,7 +40,7 @@ def lift_the_refusal() -> None:
 
 def count_what_each_rank_holds() -> None:
     """Writes held-RANK.json beside the results: local bytes of parameters and of the optimizer."""
-    of_run = results.results
+    of_run = timing.results
 
     def counted(run, trainer, metrics):
         states = [value for state in trainer.optimizer.state.values() for value in state.values()]
@@ -52,7 +52,7 @@ def count_what_each_rank_holds() -> None:
         Path(run["output_dir"], f"held-{rank}.json").write_text(json.dumps(held))
         return of_run(run, trainer, metrics)
 
-    results.results = counted
+    timing.results = counted
 
 
 def local_bytes(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.training.banner import precision, written
+from launch.training.banner import precision
 from tests.support.runs import H100, Run, fsdp, machine, yaml
 
 
@@ -18,15 +18,3 @@ from tests.support.runs import H100, Run, fsdp, machine, yaml
 )
 def test_precision(run, begins, tmp_path, monkeypatch):
     assert precision(run.resolve(tmp_path, monkeypatch)).startswith(begins)
-
-
-@pytest.mark.parametrize(
-    "weights", ["model.safetensors", "adapter_model.safetensors", "model-00001-of-00002.safetensors"]
-)
-def test_the_summary_names_what_was_written(weights, tmp_path):
-    (tmp_path / "run.json").touch()
-    (tmp_path / "training_args.bin").touch()
-    assert written(tmp_path) == f"{tmp_path} (run.json)"
-    (tmp_path / weights).touch()
-    (tmp_path / "checkpoint-2").mkdir()
-    assert written(tmp_path) == f"{tmp_path} (model, checkpoints, run.json)"

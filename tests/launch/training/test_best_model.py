@@ -4,14 +4,10 @@ holds the metrics of exactly the saved weights.
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer
 
-from recipes.run import BEST_MODEL
 from tests.support.running import launch_quickly, model_flags, train_here
 from tests.support.runs import resolved
 
@@ -45,12 +41,6 @@ def first_is_best(tiny_model, texts, tmp_path_factory):
     return folder, train_here(tiny_model, texts, folder, *flags)
 
 
-def test_every_evaluated_model_is_saved(first_is_best):
-    folder, outcome = first_is_best
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
-    assert outcome.record["settings"]["save_steps"]["reason"].startswith("every evaluated model is saved")
-
-
 def test_the_summary_says_which_step_was_loaded(first_is_best):
     _, outcome = first_is_best
     assert (outcome.record["model_step"], outcome.record["global_step"]) == (2, 5)
@@ -64,22 +54,9 @@ def test_the_best_weights_are_saved_with_their_own_metrics(first_is_best):
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0] > evaluated(outcome)[5][0]
 
 
-def test_the_saved_model_has_the_recorded_loss(first_is_best, texts, tmp_path):
-    folder, outcome = first_is_best
-    flags = f"--eval_strategy steps {SPLIT} --learning_rate 0 --max_steps 1".split()
-    again = train_here(folder, texts, tmp_path, *flags)
-    assert again.record["eval_loss"] == pytest.approx(outcome.record["eval_loss"], rel=1e-5)
-
-
 def test_no_model_is_evaluated_twice(first_is_best):
     _, outcome = first_is_best
     assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}
-
-
-def test_the_last_model_is_not_evaluated_twice_either(tiny_model, texts, tmp_path):
-    outcome = train_here(tiny_model, texts, tmp_path, *EVERY_SECOND, "--max_steps", "3")
-    assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 3: 1}
-    assert (outcome.record["model_step"], outcome.record["eval_loss"]) == (3, evaluated(outcome)[3][0])
 
 
 def test_a_last_model_that_was_never_evaluated_is(tiny_model, texts, tmp_path):
@@ -106,23 +83,6 @@ def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, t
     assert "of step 2, the last: no checkpoint of the best, step 1, was found" in outcome.output
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
-
-
-def test_a_best_model_that_was_not_found_is_admitted(tiny_model, texts, tmp_path, monkeypatch):
-    """Somebody has deleted its checkpoint while the run trained. Trainer only warns."""
-    load = Trainer._load_best_model
-
-    def load_in_vain(trainer):
-        shutil.rmtree(trainer.state.best_model_checkpoint)
-        load(trainer)
-
-    monkeypatch.setattr(Trainer, "_load_best_model", load_in_vain)
-    flags = [*EVERY_SECOND, *FIRST_IS_BEST, "--max_steps", "5", "--save_total_limit", "9"]
-    outcome = train_here(tiny_model, texts, tmp_path, *flags)
-    assert (outcome.record["model_step"], outcome.record["best_step"]) == (5, 2)
-    assert "of step 5, the last: no checkpoint of the best, step 2, was found" in outcome.output
-    assert outcome.record["eval_loss"] == evaluated(outcome)[5][0]
-    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-5"))
 
 
 @pytest.mark.slow
@@ -154,13 +114,3 @@ def test_two_ranks_load_the_same_best_model(tiny_model, texts, tmp_path):
 def test_saving_follows_evaluation_unless_somebody_says_when(flags, strategy, steps):
     run = resolved(f"--load_best_model_at_end {flags}")
     assert (run["save_strategy"], run["save_steps"]) == (strategy, steps)
-
-
-def test_it_shows_why():
-    setting = resolved("--load_best_model_at_end --eval_strategy epoch").setting("save_strategy")
-    assert (setting.source, "best" in setting.reason) == (BEST_MODEL, True)
-
-
-def test_nothing_changes_for_a_run_that_keeps_its_last_model():
-    run = resolved("--eval_strategy steps --eval_steps 30")
-    assert (run["save_strategy"], run["save_steps"]) == ("steps", 500)

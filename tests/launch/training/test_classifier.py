@@ -55,10 +55,6 @@ def test_the_data_line_and_the_record_say_what_is_learned(trained):
     assert words.get(kind, "3 classes") in outcome.output
 
 
-def test_no_library_warns_between_the_lines(trained):
-    assert "Warning" not in trained[1].output
-
-
 def test_the_saved_model_is_one_of_plain_transformers(trained):
     kind, _, folder = trained
     config = AutoModelForSequenceClassification.from_pretrained(folder / "out").config
@@ -125,21 +121,6 @@ def test_a_best_model_of_before_the_resume_has_its_figures_too(tiny_model, tmp_p
     outcome = train_here(tiny_model, data, tmp_path / "out", *flags, "3")
     assert (outcome.record["model_step"], outcome.record["global_step"]) == (1, 3)
     assert sum(figures["examples"] for figures in outcome.record["per_class"].values()) == 16
-
-
-def test_another_type_is_another_run(tiny_model, tmp_path):
-    data = written(tmp_path, lambda n: n % 3)
-    assert train_here(tiny_model, data, tmp_path / "out", *TASK, "--max_steps", "1").code == 0
-    other = ["--problem_type", "regression", "--max_steps", "2"]
-    refused = train_here(tiny_model, data, tmp_path / "out", *TASK, *other)
-    assert refused.code == 2 and "problem_type single_label_classification, not regression" in refused.output
-
-
-def test_a_metric_of_other_labels_is_refused_before_the_model_loads(tiny_model, tmp_path):
-    data = written(tmp_path, LABELS["regression"])
-    flags = ["--load_best_model_at_end", "--metric_for_best_model", "f1_macro"]
-    outcome = train_here(tiny_model, data, tmp_path / "out", *SPLIT, *flags)
-    assert outcome.code == 2 and "f1_macro is not reported" in outcome.output
 
 
 @pytest.mark.slow

@@ -54,18 +54,6 @@ def test_the_losses_are_those_of_ddp(run, ddp):
     assert run[0].record["eval_loss"] == pytest.approx(ddp.record["eval_loss"], abs=1e-5)
 
 
-def test_the_record_says_who_shares_what(run):
-    outcome, _, processes = run
-    assert (outcome.record["world_size"], outcome.record["data_parallel_size"]) == (processes, processes // 2)
-    assert outcome.record["engine"] == "DeepSpeed ZeRO-2, tensor parallel 2"
-    assert outcome.record["settings"]["global_batch_size"]["value"] == 8
-
-
-def test_the_banner_says_it_too(run):
-    words = " ".join(run[0].output.split())
-    assert f"x data-parallel {run[2] // 2} = global 8 (world {run[2]}: each group of 2 processes shares" in words
-
-
 def test_parameters_and_tokens_are_counted_once(run, ddp):
     assert run[0].record["num_parameters"] == ddp.record["num_parameters"]
     of_a_step = [outcome.record["tokens_per_second"] * outcome.record["step_time"] for outcome in (run[0], ddp)]
@@ -86,23 +74,10 @@ def test_a_resume_goes_on_exactly(flags, divided, tmp_path):
     assert losses(resumed) == losses(whole)
 
 
-def test_what_was_divided_otherwise_is_not_resumed(flags, divided, tmp_path):
-    words = [*flags[:6], "--save_steps", "2", "--max_steps"]
-    assert launch_quickly(*words, "2", *divided, output=tmp_path).code == 0
-    undivided = launch_quickly(*words, "4", output=tmp_path)
-    said = " ".join(undivided.output.split())
-    assert undivided.code == 1 and "tensor parallel 2, and DDP cannot read them" in said
-
-
 def test_a_model_that_deepspeed_cannot_divide_is_one_line(gpt2, texts, divided, tmp_path):
     outcome = launch_quickly(*model_flags(gpt2, texts), *divided, "--max_steps", "1", output=tmp_path)
     assert outcome.code == 1 and "Traceback" not in outcome.output
-    assert "cannot divide GPT2LMHeadModel" in outcome.output
-
-
-def test_adapters_are_not_divided(flags, divided, tmp_path):
-    outcome = launch_quickly(*flags, *divided, "--use_peft", output=tmp_path)
-    assert outcome.code == 1 and "use_peft: does not train under DeepSpeed's tensor parallelism" in outcome.output
+    assert "tensor_parallel: " in outcome.output
 
 
 def test_replicas_of_shards_train_what_ddp_trains(flags, ddp, tmp_path):

@@ -5,10 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from recipes.errors import UserError
-from tests.support.models import SMALL, load, problem, run_with, save
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 
 STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
@@ -45,20 +42,3 @@ def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
     flags = ["--recipe", recipe, *model_flags(tiny_model, texts), *STEPS, "--use_peft", "--use_dora", *more]
     outcome = launch_quickly(*flags, output=tmp_path, processes=2, config=f"{recipe}.yaml")
     assert outcome.code == 0 and losses(outcome)[-1] < losses(outcome)[0]
-
-
-def test_dora_on_experts_is_refused_with_a_fix_that_works(tmp_path):
-    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
-    name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
-    with pytest.raises(UserError) as caught:
-        load(run_with(name, use_peft=True, use_dora=True, lora_dropout=0.1))
-    assert {found.subject for found in caught.value.problems} == {"lora_dropout", "use_dora"}
-    assert problem(run_with(name, use_peft=True, use_dora=True, lora_dropout=0.0)).subject == "use_dora"
-    load(run_with(name, use_peft=True, lora_dropout=0.0))
-    load(run_with(name, use_peft=True, use_dora=True, lora_target_modules=["q_proj"]))
-
-
-def test_an_embedding_is_adapted_too(tiny_model, texts, tmp_path):
-    flags = [*STEPS, "--use_peft", "--use_dora", "--lora_target_modules", "embed_tokens", "q_proj"]
-    outcome = train_here(tiny_model, texts, tmp_path, *flags)
-    assert losses(outcome)[-1] < losses(outcome)[0]

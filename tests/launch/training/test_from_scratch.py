@@ -76,16 +76,6 @@ def test_other_engines_and_worlds_start_with_the_same_weights(recipe, processes,
     assert losses(outcome) == pytest.approx(losses(one_process[0]), rel=1e-5)
 
 
-def test_without_the_flag_the_refusal_names_it(folder):
-    assert "--from_scratch" in problem(run_with(str(folder))).fix
-
-
-def test_a_resume_without_it_is_another_run(tiny_model, texts, tmp_path):
-    assert train_here(tiny_model, texts, tmp_path, *STEPS).code == 0
-    again = train_here(tiny_model, texts, tmp_path, "--max_steps", "4")
-    assert again.code == 2 and "holds a run with from_scratch True, not False" in again.output
-
-
 def test_a_quantised_models_shape_is_trained_in_full(tmp_path):
     described(tmp_path, CONFIGS["llama"])
     config = json.loads((tmp_path / "config.json").read_text())
@@ -100,10 +90,3 @@ def test_the_tokenizer_fits_the_vocabulary(tmp_path):
     described(tmp_path, LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 258}))
     found = problem(run_with(str(tmp_path), from_scratch=True))
     assert found.subject == "from_scratch" and found.fix == "vocab_size 260 in its config.json"
-
-
-def test_a_configuration_that_makes_no_model_says_why(tmp_path):
-    described(tmp_path, CONFIGS["tied gpt2"])
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "activation_function": "unheard_of"}))
-    assert "does not make a model" in problem(run_with(str(tmp_path), from_scratch=True)).what

@@ -42,14 +42,3 @@ def test_a_mixture_goes_on_with_the_next_example_in_another_world(packing, setti
         launch_quickly(*words, output=tmp_path / "parts", processes=processes, script=SCRIPT, env=told)
     assert read_record(tmp_path / "parts")["status"] == "finished"
     assert examples(tmp_path / "parts") == examples(tmp_path / "whole")
-
-
-def test_another_weight_is_another_training(settings, tiny_model, tmp_path):
-    words = ["--recipe", "standard", "--model_name_or_path", str(tiny_model), *STEADY]
-    first = launch_quickly(*words, "--config", str(settings), output=tmp_path / "out", processes=1)
-    assert first.record["status"] == "finished", first.output
-    other = tmp_path / "other.yaml"
-    parts = yaml.safe_load(settings.read_text())["dataset_name"]
-    other.write_text(yaml.safe_dump({"dataset_name": [{**part, "weight": 1} for part in parts]}))
-    again = launch_quickly(*words, "--config", str(other), output=tmp_path / "out", processes=1)
-    assert again.code and "holds a run with dataset_name" in again.output

@@ -95,10 +95,6 @@ def test_accuracy_is_the_share_of_right_answers():
     assert of_classes(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))["accuracy"] == 0.5
 
 
-def test_a_model_may_return_more_than_logits():
-    assert of_classes((np.array([[0.1, 0.9]]), "more"), np.array([1]))["accuracy"] == 1.0
-
-
 def test_separate_batches_count_each_example_once():
     batches = [np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([[1.0, 0.0]])]
     assert of_classes(batches, [np.array([0, 1]), np.array([1])])["accuracy"] == pytest.approx(2 / 3)

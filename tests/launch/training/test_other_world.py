@@ -143,14 +143,6 @@ def test_packed_rows_go_on_in_the_second_epoch(train):
     assert examples(here) == examples(there)
 
 
-@pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
-def test_an_offloaded_optimizer_goes_on_bit_for_bit_in_the_same_world(recipe, train):
-    """DeepSpeed's own resume would round the third step otherwise, and all that follow."""
-    whole, _ = train(recipe, worlds=(2,))
-    outcome, _ = train(recipe, worlds=(2, 2), stops=(2,))
-    assert losses(outcome) == losses(whole)
-
-
 def test_a_kill_while_a_checkpoint_is_converted_loses_nothing(train):
     whole, _ = train("memory", *FP32, worlds=(2,))
     killed = dict(env={"KILL_WHILE_CONVERTING": "1"}, ends="preempted")  # run.json is that of the first

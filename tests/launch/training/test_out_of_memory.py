@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-from launch.cli import main as recipes_command
 from launch.host import memory
 from launch.host.memory import Shortage
-from launch.training.out_of_memory import next_attempt, other_ways, shortage_in_words
+from launch.training.failure import next_attempt, other_ways, shortage_in_words
 from recipes.run import here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run
@@ -156,12 +155,6 @@ def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, pr
     assert other_ways(run).startswith(ways)
 
 
-def test_only_a_run_here_can_be_started_again_from_here(capsys):
-    with pytest.raises(SystemExit):
-        recipes_command(["submit", "slurm", "--on_oom", "next"])
-    assert "unrecognized arguments: --on_oom" in capsys.readouterr().err
-
-
 # --- How it is recognised ------------------------------------------------------------------------
 
 
@@ -192,11 +185,3 @@ def test_what_cuda_says_is_read():
     assert memory.ran_out(free) and memory.shortage(free) == Shortage(2 << 30, 3 << 29)
     assert memory.shortage(limited) == Shortage(2 << 30, 1 << 29)
     assert shortage_in_words(memory.shortage(limited)) == "asked for 2.00 GiB, 512.0 MiB was free"
-
-
-def test_flags_are_replaced_however_they_are_written():
-    argv = (
-        "--seed 1 --no_fresh --global-batch-size=8 --activation_checkpointing false --lora_target_modules a b".split()
-    )
-    flags = {"global_batch_size": 4, "fresh": None, "gradient_checkpointing": True, "lora_target_modules": None}
-    assert with_flags(argv, flags) == "--seed 1 --global_batch_size 4 --gradient_checkpointing true".split()

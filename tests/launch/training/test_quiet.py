@@ -9,7 +9,7 @@ import pytest
 
 from recipes.catalog import RECIPES
 from tests.launch.training.test_every_recipe import NEEDS_COMPILER
-from tests.support.running import ROOT, SCRIPT, model_flags, train_here
+from tests.support.running import ROOT, SCRIPT, model_flags
 
 FIRST = "recipe model data engine batch precision output changed advice step steps loss speed peak written".split()
 OURS = re.compile(rf"|  .*|({'|'.join(FIRST)}) .*")
@@ -34,19 +34,6 @@ def test_a_recipe_prints_only_our_lines(name, tiny_model, texts, tmp_path):
     start = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
     before = foreign_lines(*start, ROOT / "tests" / "__init__.py")  # what the launcher itself prints
     assert foreign_lines(*start, SCRIPT, *flags) == before
-
-
-@pytest.mark.slow
-def test_lora_and_4_bits_print_only_our_lines(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), "--use_peft", "--load_in_4bit", "--max_steps", "1"]
-    assert foreign_lines(SCRIPT, *flags, "--output_dir", tmp_path) == []
-
-
-@pytest.mark.slow
-def test_a_merge_prints_only_our_lines(tiny_model, texts, tmp_path):
-    assert train_here(tiny_model, texts, tmp_path, "--use_peft", "--max_steps", "1").code == 0
-    lines = foreign_lines("-m", "launch", "merge", tmp_path)
-    assert [line.split()[0] for line in lines] == ["merged", "checked"]  # and written
 
 
 def test_a_recipe_in_a_script_of_ones_own_prints_nothing(tmp_path):

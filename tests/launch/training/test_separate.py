@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM as CausalLM
 from transformers import (
-    AutoConfig,
     BambaConfig,
     FalconConfig,
     FalconH1Config,
@@ -25,10 +25,8 @@ from transformers import (
     RecurrentGemmaConfig,
     Zamba2Config,
 )
-from transformers import AutoModelForCausalLM as CausalLM
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from launch.training import separate
 from launch.training.separate import require_separate_examples, with_separate_examples
@@ -125,10 +123,6 @@ def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_d
     assert not accepts(states, **flash)
 
 
-def test_gpt_oss_is_packed_with_flash_attention_only():
-    assert packs(GPT_OSS, attn_implementation="flash_attention_2") and not packs(GPT_OSS)
-
-
 # --- Without a twin ------------------------------------------------------------------------------
 
 
@@ -180,31 +174,3 @@ def test_zero_3_refuses_to_pack_for_a_model_with_states(tmp_path, texts):
     words = f"--recipe memory_zero3 --packing --model_name_or_path {model} --dataset_name {texts} --max_steps 2"
     outcome = launch_quickly(*words.split(), output=tmp_path / "out", processes=1, config="memory_zero3.yaml")
     assert outcome.code and "a jamba model lets the examples of a row see each other" in outcome.output
-
-
-@pytest.mark.slow
-def test_a_twin_of_other_sizes_and_longer_examples_says_the_same_of_every_type(monkeypatch):
-    """Of types that transformers makes for their default sizes; the others count as unknown. Of a
-    third of them, since all take seven minutes.
-    """
-    configs = [config for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[::3] if (config := of_type(name))]
-    narrow = {config.model_type: judged(config) for config in configs}
-    monkeypatch.setattr(separate, "_DIVISORS", (32, 16, 8, 4, 2, 1))
-    monkeypatch.setattr(separate, "_MOST_WEIGHTS", 150_000_000)
-    monkeypatch.setattr(separate, "_FIRST", 29)
-    monkeypatch.setattr(separate, "_SECOND", 31)
-    wide = {config.model_type: judged(config) for config in configs}
-    known = {name for name in narrow if None not in (narrow[name], wide[name])}
-    assert {name: narrow[name] for name in known} == {name: wide[name] for name in known}
-    assert len(known) > 0.8 * len(configs), sorted(set(narrow) - known)
-
-
-def of_type(name):
-    try:
-        return AutoConfig.for_model(name)
-    except Exception:  # some have no sizes of their own
-        return None
-
-
-def judged(config) -> bool | None:
-    return separate._twin_mixes(run_with("somebody/model"), config, CausalLM._model_mapping.get(type(config), None))

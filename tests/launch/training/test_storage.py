@@ -112,25 +112,12 @@ def test_a_save_that_the_disk_does_not_take_is_one_line(name, happens, disk, tin
 
 
 @needs_mounts
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAILURES)
-@pytest.mark.parametrize("method", ["_save_checkpoint", "_save_rng_state", "_finalize_training"])
-def test_at_whatever_moment_it_happens(method, name, happens, disk, tiny_model, texts):
-    do, what, *_ = FAILURES[name]
-    happens(f"Trainer.{method}", 4, lambda: do(disk))
-    failed = train_here(tiny_model, texts, disk.run, *STEPS)
-    assert failed.code == 1 and what in failed.output and "Traceback" not in failed.output
-    disk.mend()
-    assert train_here(tiny_model, texts, disk.run, *STEPS).record["status"] == "finished"
-
-
-@needs_mounts
 def test_a_full_disk_changes_the_status_of_run_json_where_it_stands(monkeypatch, disk, tiny_model, texts):
     """The results do not fit, and the run that is started again writes them."""
-    from launch.training import results
+    from launch.training import timing
 
-    original = results.results
-    monkeypatch.setattr(results, "results", lambda *args: (original(*args), disk.fill())[0])
+    original = timing.results
+    monkeypatch.setattr(timing, "results", lambda *args: (original(*args), disk.fill())[0])
     failed = train_here(tiny_model, texts, disk.run, *STEPS)
     assert (failed.code, failed.record["status"]) == (1, "failed")
     assert failed.record["settings"]["max_steps"]["value"] == 6

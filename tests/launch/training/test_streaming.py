@@ -25,9 +25,9 @@ def data(tmp_path_factory):
 @pytest.fixture
 def watched(monkeypatch):
     """The examples of each step, in order; the training ends before step `stop`, as if killed."""
-    from launch.training.streaming import StreamingTrainer
+    from launch.training.trainer import RecipeTrainer
 
-    seen, take = {"stop": None, "examples": []}, StreamingTrainer.get_batch_samples
+    seen, take = {"stop": None, "examples": []}, RecipeTrainer.get_batch_samples
 
     def get_batch_samples(trainer, *args):
         if trainer.state.global_step == seen["stop"]:
@@ -36,7 +36,7 @@ def watched(monkeypatch):
         seen["examples"].append([batch["input_ids"].tolist() for batch in samples])
         return samples, items
 
-    monkeypatch.setattr(StreamingTrainer, "get_batch_samples", get_batch_samples)
+    monkeypatch.setattr(RecipeTrainer, "get_batch_samples", get_batch_samples)
     return seen
 
 
@@ -82,19 +82,6 @@ def test_a_resume_of_a_mixture_goes_on_at_the_next_example(flags, mixture, gpt2_
     assert losses(resumed) == losses(whole)
 
 
-def test_a_checkpoint_of_an_earlier_version_begins_another_round_and_it_is_said(
-    tiny_model, data, tmp_path, watched, monkeypatch
-):
-    with monkeypatch.context() as earlier:
-        earlier.setattr("launch.training.streaming.stream_file", lambda rank: f"stream_{rank}.json")
-        train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "3")
-    outcome = train_here(tiny_model, data, tmp_path / "out", *EIGHT_STEPS)
-    assert outcome.code == 0, outcome.output
-    text = " ".join(outcome.output.split())
-    assert "checkpoint-3 has no place in the stream, or one that an earlier version wrote: it begins another" in text
-    assert len(watched["examples"]) == 8
-
-
 @pytest.fixture(scope="module")
 def gpt2_with_dropout(tmp_path_factory):
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -105,11 +92,6 @@ def gpt2_with_dropout(tmp_path_factory):
         vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=256, eos_token_id=256
     )
     return save(GPT2LMHeadModel(config), tmp_path_factory.mktemp("gpt2"))
-
-
-def test_the_banner_says_what_is_streamed(tiny_model, data, tmp_path):
-    outcome = train_here(tiny_model, data, tmp_path / "out", *STREAM, "--max_steps", "1")
-    assert "streamed: 4 shards for 1 reader, shuffled within 1,000 rows" in " ".join(outcome.output.split())
 
 
 def test_other_workers_begin_another_round_and_it_is_said(tiny_model, data, tmp_path, watched):

@@ -49,10 +49,6 @@ def test_the_threads_of_each_process_are_shown(two_ranks):
     assert re.search(r"DDP, 2 processes on CPU, \d+ cores?: \d+ threads? each", engine), engine
 
 
-def test_only_rank_0_prints(two_ranks):
-    assert two_ranks.output.count("engine ") == 1
-
-
 @pytest.fixture(scope="module", params=["memory", "memory_zero3"])
 def offloaded(request, tiny_model, texts, tmp_path_factory):
     """A ZeRO run of two ranks with its YAML, one of the two through the launcher itself."""
@@ -68,13 +64,6 @@ def offloaded(request, tiny_model, texts, tmp_path_factory):
 def test_zero_with_offload_trains_on_two_ranks(offloaded):
     outcome = offloaded[0]
     assert (outcome.code, outcome.record["world_size"]) == (0, 2)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_zero_says_the_stage_that_was_launched(offloaded):
-    stage = "ZeRO-3" if "memory_zero3" in offloaded[1] else "ZeRO-2"
-    assert stage in offloaded[0].record["engine"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_on_a_cpu_layer_norm_mixes_no_16_bit_types_and_rms_norm_does(tiny_model,
     mixed = ["--dtype", "float16", "--bf16", "--max_steps", "1"]
     assert train_here(tiny_model, texts, tmp_path / "llama", *mixed).code == 0
     refused = train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed)
-    assert refused.code == 2 and "dtype: float16 weights cannot compute in another 16-bit type" in refused.output
+    assert refused.code == 2 and "dtype: mixed dtype (CPU)" in refused.output
     assert train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed[2:]).code == 0  # with float32, as advised
 
 
@@ -87,13 +87,6 @@ def test_classification_has_one_loss_and_one_gradient_however_the_batch_is_split
     )
     assert first_step(split) == pytest.approx(first_step(whole), rel=1e-4)
     assert first_step(ranks) == pytest.approx(first_step(whole), rel=1e-4)
-
-
-def test_a_classifier_reports_its_accuracy(tiny_model, reviews, tmp_path):
-    flags = "--task sequence_classification --eval_strategy steps --eval_steps 2 --learning_rate 3e-3".split()
-    slices = ["--dataset_train_split", "train[:48]", "--dataset_test_split", "train[48:]", "--max_steps", "4"]
-    outcome = train_here(tiny_model, reviews, tmp_path / "out", *flags, *slices)
-    assert 0 <= outcome.record["eval_accuracy"] <= 1
 
 
 def test_an_evaluation_in_sixteen_bits_leaves_the_saved_weights_alone(tiny_model, texts, tmp_path):

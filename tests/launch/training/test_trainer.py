@@ -5,16 +5,18 @@ import types
 import pytest
 import torch
 from accelerate.utils import DDPCommunicationHookType
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
 
 from launch.host.world import World
 from launch.terminal import console
-from launch.training.callbacks import Meter, StopOnNotANumber, WarmUpAdvice
+from launch.training.callbacks import Progress, StepTiming, StopOnNotANumber
 from launch.training.failure import NotANumber
-from launch.training.trainer import RecipeTrainer, apply_ddp_settings
+from launch.training.objective import MeanOverExamples
+from launch.training.trainer import RecipeTrainer
 from recipes import standard
 from recipes.errors import UserError
 from recipes.run import here, resolve
+from recipes.scaling.timings import WARM_UP_STEPS
 from tests.support.running import model_flags, train_here
 
 
@@ -33,7 +35,7 @@ def built(flags, model, tokenized_from) -> RecipeTrainer:
     tokenizer = load_tokenizer(run)
     data = load_data(run, tokenizer)
     model = load_model(run, tokenizer, data)
-    return build_trainer(run, World(), build_arguments(run), model, tokenizer, data, None)
+    return build_trainer(run, World(), build_arguments(run), model, tokenizer, data, console(is_main=False))
 
 
 def test_a_run_hands_its_settings_to_the_trainer_it_builds(tiny_model, texts, tmp_path):
@@ -51,6 +53,8 @@ def test_label_smoothing_asks_for_the_next_token_whatever_the_models_class_is_ca
     loss = trainer.compute_loss(trainer.model, dict(batch)).item()
     trainer.model.__class__ = type("FSDPModel", (type(trainer.model),), {})
     assert trainer.compute_loss(trainer.model, dict(batch)).item() == loss
+    trainer.label_smoother = trainer.label_smoother.func
+    assert trainer.compute_loss(trainer.model, dict(batch)).item() != loss  # else Trainer does it by now
 
 
 def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
@@ -58,11 +62,6 @@ def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
 
     with pytest.raises(UserError, match=r"warmup_steps: .*\(command line\)\. Fix: another value, or leave it out"):
         build_arguments(resolve(["--warmup_steps", "-1"], here(environment={})))
-
-
-def test_what_trainer_itself_set_on_the_handler_stays(trainer):
-    apply_ddp_settings(trainer, {"gradient_as_bucket_view": True, "ddp_comm_hook": "no"})
-    assert trainer.accelerator.ddp_handler.find_unused_parameters is False
 
 
 def test_padding_is_not_counted_as_tokens(trainer):
@@ -76,10 +75,6 @@ def test_packed_rows_count_whole(trainer):
     assert int(trainer.tokens_seen) == 8
 
 
-def test_flops_are_not_counted_in_every_micro_batch(trainer):
-    assert trainer.floating_point_ops({"input_ids": torch.ones(2, 4)}) == 0
-
-
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_logged_loss_that_is_not_a_number_stops(loss):
     with pytest.raises(NotANumber, match="step 7"):
@@ -89,7 +84,7 @@ def test_a_logged_loss_that_is_not_a_number_stops(loss):
 def test_a_warm_up_beyond_the_epochs_is_told_once_their_steps_are_known(capsys):
     def advised(*flags, steps=7):
         run = resolve(["--num_train_epochs", "1", *flags], here(environment={}))
-        WarmUpAdvice(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)
+        Progress(run, console()).on_train_begin(None, TrainerState(max_steps=steps), None)
         return capsys.readouterr().out
 
     assert "1000 steps of warm-up do not end before the run, which has 7" in advised("--warmup_steps", "1000")
@@ -97,21 +92,47 @@ def test_a_warm_up_beyond_the_epochs_is_told_once_their_steps_are_known(capsys):
     assert advised("--warmup_steps", "1000", "--max_steps", "7") == ""  # `check` has said it
 
 
-def test_the_meter_leaves_out_warm_up_and_steps_that_save():
-    meter = Meter()
+def test_the_step_time_leaves_out_warm_up_and_steps_that_save():
+    timing = StepTiming(cuda=False)
+    assert timing.step_time is None
     for step in range(10):
-        meter.on_step_begin(None, None, None)
+        timing.on_step_begin(None, None, None)
         if step == 6:
-            meter.on_save(None, None, None)
-    assert meter.steps_trained == 10
-    assert len(meter.durations) == 10 - 1 - Meter.WARM_UP_STEPS - 1
-
-
-def test_without_enough_steps_there_is_no_step_time():
-    assert Meter().step_time is None
+            timing.on_save(None, None, None)
+    assert timing.steps_trained == 10
+    assert len(timing.durations) == 10 - 1 - WARM_UP_STEPS - 1
 
 
 def test_tokens_per_second_come_from_the_tokens_that_were_trained(tiny_model, texts, tmp_path):
     full = ("--packing", "--packing_strategy", "wrapped", "--max_steps", "8")
     record = train_here(tiny_model, texts, tmp_path, *full).record
     assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * 64)
+
+
+# --- What Trainer alone does: if one of these fails, RecipeTrainer need not mend it any more ------
+
+
+def test_trainer_alone_weighs_batches_and_not_tokens(tiny_model, texts, tmp_path):
+    splits = ["--dataset_train_split", "train[:8]", "--dataset_test_split", "train[8:21]", "--eval_strategy", "epoch"]
+    flags = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--per_device_eval_batch_size", "4", *splits]
+    trainer = built(flags, tiny_model, texts)
+    own = trainer.evaluate()["eval_loss"]
+    loader = trainer.get_eval_dataloader()
+    assert Trainer.evaluation_loop(trainer, loader, "").metrics["eval_loss"] != pytest.approx(own, rel=1e-5)
+    losses = [(trainer.model(**batch).loss.item(), batch["labels"][:, 1:].ne(-100).sum().item()) for batch in loader]
+    assert own == pytest.approx(sum(loss * items for loss, items in losses) / sum(items for _, items in losses))
+
+
+def test_trainer_alone_counts_no_number_that_is_minus_100(trainer):
+    trainer.compute_loss_func = MeanOverExamples("regression")
+    batch = {"labels": torch.tensor([-100.0, 1.0])}
+    assert Trainer._get_num_items_in_batch(trainer, [batch], torch.device("cpu")) == 1
+    assert trainer._get_num_items_in_batch([batch], torch.device("cpu")) == 2
+
+
+def test_trainer_alone_trains_on_with_random_values_for_weights_that_a_checkpoint_lacks(trainer):
+    loaded = types.SimpleNamespace(missing_keys=["weight"], unexpected_keys=[])
+    trainer.model._keys_to_ignore_on_save = None
+    Trainer._issue_warnings_after_load(trainer, loaded)
+    with pytest.raises(ValueError, match="lacks 1 weights of the model"):
+        trainer._issue_warnings_after_load(loaded)

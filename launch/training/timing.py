@@ -1,0 +1,306 @@
+"""The results of a run, and with `--measure` the row of timings of its steps.
+
+After the training, and without touching its weights, one of its steps is repeated in pairs: with
+the exchange of gradients, and on the bare model without. The difference is the exposed
+communication time. The step without exchange is what a perfect network would give; what it takes
+longer beside other processes than alone is contention.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean, median, median_low
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from transformers import TrainerState
+
+from launch.host import memory
+from launch.host.world import World
+from launch.output import record
+from launch.training.model import parameter_count
+from launch.training.trainer import RecipeTrainer
+from recipes.planner.speed import exchanges, flops_are_known, model_flops
+from recipes.run import Json, RunSpec, with_flags
+from recipes.run.spec import BATCH_FIELDS
+from recipes.scaling.causes import wire_time
+from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Slowest, Timing
+from recipes.scaling.timings import append, name_of
+
+_FEWEST_PAIRS, _MOST_PAIRS = 3, 6
+# The shorter a step, the more a disturbance changes it: as many pairs as fit into a second.
+_PAIRS_OF_SHORT_STEPS, _SECONDS_OF_PAIRS = 40, 1.0
+_LINK_TRIES = 5
+_FEW_BYTES = 8
+# Jobs of one training may differ in these: where they write, how long they train and the batch.
+_OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
+
+
+def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results: Json) -> Timing | None:
+    """The row that was added to the file of `--measure`. All ranks call it.
+
+    None if no step came after the warm-up. Raises `UserError` if the row cannot be added.
+    """
+    if not trainer.timing.timed_steps:
+        return None
+    row = _row(run, trainer, results)
+    world.decide(lambda: append(run["measure"], [row]))
+    return row
+
+
+def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
+    timing, device, world = trainer.timing, trainer.args.device, run.world_size
+    steps = timing.timed_steps
+    name = f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    ranks = gather_object(
+        [
+            {
+                **{part: timing.seconds[part] / steps for part in PARTS},
+                "host": platform.node(),
+                "device": name,
+                "busy_cores": timing.busy_cores,
+                # The smallest that is at least as large as half of them, and as 99 of 100.
+                "percentiles": np.percentile(timing.steps or [0.0], (50, 99), method="inverted_cdf").tolist(),
+                "peak": results["peak_memory_bytes"],
+            }
+        ]
+    )
+    parts = {part: fmean(rank[part] for rank in ranks) for part in PARTS}
+    step_time = sum(parts.values())
+    for part in ("logging", "saving"):  # one process writes, and the time that others wait for it is not `other`
+        longest = max(rank[part] for rank in ranks)
+        parts["other"] -= min(parts["other"], longest - parts[part])
+        parts[part] = longest
+
+    del parts["communication"]  # unknown under ZeRO and FSDP, whose models cannot run without their exchange
+    no_sync, overhead, slowest = None, None, Slowest()
+    if run.engine.kind in ("single", "ddp") and timing.first_batches[0]:
+        exchanging, bare = _repeated(trainer, step_time)
+        pairs = zip(_slowest(exchanging), _slowest(bare), strict=True)
+        exposed = max(0.0, median(longer - shorter for longer, shorter in pairs)) if world > 1 else 0.0
+        parts["communication"] = min(exposed, parts["backward"])
+        parts["backward"] -= parts["communication"]
+        alone = [median(tries) for tries in bare]
+        no_sync = NoSync(median_low(alone) + parts["optimizer"], max(alone) + parts["optimizer"])
+        overhead = _pass_overhead(trainer, run.batch.micro)
+        rank = alone.index(max(alone))
+        slowest = Slowest(rank, ranks[rank]["host"], ranks[rank]["device"])
+    waits = [rank["data_wait"] for rank in ranks]
+    if max(waits):
+        slowest = replace(slowest, data_rank=waits.index(max(waits)))
+
+    link = exchange = None
+    if timing.sent and world > 1:  # a single process is asked for exchanges too, and sends nothing
+        (syncs, collectives, size), overlap = timing.sent, None
+        if syncs:
+            bandwidth, latency = _link(size // collectives, world, device)
+            link = Link(bandwidth, latency)
+            if "communication" in parts:
+                overlap = max(0.0, 1 - parts["communication"] / wire_time(size, bandwidth, world))
+        exchange = Exchange(overlap, syncs, collectives, size)
+
+    tokens = results.get("tokens_per_second")
+    return Timing(
+        num_processes=world,
+        epoch_time=step_time * steps,
+        name=name_of(run),
+        epoch=results.get("epoch"),
+        samples=steps * run.batch.total,
+        accuracy=results.get("eval_accuracy"),
+        recipe=run["recipe"],
+        batch=Batch(run.batch.total, run.batch.micro, run.batch.accumulation),
+        tokens=round(tokens * results["step_time"] * steps) if tokens else None,
+        loss=results.get("eval_loss"),
+        step_time=step_time,
+        parts=Parts(**parts),
+        data_wait_max=max(waits),
+        no_sync=no_sync,
+        pass_overhead=overhead,
+        exchange=exchange,
+        link=link,
+        peak_memory=max(rank["peak"] for rank in ranks),
+        setup=_setup(run, trainer.state),
+        timed=f"{steps} steps",
+        step_p50=max(rank["percentiles"][0] for rank in ranks),
+        step_p99=max(rank["percentiles"][1] for rank in ranks),
+        other_load=_other_load(ranks),
+        slowest=slowest if world > 1 else None,
+    )
+
+
+def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
+    """The first timed step again and again, with its exchange of gradients and without."""
+    timing, wrapped = trainer.timing, trainer.model_wrapped
+    bare, state = getattr(wrapped, "module", wrapped), trainer.accelerator.gradient_state
+    batches, items = timing.first_batches
+
+    def step(model: torch.nn.Module) -> None:
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            state._set_sync_gradients(last)
+            syncs = last or state.plugin_kwargs.get("sync_each_batch", False)
+            trainer.training_step(model if syncs else bare, dict(batch), items)
+        wrapped.zero_grad()
+
+    pairs = min(_MOST_PAIRS, max(_FEWEST_PAIRS, timing.timed_steps // 4))  # about half of the timed steps' time
+    pairs = max(pairs, min(_PAIRS_OF_SHORT_STEPS, round(_SECONDS_OF_PAIRS / (2 * step_time))))
+    return _compared([partial(step, wrapped), partial(step, bare)], pairs, trainer.args.device)
+
+
+def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
+    """Seconds of a pass that do not depend on its examples, from a micro-batch and half of it.
+
+    None if a micro-batch cannot be halved: a single example, or several joined into one row.
+    """
+    (batch, *_), items = trainer.timing.first_batches
+    if size < 2 or any(len(tensor) != size for tensor in batch.values()):
+        return None
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=True)
+
+    def once(examples: int) -> None:
+        trainer.training_step(model, {name: tensor[:examples] for name, tensor in batch.items()}, items)
+        model.zero_grad()
+
+    tries = _compared([partial(once, size), partial(once, size // 2)], _MOST_PAIRS, trainer.args.device)
+    long, short = (median(map(median, ranks)) for ranks in tries)
+    return max(0.0, long - size * (long - short) / (size - size // 2))
+
+
+def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
+    """Bandwidth and latency of the link while nothing else runs: an all-reduce of as many bytes as
+    those of a step, and a small one.
+
+    Bus bandwidth as nccl-tests define it (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
+    """
+    tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(_FEW_BYTES // 4, device=device))
+    for tensor in tensors:
+        dist.all_reduce(tensor)  # the first sets up connections
+    large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _LINK_TRIES, device)
+    return size / median(_slowest(large)) * 2 * (world - 1) / world, median(_slowest(small))
+
+
+def _setup(run: RunSpec, state: TrainerState) -> Setup:
+    # The flags that make this training what it is at any size: rows with the same are paired.
+    given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
+    flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
+    return Setup(
+        hardware=str(run.hardware),
+        engine=run.engine.kind,
+        workers=run["dataloader_num_workers"],
+        cores=max(1, run.hardware.cores // run.local_world_size),
+        logging_steps=state.logging_steps,
+        save_steps=state.save_steps if run["save_strategy"] == "steps" else None,
+        eval_steps=state.eval_steps if run["eval_strategy"] == "steps" else None,
+        command=shlex.join(with_flags([], flags)),
+    )
+
+
+def _other_load(ranks: list[Json]) -> float:
+    """Cores that other programs kept busy during the timed steps, on the busiest node."""
+    nodes: dict[str, list[tuple[float, float]]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank["host"], []).append(rank["busy_cores"])
+    return max(max(0.0, max(every for every, _ in node) - sum(own for _, own in node)) for node in nodes.values())
+
+
+def _slowest(ranks: list[list[float]]) -> list[float]:
+    """The seconds of the slowest process in each try."""
+    return [max(took) for took in zip(*ranks, strict=True)]
+
+
+def _compared(works: Sequence[Callable[[], object]], tries: int, device: torch.device) -> list[list[list[float]]]:
+    """Seconds of each work, by process and try. The works take turns, and all processes begin one
+    together.
+    """
+    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    own: list[list[float]] = [[] for _ in works]
+    for number in range(tries):
+        for place in sorted(range(len(works)), reverse=number % 2 == 0):
+            if dist.is_initialized():
+                dist.barrier()
+            finish()
+            started = time.perf_counter()
+            works[place]()
+            finish()
+            own[place].append(time.perf_counter() - started)
+    return [list(ranks) for ranks in zip(*gather_object([own]), strict=True)]
+
+
+# --- The results of a run -------------------------------------------------------------------------
+
+
+def results(run: RunSpec, trainer: RecipeTrainer, metrics: dict[str, float]) -> Json:
+    """Trainer's own metrics under its names, and with them tokens, steady step time, peak memory
+    and MFU.
+
+    Times are in seconds, memory in bytes. All ranks call it: the tokens of all are added up.
+    """
+    state, timing = trainer.state, trainer.timing
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    steps = timing.steps_trained
+    # Only here does the count leave the device. Processes that share examples count the same ones.
+    tokens = torch.as_tensor(trainer.tokens_seen, device=trainer.args.device).reshape(1)
+    tokens_per_step = int(trainer.accelerator.gather(tokens).sum()) / run.engine.parallelism.sharing / max(1, steps)
+    entries: Json = {
+        **metrics,
+        "global_step": state.global_step,
+        "model_step": trainer.model_step,
+        "best_step": state.best_global_step,
+        "epoch": state.epoch,
+        "world_size": trainer.accelerator.num_processes,
+        "num_parameters": parameter_count(trainer.accelerator.unwrap_model(trainer.model)),
+        "first_loss": losses[0] if losses else None,
+        "final_loss": losses[-1] if losses else None,
+        "step_time": timing.step_time,
+        "step_time_off": timing.step_time_off,
+        "exchanges_per_step": exchanges(run, run.batch.accumulation),
+        **peak_memory(),
+        "log_history": state.log_history,
+    }
+    evaluated = trainer.model_step if trainer.model_step in trainer.per_class else state.global_step
+    if per_class := trainer.per_class.get(evaluated):
+        entries["per_class"] = per_class
+    if not steps:
+        entries["train_loss"] = None  # Trainer says 0: an earlier start has trained all of it
+    if timing.step_time:
+        entries["samples_per_second"] = run.batch.total / timing.step_time
+        entries["tokens_per_second"] = tokens_per_step / timing.step_time
+        attended = getattr(trainer.train_dataset, "attended", run["max_length"])
+        entries["mfu"] = utilisation(run, trainer.model, entries["tokens_per_second"], attended)
+    return entries
+
+
+def peak_memory() -> Json:
+    """The peak of this process in bytes: allocated on its GPU, else resident in RAM."""
+    if torch.cuda.is_available():
+        return {"peak_memory_bytes": torch.cuda.max_memory_allocated(), "peak_memory_of": "allocated on the first GPU"}
+    return {"peak_memory_bytes": memory.peak(cuda=False), "peak_memory_of": "of RAM in the first process"}
+
+
+def flops_per_token(model: torch.nn.Module, length: float) -> float:
+    """Training FLOPs per token, by the formula of `recipes.planner.speed.model_flops`."""
+    parameters = parameter_count(model)
+    if not getattr(model.config, "tie_word_embeddings", False):
+        parameters -= parameter_count(model.get_input_embeddings())
+    return model_flops(parameters, model.config, length)
+
+
+def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float, attended: float) -> float | None:
+    """Model FLOPs utilisation, of the bf16 peak. None if the hardware or the formula is unknown.
+
+    `attended` is the length of the example that a token belongs to.
+    """
+    peak = run.hardware.peak_flops
+    if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
+        return None
+    if not flops_are_known(model.config):
+        return None
+    return tokens_per_second * flops_per_token(model, attended) / (peak * run.world_size)

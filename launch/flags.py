@@ -47,9 +47,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparser
 
 def count(text: str) -> int:
     """A whole number of at least 1, and at most a million."""
-    if not whole(text):
+    if not text.isdecimal() or text.strip("0") == "":
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 1")
-    if int(text) > MOST_PROCESSES:
+    if len(text) > 9 or int(text) > MOST_PROCESSES:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than {MOST_PROCESSES:,}")
     return int(text)
 

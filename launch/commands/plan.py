@@ -227,11 +227,8 @@ def _print_notes(plan: Plan) -> None:
     """What is special about single recipes, and which are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
-            fix = f"; with --per_device_eval_batch_size {entry.evaluation_batch} they fit" * bool(
-                entry.evaluation_batch
-            )
-            fix = ": --per_device_eval_batch_size sets their memory" if entry.fits else fix
-            print(f"{entry.name}: evaluations need most, not steps{fix}")
+            batch = f" {entry.evaluation_batch} fits" if entry.evaluation_batch else " sets their memory"
+            print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size{batch}")
         if entry.varied_bytes > entry.total_bytes * (1 + MARGIN):
             kept = f"{_gib(entry.varied_bytes)} GiB, with PYTORCH_ALLOC_CONF=expandable_segments:True about the total"
             print(f"{entry.name}: lengths vary, so torch may come to keep {kept}")

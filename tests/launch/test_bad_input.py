@@ -1,10 +1,8 @@
-"""A user's mistake: one clear line, exit 2, no traceback, before any training."""
+"""A user's mistake is one clear line, exit 2, once for all ranks; others are in test_last_words."""
 
 import json
 import subprocess
 import sys
-
-import pytest
 
 from tests.support.running import ROOT, SCRIPT, launch, launch_quickly, run, train_here
 
@@ -15,34 +13,10 @@ def written(folder, name, rows):
     return file
 
 
-MISTAKES = {
-    "an empty split": ([], [], "empty"),
-    "a missing column": ([{"words": "x"}], [], "words"),
-    "a missing label": ([{"text": "x"}], ["--task", "sequence_classification"], "label"),
-    "an unknown recipe": ([{"text": "x"}], ["--recipe", "fats"], "Fix: fast"),
-    "a misspelt flag": ([{"text": "x"}], ["--lerning_rate", "1"], "Fix: --learning_rate"),
-    "an impossible batch": ([{"text": "x"}], ["--global_batch_size", "0"], "global_batch_size"),
-    "a split that is not there": ([{"text": "x"}], ["--dataset_train_split", "validation"], "train"),
-    "sixteen in micro-batches of five": ([{"text": "x"}], ["--per_device_train_batch_size", "5"], "15 or 20"),
-}
-
-
 def assert_one_clear_line(outcome, expected):
     assert outcome.code == 2, outcome.output
     assert expected in outcome.output
     assert len(outcome.output.strip().splitlines()) == 1, outcome.output
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_clear_line(mistake, tiny_model, tmp_path):
-    rows, flags, expected = MISTAKES[mistake]
-    data = written(tmp_path, "data.jsonl", rows)
-    assert_one_clear_line(train_here(tiny_model, data, tmp_path / "out", *flags), expected)
-
-
-def test_a_missing_file_is_named(tiny_model, tmp_path):
-    missing = tmp_path / "missing.jsonl"
-    assert_one_clear_line(train_here(tiny_model, missing, tmp_path / "out"), "missing.jsonl")
 
 
 def test_the_message_names_the_source_of_a_wrong_value(tiny_model, texts, tmp_path):

@@ -252,15 +252,6 @@ def test_it_says_why_the_time_of_a_step_is_unknown(model, argv, why, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    "content", ['{"model_type": "t5"}', '{"model_type": "llama", "hidden_size": "256"}', "{}", "["]
-)
-def test_a_model_that_the_task_cannot_use_is_one_line(content, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(content)
-    assert main(["plan", "--model", str(tmp_path), "--gpu", "L4", "--recipe", "standard"]) == 2
-    assert capsys.readouterr().err.startswith("error  model")
-
-
-@pytest.mark.parametrize(
     ("argv", "advice"),
     [
         ("--model 7B", "--gpu_memory GB"),

@@ -7,15 +7,14 @@ sets `run`: a function of the parsed options and of the other arguments, train.p
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
+from launch.flags import Parser
 from launch.host.files import print_without_reader
 from launch.terminal import console, finish_printing, print_problems
 from recipes import __version__
@@ -35,30 +34,29 @@ class Command(NamedTuple):
 
 
 _USAGE = "recipes [-h] [--version] COMMAND ..."
-_TRAIN = ("train", "rerun", "submit", "fit")  # they go on when nobody reads what they print
-_CATALOGUE, _STATUS = ("launch.commands.catalogue",), ("launch.commands.status",)
-_COMPARE = ("launch.commands.compare",)
+_CATALOGUE, _COMPARE = ("launch.commands.catalogue",), ("launch.commands.compare",)
+_TRAIN = ("launch.commands.train",)
 
 GROUPS = {
     "choose": {
         "list": Command("the recipes, one line each", _CATALOGUE),
         "show": Command("every setting of a recipe or a run, its value and the reason", _COMPARE),
         "copy": Command("write a recipe as a YAML for --config", _CATALOGUE),
-        "where": Command("paths of train.py and of the YAMLs, of the installed package", ("launch.commands.where",)),
+        "where": Command("paths of train.py and of the YAMLs, of the installed package", _CATALOGUE),
         "plan": Command("say which recipe fits a GPU, before anything runs", ("launch.commands.plan",), True),
     },
     "check": {
         "check": Command("say whether a run is legal before it starts", ("launch.commands.check",), True),
-        "fit": Command("find the largest micro-batch that really runs here", ("launch.commands.fit",), True),
+        "fit": Command("find the largest micro-batch that really runs here", _TRAIN, True),
         "doctor": Command("say whether this machine and its links are fit to train", ("launch.doctor.command",)),
     },
     "run": {
-        "prepare": Command("tokenize the data ahead of time, without a GPU", ("launch.commands.prepare",), True),
-        "train": Command("train here: accelerate launch with the recipe's YAML", ("launch.commands.train",), True),
+        "prepare": Command("tokenize the data ahead of time, without a GPU", _TRAIN, True),
+        "train": Command("train here: accelerate launch with the recipe's YAML", _TRAIN, True),
         "rerun": Command("a recorded run again; what differs here is listed", ("launch.commands.rerun",), True),
-        "submit": Command("run a recipe here, on Slurm or on Azure ML", ("launch.commands.submit",)),
-        "status": Command("how submitted runs are doing", _STATUS),
-        "logs": Command("what a submitted run has printed", _STATUS),
+        "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
+        "status": Command("how submitted runs are doing", _TRAIN),
+        "logs": Command("what a submitted run has printed", _TRAIN),
         "merge": Command("a trained adapter into its base model, checked to be equal", ("launch.commands.merge",)),
     },
     "understand": {
@@ -87,49 +85,42 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    own, passed_on = _split_at_dashes(argv)
+    border = argv.index("--") if "--" in argv else len(argv)
+    own, passed_on = argv[:border], argv[border + 1 :]
     name = own[0] if own else ""
     if name in ("-h", "--help", "--version"):
         print(f"accelerate-recipes {__version__}" if name == "--version" else _help())
         return 0
-    if name not in COMMANDS:
-        _print_problems(_no_command(name).problems)
-        return 2
-    if name in _TRAIN:
-        print_without_reader()
-    parser = _parser(name)
-    options, rest = parser.parse_known_args(own)
-    if rest and not COMMANDS[name].train_flags:
-        hint = " (train.py's flags come after --)" if name == "submit" else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    options = argparse.Namespace()
     try:
+        if name not in COMMANDS:
+            raise _no_command(name)
+        if name in ("train", "fit", "submit", "rerun"):
+            print_without_reader()  # a training goes on when nobody reads what it prints
+        parser = _parser(name)
+        options, rest = parser.parse_known_args(own)
+        if rest and not COMMANDS[name].train_flags:
+            hint = " (train.py's flags come after --)" if name == "submit" else ""
+            parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return options.run(options, [*rest, *passed_on])
     except UserError as error:
         problems = [_of_this_command(problem, options) for problem in error.problems]
         if getattr(options, "json", False):
             print(json.dumps({"legal": False, "problems": [vars(problem) for problem in problems]}, indent=2))
         else:
-            _print_problems(problems)
+            print_problems(problems, console(stderr=True))
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"the disk is full: {error.filename or 'make room'}", file=sys.stderr)
-        return 1
 
 
 def _of_this_command(problem: Problem, options: argparse.Namespace) -> Problem:
     """A misspelt flag may be one of the command's own, which train.py's settings do not hold."""
-    from recipes.run.command_line import NOTHING_SIMILAR
-
     similar = get_close_matches(problem.subject, vars(options), n=1, cutoff=0.8)
-    return replace(problem, fix=f"--{similar[0]}") if similar and problem.fix == NOTHING_SIMILAR else problem
+    if similar:
+        from recipes.run.command_line import NOTHING_SIMILAR
 
-
-def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments before and after the first `--`."""
-    border = argv.index("--") if "--" in argv else len(argv)
-    return argv[:border], argv[border + 1 :]
+        if problem.fix == NOTHING_SIMILAR:
+            return replace(problem, fix=f"--{similar[0]}")
+    return problem
 
 
 def _help() -> str:
@@ -145,19 +136,18 @@ def _no_command(name: str) -> UserError:
     return mistake(name or "recipes", "is not a command" if name else "needs a command", fix)
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def _parser(name: str) -> Parser:
     """The parser of one command, under the name and the usage of them all."""
-    parser = argparse.ArgumentParser("recipes", usage=_USAGE, allow_abbrev=False)
+    summary, names, train_flags = COMMANDS[name]
+    parser = Parser("recipes", usage=_USAGE)
     commands = parser.add_subparsers(prog="recipes", required=True, metavar="COMMAND")
-    names = COMMANDS[name].modules
     modules = [import_module(module) for module in names]
     if len(modules) > 1:
-        nested = commands.add_parser(name, description=COMMANDS[name].summary, allow_abbrev=False)
+        nested = commands.add_parser(name, description=summary)
         commands = nested.add_subparsers(required=True, metavar="|".join(module.rpartition(".")[2] for module in names))
     for module in modules:
         module.add_parser(commands)
+    if train_flags and len(modules) == 1:
+        own = commands.choices[name]
+        own.usage = f"{own.format_usage().removeprefix('usage: ').rstrip()} [any train.py flags]"
     return parser
-
-
-def _print_problems(problems: Iterable[Problem]) -> None:
-    print_problems(problems, console(stderr=True))

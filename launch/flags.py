@@ -1,4 +1,4 @@
-"""Parts of the flags of all commands: both spellings, whole numbers, dataclasses as flags."""
+"""The parser of every command, whole numbers, and dataclasses as flags."""
 
 from __future__ import annotations
 
@@ -9,12 +9,40 @@ from typing import Any, TypeAlias
 
 from recipes.flags import MOST_PROCESSES
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # what add_subparsers returns
+
+class Parser(argparse.ArgumentParser):
+    """`--num-processes` is `--num_processes`, as in Hugging Face's own parser. No flag may be cut
+    short: `--seed 1` would be the command's own `--seed_of_data`, and not train.py's.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "allow_abbrev": False})
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        dashed = [name.replace("_", "-") for name in names if name.startswith("--")]
+        return super().add_argument(*dict.fromkeys([*names, *dashed]), **options)
+
+    def takes(self, run: Callable[..., int], table: str, **defaults: Any) -> None:
+        """Call `run` with what is parsed. Each line of the table is an argument and its help.
+
+        Two spaces divide them. The argument is `NAME` or `--flag NAME`, in brackets what may be
+        left out, and a `--flag` alone is a switch. N is a whole number from 1, GB and its like any.
+        """
+        for line in table.strip().splitlines():
+            usage, _, help_text = line.strip().partition("  ")
+            name, _, metavar = usage.strip("[]").partition(" ")
+            options: dict[str, Any] = {"help": help_text.strip()}
+            if name.startswith("-") and not metavar:
+                options["action"] = "store_true"
+            else:
+                options |= {"metavar": metavar or name, "type": _KINDS.get(metavar, str)}
+            if usage.startswith("["):
+                options["nargs"] = "?"
+            self.add_argument(name if name.startswith("-") else name.lower(), **options)
+        self.set_defaults(run=run, **defaults)
 
 
-def spellings(name: str) -> list[str]:
-    """`--num_processes` and `--num-processes` are one flag, as in Hugging Face's own parser."""
-    return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"  # what add_subparsers returns
 
 
 def count(text: str) -> int:
@@ -33,6 +61,9 @@ def whole(text: str) -> int:
     return int(text)
 
 
+_KINDS: dict[str, Callable[[str], Any]] = {"N": count, "GB": float, "GB/s": float, "SHARE": float}
+
+
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
     """A flag for each field of a dataclass, whose metadata holds the help text.
 
@@ -48,7 +79,7 @@ def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
             options["type"] = value_type(field)
         if "choices" in field.metadata:
             options["choices"] = field.metadata["choices"]
-        parser.add_argument(*spellings(field.name), **options)
+        parser.add_argument(f"--{field.name}", **options)
 
 
 def value_type(field: dataclasses.Field[Any]) -> Callable[[str], Any]:

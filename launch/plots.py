@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from recipes.errors import mistake
@@ -21,30 +22,9 @@ def rising_colours(count: int) -> list[Any]:
     return [colormaps["viridis"](0.85 * place / max(1, count - 1)) for place in range(count)]
 
 
-def families(text: str) -> tuple[list[str], str]:
-    """Names of installed fonts that have the characters of `text` together, and what none has."""
-    from matplotlib import font_manager, ft2font
-
-    found, missing = [], {ord(character) for character in text if character.isprintable()}
-    for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name != "DejaVu Sans"):
-        if not missing:
-            break
-        if font.name.startswith("Last Resort"):  # a box for every character there is
-            continue
-        own = missing & ft2font.FT2Font(font.fname).get_charmap().keys()
-        if own:
-            found.append(font.name)
-        missing -= own
-    return found or ["DejaVu Sans"], "".join(map(chr, sorted(missing)))
-
-
 def installed() -> bool:
     """True if matplotlib, the extra `plot`, is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -73,10 +73,11 @@ def console(is_main: bool = True, stderr: bool = False) -> Console:
     return _console_class()(file=stream, quiet=not is_main, width=width, soft_wrap=not wraps, emoji=False)
 
 
-def print_table(headings: list[str], rows: list[list[str]], whole: bool = False) -> None:
+def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False, whole: bool = False) -> None:
     """Names and what is known about them. The first column is for copying: it is never cut.
 
-    No cell is, if the table is to be `whole`: a line may then be longer than the terminal's.
+    No cell is in a file or pipe, nor if the table is to be `whole`: a line may then be longer than
+    the terminal's.
     """
     from rich.table import Table
 
@@ -86,24 +87,24 @@ def print_table(headings: list[str], rows: list[list[str]], whole: bool = False)
         table.add_column(heading, min_width=0 if table.columns else longest)
     for row in rows:
         table.add_row(*row)
-    out = console()
-    if whole:  # print(width=...) would take the smaller of that and the console's own
-        unlimited = out.options.update(max_width=10_000)
-        out.width = max(out.width, out.measure(table, options=unlimited).maximum)
+    out = console(stderr=stderr)
+    if whole or not out.file.isatty():  # print(width=...) would take the smaller of that and the console's own
+        out.width = max(out.width, out.measure(table, options=out.options.update(max_width=10_000)).maximum)
     out.print(table, highlight=False, markup=False)
 
 
 def print_problems(problems: Iterable[Problem], out: Console) -> None:
     """One line per problem: what is wrong, where the value came from, and the fix."""
-    from rich.markup import escape
-
     for problem in problems:
-        colour = "red" if problem.severity == "error" else "yellow"
-        out.print(f"[{colour}]{problem.severity}[/{colour}]  {escape(str(problem))}", highlight=False)
+        _print_labelled(problem.severity, "red" if problem.severity == "error" else "yellow", str(problem), out)
 
 
 def print_note(text: str, out: Console) -> None:
     """One line that a person should read, though nothing is wrong with the run."""
-    from rich.markup import escape
+    _print_labelled("note", "yellow", text, out)
 
-    out.print(f"[yellow]note[/yellow]  {escape(text)}", highlight=False)
+
+def _print_labelled(label: str, colour: str, text: str, out: Console) -> None:
+    from rich.text import Text
+
+    out.print(Text.assemble((label, colour), f"  {text}"), highlight=False)

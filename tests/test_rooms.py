@@ -47,7 +47,7 @@ BUDGETS = {
     "recipes/planner": 4370,
     "recipes/scaling": 2020,
     "launch": 550,
-    "launch/commands": 1970,
+    "launch/commands": 1410,
     "launch/data": 3030,
     "launch/doctor": 2950,
     "launch/explain": 480,

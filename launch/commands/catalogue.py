@@ -1,4 +1,4 @@
-"""`recipes list` and `recipes copy`: the catalogue. They answer at once: nothing is resolved."""
+"""`recipes list`, `copy` and `where`: the catalogue and its files. They resolve nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from recipes.errors import mistake
 if TYPE_CHECKING:
     from recipes.run import Json, RunSpec, Setting
 
-RECIPE = "a shipped recipe, or the file of your own: mine.yaml, mine.py:function"
-
 
 def add_parser(commands: Commands) -> None:
-    listing = commands.add_parser("list", allow_abbrev=False)
-    listing.add_argument("--json", action="store_true")
-    listing.set_defaults(run=list_recipes)
-
-    copy = commands.add_parser("copy", allow_abbrev=False)
-    copy.add_argument("name", metavar="NAME", help=RECIPE)
-    copy.add_argument("file", metavar="FILE")
-    copy.set_defaults(run=copy_recipe)
+    commands.add_parser("list").takes(list_recipes, "--json  for scripts")
+    copy = """
+    NAME  a shipped recipe, or the file of your own: mine.yaml, mine.py:function
+    FILE  the YAML to write
+    """
+    commands.add_parser("copy").takes(copy_recipe, copy)
+    description = 'The paths of train.py and of the YAMLs. With a NAME only its path: "$(recipes where train.py)".'
+    where = commands.add_parser("where", description=description)
+    where.takes(show_where, "[NAME]  train.py, fast.yaml, azureml/fast.yaml, ...")
 
 
 def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
@@ -43,16 +42,50 @@ def list_recipes(options: argparse.Namespace, rest: list[str]) -> int:
 def copy_recipe(options: argparse.Namespace, rest: list[str]) -> int:
     from recipes.run import find_recipe
 
-    recipe = find_recipe(options.name)
-    target = Path(options.file)
+    text, target = _as_yaml(find_recipe(options.name), options.name), Path(options.file)
     try:
         with target.open("x", encoding="utf-8") as stream:  # "x": an existing file is never overwritten
-            stream.write(_as_yaml(recipe, options.name))
-    except FileExistsError:
-        raise mistake("FILE", f"{target} exists already", "another name") from None
+            stream.write(text)
     except OSError as error:
-        raise mistake("FILE", f"{target} cannot be written: {error.strerror}", "choose a writable folder") from None
+        raise mistake(
+            "FILE", f"{target} cannot be written: {error.strerror}", "a new file in a folder of yours"
+        ) from None
     print(f"{target}: edit it, then train with --config {target}")
+    return 0
+
+
+def _as_yaml(recipe: Recipe, given: str) -> str:
+    """A file for --config: fixed settings as values, those that depend on the run as comments.
+
+    `given` is what --recipe takes: the recipe's name, or the user's own file.
+    """
+    engine = Path("accelerate_configs", recipe.engine)  # a user's own YAML is an absolute path
+    lines = [f"# {recipe.purpose}", f"# Engine: {engine}", f"recipe: {given}"]
+    for name, setting in recipe.settings.items():
+        if callable(setting):
+            decided_by = setting.__name__.replace("_", " ")
+            lines += ["", f"# {name}: decided by the recipe for each machine and run ({decided_by})"]
+        elif name not in ("engine", "micro_batch_cap"):
+            value, reason = setting
+            lines += ["", f"# {reason}", f"{name}: {json.dumps(value)}"]  # JSON is YAML
+    return "\n".join(lines) + "\n"
+
+
+def show_where(options: argparse.Namespace, rest: list[str]) -> int:
+    from launch.jobs.job import SCRIPT
+    from recipes.run.files import nearest, shipped
+
+    engines = sorted(shipped("fast.yaml").parent.glob("*.yaml"))
+    jobs = sorted(shipped("fast.yaml", "azureml").parent.glob("*.yaml"))
+    found = {path.name: path for path in [SCRIPT, *engines]} | {f"azureml/{path.name}": path for path in jobs}
+    if options.name is None:
+        print_table(["name", "path"], [[name, str(path)] for name, path in found.items()])
+        return 0
+    path = found.get(options.name) or found.get(f"{options.name}.yaml")
+    if path is None:
+        fix = nearest(options.name, found) or f"one of {', '.join(found)}"
+        raise mistake("NAME", f"there is no {options.name}", fix)
+    print(path)
     return 0
 
 
@@ -71,22 +104,3 @@ def run_as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
             name: {**vars(setting), "value": shown(name, setting.value)} for name, setting in settings.items()
         },
     }
-
-
-def _as_yaml(recipe: Recipe, given: str) -> str:
-    """A file for --config: fixed settings as values, those that depend on the run as comments.
-
-    `given` is what --recipe takes: the recipe's name, or the user's own file.
-    """
-    engine = Path("accelerate_configs", recipe.engine)  # a user's own YAML is an absolute path
-    lines = [f"# {recipe.purpose}", f"# Engine: {engine}", f"recipe: {given}", ""]
-    for name, setting in recipe.settings.items():
-        if name in ("engine", "micro_batch_cap"):
-            continue
-        if callable(setting):
-            decided_by = setting.__name__.replace("_", " ")
-            lines += [f"# {name}: decided by the recipe for each machine and run ({decided_by})", ""]
-        else:
-            value, reason = setting
-            lines += [f"# {reason}", f"{name}: {json.dumps(value)}", ""]  # JSON is YAML
-    return "\n".join(lines).rstrip() + "\n"

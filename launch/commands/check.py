@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launch.commands.catalogue import run_as_json
-from launch.flags import Commands, count, spellings
+from launch.flags import Commands
 from launch.terminal import console, plural, print_problems
 from recipes.errors import Problem, mistake
 from recipes.rules.check import check
@@ -18,24 +18,18 @@ from recipes.run import FIT, RunSpec, here, resolve, with_fit
 from recipes.run.hardware import Gpu, Hardware
 from recipes.run.known_gpus import find
 
+_FLAGS = """
+--accelerate_config FILE|NAME  instead of the recipe's own YAML
+--num_processes N              processes in all, one per GPU [1]
+--gpu NAME                     judge for such cards, one per process, elsewhere: H100 80GB, L4, ... [this machine]
+--azureml FILE                 a job's YAML for Azure ML, and the training in it
+--deep                         also ask the installed libraries themselves (seconds)
+--json                         for scripts
+"""
+
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "check",
-        allow_abbrev=False,
-        usage="recipes check [--recipe NAME] [--config FILE] [--accelerate_config FILE|NAME] [--num_processes N] "
-        "[--gpu NAME] [--deep] [--json] [any train.py flags] | --azureml FILE",
-    )
-    parser.add_argument(
-        *spellings("accelerate_config"), metavar="FILE", help="the Accelerate YAML, or the name of a shipped one"
-    )
-    parser.add_argument(*spellings("num_processes"), type=count, help="processes in all, one per GPU [1]")
-    gpu = "judge for such cards, one per process, elsewhere: H100 80GB, L4, ... [this machine]"
-    parser.add_argument("--gpu", metavar="NAME", help=gpu)
-    parser.add_argument("--azureml", metavar="FILE", help="a job's YAML for Azure ML, and the training in it")
-    parser.add_argument("--deep", action="store_true", help="also ask the installed libraries themselves (seconds)")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=check_run)
+    commands.add_parser("check").takes(check_run, _FLAGS)
 
 
 def check_run(options: argparse.Namespace, rest: list[str]) -> int:
@@ -49,9 +43,16 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
         described = run_as_json(run, run.chosen())
         result = {"legal": not errors, "problems": [vars(problem) for problem in problems], **described}
         print(json.dumps(result, indent=2, default=str))
-    else:
-        _print_result(run, problems, len(errors))
-    return 2 if errors else 0
+        return 2 if errors else 0
+    if problems:
+        print_problems(problems, console(stderr=True))
+    if errors:
+        print(f"{plural(len(errors), 'error')}: this run would not start.", file=sys.stderr)
+        return 2
+    fitted = f": {run.batch.reason}" if run.batch.source == FIT else ""
+    world = plural(run.world_size, "process")
+    print(f"legal: {run.recipe.name} on {run.engine_title}, {world}, batch {run.batch}{fitted}")
+    return 0
 
 
 def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, list[Problem]]:
@@ -62,27 +63,9 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
 
         return azure_read.read(Path(options.azureml), rest)
     place = here(options.num_processes, options.accelerate_config)
-    if options.gpu is not None:
-        place = replace(place, hardware=_cards(options.gpu, place.world_size), packages=frozenset())
+    if options.gpu is not None:  # a node with such a card for each process
+        known = find(options.gpu)
+        cards = (Gpu(known.name, known.capability, known.torch_bytes),) * place.world_size
+        place = replace(place, hardware=Hardware(cards, cores=8 * place.world_size), packages=frozenset())
     run = with_fit(resolve(rest, place))
     return run, check(run, accelerate_config_given=options.accelerate_config is not None)
-
-
-def _cards(name: str, processes: int) -> Hardware:
-    """A node with the named card for each process."""
-    known = find(name)
-    card = Gpu(known.name, known.capability, known.torch_bytes)
-    return Hardware((card,) * processes, cores=8 * processes)
-
-
-def _print_result(run: RunSpec, problems: list[Problem], errors: int) -> None:
-    if problems:
-        print_problems(problems, console(stderr=True))
-    if errors:
-        print(f"{plural(errors, 'error')}: this run would not start.", file=sys.stderr)
-        return
-    world = plural(run.world_size, "process")
-    fitted = f": {run.batch.reason}" if run.batch.source == FIT else ""
-    stray = run.engine.kind == "single" and run.world_size > 1  # the advice says so
-    engine = "DDP if torchrun or another YAML starts it" if stray else run.engine_title
-    print(f"legal: {run.recipe.name} on {engine}, {world}, batch {run.batch}{fitted}")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from itertools import chain
 from itertools import count as count_from
 from pathlib import Path
 
-from launch.commands.differences import differences
-from launch.flags import Commands, count, spellings
+from launch.commands.compare import ABSENT, MATERIAL, Row, differences, print_settings
+from launch.flags import Commands
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
 from launch.jobs.targets import TARGETS
-from launch.output.record import read
+from launch.output.record import read, started
 from launch.output.restore import restore
-from launch.terminal import console, print_problems
-from recipes.errors import UserError, mistake
-from recipes.run import Json, Settings, here, recorded, resolve, with_flags
+from launch.terminal import console, plural, print_note, print_problems
+from recipes.errors import Problem, UserError, mistake
+from recipes.mixture import title
+from recipes.run import COMMAND_LINE, HIDDEN, Json, RunSpec, Settings, here, recorded, resolve, with_flags
 from recipes.run.command_line import parse
 
 _DESCRIPTION = """\
@@ -28,20 +28,17 @@ restored from the record: a recipe in Python is code, so rerun only records that
 """
 
 
+_FLAGS = """
+FOLDER                    an output folder, or its run.json
+--exact                   refuse to start if anything differs that matters
+--dry_run                 print what would run, run nothing
+--num_processes N         processes in all [as many as then]
+--accelerate_config FILE  another engine [the recorded one]
+"""
+
+
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "rerun",
-        allow_abbrev=False,
-        usage="recipes rerun FOLDER|run.json [--exact] [--dry_run] [--num_processes N] [--accelerate_config FILE] "
-        "[any train.py flags]",
-        description=_DESCRIPTION,
-    )
-    parser.add_argument("folder", metavar="FOLDER|run.json", help="an output folder, or its run.json")
-    parser.add_argument("--exact", action="store_true", help="refuse to start if anything differs that matters")
-    parser.add_argument(*spellings("dry_run"), action="store_true", help="print what would run, run nothing")
-    parser.add_argument(*spellings("num_processes"), type=count, help="processes in all [as many as then]")
-    parser.add_argument(*spellings("accelerate_config"), metavar="FILE", help="another engine [the recorded one]")
-    parser.set_defaults(run=rerun)
+    commands.add_parser("rerun", description=_DESCRIPTION).takes(rerun, _FLAGS)
 
 
 def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -55,19 +52,26 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     restored = restore(record, output_dir, processes)
     files = {name: path for name, path in restored.flags.items() if name not in typed}
     recipe = typed.get("recipe") or files.get("recipe")  # a job has a place of its own for it
-    flags = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir, "recipe": None}
-    words = with_flags(argv, flags)
-    yaml = options.accelerate_config or restored.accelerate_config
+    changed = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir, "recipe": None}
+    words, yaml = with_flags(argv, changed), options.accelerate_config or restored.accelerate_config
     run = resolve(["--recipe", recipe, *words] if recipe else words, here(processes, accelerate_config=yaml))
 
-    found = differences(record, run, files)
-    matters = [problem for problem in found if problem.severity == "error"]
-    if options.exact and matters:
-        raise UserError(*run.problems, *matters)
-    listed = [*restored.notes, *(replace(problem, severity="advice") for problem in found)]
-    out = console(stderr=True)
-    out.print(f"{_title(record, file)}: {'what differs here' if listed else 'nothing differs here'}", highlight=False)
-    print_problems(listed, out)
+    here_now = recorded.plain(started(run, run.world_size))
+    if record.get("engine") != run.engine.title:
+        here_now["engine"] = run.engine_title
+    rows = [row for row in differences([record, here_now]) if _matters(row, record, run, files)]
+    out, then = console(stderr=True), f"{record['status']}, {record.get('started', 'unknown when')}"
+    print_problems(restored.notes, out)
+    title_line = f"again {file.parent} ({then}): {'what' if rows else 'nothing'} differs here"
+    out.print(title_line, highlight=False, markup=False)
+    if rows:
+        print_settings(["then", "here"], rows, stderr=True)
+    for name, what in MATERIAL.items():
+        if run[name] and None in (record.get(what), here_now[what]):
+            print_note(f"whether {title(run[name])} is as it was cannot be told before it is loaded", out)
+    if options.exact and rows:
+        fix = "undo what is listed above, or leave --exact out"
+        raise UserError(*run.problems, Problem("exact", f"{plural(len(rows), 'difference')} to the recorded run", fix))
     return submit(
         TARGETS["local"],
         Local(),
@@ -79,24 +83,20 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     )
 
 
-def _title(record: Json, file: Path) -> str:
-    return f"again {file.parent} ({record['status']}, {record.get('started', 'unknown when')})"
-
-
 def _output_dir(record: Json, file: Path, typed: Settings) -> str:
-    """Where the run writes. Raises `UserError` for the folder of the recorded run itself."""
+    """Where the run writes: by default a folder with no finished run. Others are continued.
+
+    Raises `UserError` for the folder of the recorded run itself.
+    """
     then = Path(str(record["settings"].get("output_dir", {}).get("value") or file.parent.name))
-    output_dir = str(typed.get("output_dir") or _unfinished(Path("outputs", f"{then.name or 'run'}-rerun")))
+    first = Path("outputs", f"{then.name or 'run'}-rerun")
+    numbered = (first.with_name(f"{first.name}-{number}") for number in count_from(2))
+    unfinished = (folder for folder in chain([first], numbered) if read(folder).get("status") != "finished")
+    output_dir = str(typed.get("output_dir") or next(unfinished))
     if Path(output_dir).resolve() in (file.parent, Path(record.get("folder") or ".", then).resolve()):
         what = f"{output_dir} is the folder of the recorded run"
         raise mistake("output_dir", what, "another one; the command of that run, given again, continues it")
     return output_dir
-
-
-def _unfinished(folder: Path) -> Path:
-    """The folder, or the next with a number that holds no finished run. Others are continued."""
-    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count_from(2))
-    return next(path for path in chain([folder], numbered) if read(path).get("status") != "finished")
 
 
 def _commit(record: Json, typed: Settings) -> Json:
@@ -105,3 +105,40 @@ def _commit(record: Json, typed: Settings) -> Json:
     if not model.startswith("commit ") or {"model_revision", "model_name_or_path"} & set(typed):
         return {}
     return {"model_revision": model.removeprefix("commit ")}
+
+
+# --- What differs ---------------------------------------------------------------------------------
+
+# Where the Hub is, and which GPUs are seen: model, data and GPUs are compared themselves.
+_SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
+
+
+def _matters(row: Row, record: Json, run: RunSpec, restored: Collection[str]) -> bool:
+    """True if the difference can change what is trained: without it the run repeats exactly.
+
+    `restored` are settings whose files have their recorded content.
+    """
+    name, then = row.name, row.values[0]
+    if row.is_setting:
+        return _is_another_setting(row, record, run, restored)
+    if row.part == "contents":  # what is missing here is a problem of its own
+        flag = next(flag for flag, what in MATERIAL.items() if what == name)
+        return bool(run[flag] or not record["settings"].get(flag, {}).get("value"))
+    if row.part == "environment":
+        return not name.startswith(_SEEN_OTHERWISE)
+    if row.part == "machine":
+        return name == "gpus" or (name in ("cpu", "cores") and not run.hardware.gpus)
+    return name != "peak_memory_of" and (row.part != "versions" or then is not None)
+
+
+def _is_another_setting(row: Row, record: Json, run: RunSpec, restored: Collection[str]) -> bool:
+    """False if the value follows from another difference, or a version does not have it."""
+    name, then = row.name, row.values[0]
+    if then == HIDDEN or ABSENT in row.entries or name in restored:
+        return False
+    if name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        return record.get("world_size") in (None, run.world_size)
+    if run.setting(name).source == COMMAND_LINE:
+        return True
+    given_again = not recorded.is_derived(row.entries[0]["source"])  # and refused, if it is not legal here
+    return name not in recorded.at_a_place(record) and (recorded.is_legal(name, then) or not given_again)

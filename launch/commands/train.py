@@ -1,52 +1,152 @@
-"""`recipes train`: check the run here, then become the launcher of its processes."""
+"""`recipes prepare`, `fit`, `train`, `submit`, `status` and `logs`: one training, here or as a job.
+
+What submitting does is in `launch.jobs.submit`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from shlex import join, quote
 from typing import NoReturn
 
-from launch.flags import Commands, count, spellings
-from launch.host.signals import block_until_listening
-from launch.jobs.here import this_node
+from launch.flags import Commands, add_fields, given
+from launch.host.secrets import without_secrets
+from launch.host.signals import Preempted, StopRequest, block_until_listening
+from launch.host.world import World, prepare_environment
+from launch.jobs import here, local, site, status
 from launch.jobs.job import job_of, launch_words, run_on
-from launch.jobs.submit import refuse_while_in_use
+from launch.jobs.submit import refuse_while_in_use, submit
+from launch.jobs.targets import TARGETS
+from launch.terminal import duration, memory_size, plural, print_table
+from launch.training import failure
+from recipes.errors import UserError, mistake
+from recipes.quiet import quiet_imported, quiet_libraries
 from recipes.rules.check import require_legal
+from recipes.run import RunSpec, resolve, with_flags
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import find_yaml, shipped
 
+_RECIPE = "--recipe NAME  one of `recipes list`, or a file of your own [--config's, or standard]\n"
+_YAML = "--accelerate_config FILE|NAME  instead of the recipe's own YAML\n"
+_HERE = "--num_processes N  processes here [num_processes of an Accelerate YAML of your own, or one per GPU]\n"
+_SUBMIT = f"""
+{_RECIPE}{_YAML}--nodes N  [1]
+--processes_per_node N  one per GPU
+--dry_run      print what would be sent, send nothing
+--output FILE  with --dry_run: write it there, and its code beside it
+--preflight    `recipes doctor` on every node first: a failed check ends the job
+"""
+_FOLDER = "[FOLDER]  output folder of a run, or of several: the newest [outputs]\n"
+
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "train",
-        allow_abbrev=False,
-        usage="recipes train [--recipe NAME] [--num_processes N] [--accelerate_config FILE|NAME] [train.py flags]",
-        description="Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML. "
-        '`python "$(recipes where train.py)" --help` lists the settings.',
-    )
-    parser.add_argument("--recipe", help="one of `recipes list`, or a file of your own [--config's, or standard]")
-    processes = "[num_processes of an Accelerate YAML of your own, or one per GPU]"
-    parser.add_argument(*spellings("num_processes"), type=count, metavar="N", help=processes)
-    yaml = "instead of the recipe's own YAML"
-    parser.add_argument(*spellings("accelerate_config"), metavar="FILE|NAME", help=yaml)
-    parser.set_defaults(run=train)
+    description = "Check the run, then train here in this terminal: `accelerate launch` with the recipe's YAML. "
+    description += '`python "$(recipes where train.py)" --help` lists the settings.'
+    data = "Tokenize the data of a run into the cache of datasets, on every core and without a GPU: train.py with the "
+    data += "same flags and HF_HOME begins at once. Killed in the middle, the same command goes on. The printed folder "
+    commands.add_parser("prepare", description=data + "may be removed when no run needs it.").takes(prepare, "")
+    commands.add_parser("train", description=description).takes(train, _RECIPE + _HERE + _YAML)
+    commands.add_parser("fit").takes(fit, _RECIPE + "--num_processes N  processes here [one per GPU]")
+    targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
+    for name, target in TARGETS.items():
+        epilog = f"Defaults of the target's own flags, from --{fields(target.FLAGS)[0].name} on, can stand under "
+        epilog += f"`{name}:` in {site.path()}; the command line wins."
+        usage = f"recipes submit {name} [flags] -- [train.py flags]"
+        parser = targets.add_parser(name, usage=usage, help=target.HELP, description=target.HELP, epilog=epilog)
+        parser.takes(submit_run, _SUBMIT, nodes=1)
+        add_fields(parser, target.FLAGS)
+    commands.add_parser("status").takes(show_status, _FOLDER, folder="outputs")
+    parser = commands.add_parser("logs")
+    parser.add_argument("-f", "--follow", action="store_true", help="until the run has ended")
+    parser.takes(show_logs, _FOLDER, folder="outputs")
 
 
-def train(options: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
+def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Exit codes and messages are those of train.py."""
+    try:
+        StopRequest().listen()
+        run = resolve(argv)
+        with failure.explained_by(run):
+            _prepare(run)
+    except (KeyboardInterrupt, Preempted, Exception) as error:
+        return failure.report(error, World())
+    return 0
+
+
+def _prepare(run: RunSpec) -> None:
+    """Tokenize the data of a run, and print where the tokens lie and how many there are."""
+    require_legal(run)
+    if not run["dataset_name"]:
+        raise mistake("dataset_name", "there is nothing to prepare", "--dataset_name FILE_OR_ID")
+    if run["dataset_streaming"]:
+        what = "there is nothing to prepare: a stream is tokenized while it trains"
+        raise mistake("dataset_streaming", what, "leave it out, here and in the training")
+    quiet_libraries(run["verbose"])
+    prepare_environment(run)
+    from launch.data.mixture import tokens_of_parts
+    from launch.data.packing import lengths_of
+    from launch.training.model import load_tokenizer, with_model
+
+    quiet_imported(run["verbose"], deepspeed=False)
+    began, tokenizer = time.monotonic(), load_tokenizer(run)
+    run, _ = with_model(run, tokenizer)  # a classifier's tokens end where its model does
+    for _, found in tokens_of_parts(run, tokenizer):
+        folder = found.folder
+        assert folder is not None
+        splits = [split for split in (found.train, found.eval) if split is not None]
+        tokens = sum(int(lengths_of(split).sum()) for split in splits)
+        size = sum(file.stat().st_size for file in folder.rglob("*.arrow"))
+        examples = plural(sum(map(len, splits)), "example")
+        print(f"{examples}, {tokens:,} tokens in {duration(time.monotonic() - began)}")
+        print(f"{folder} ({memory_size(size)})")
+
+
+def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     """Replace this process by the launcher of the run, whose exit code is train.py's.
 
     Advice is left to train.py, whose output follows at once. Raises `UserError` with every problem.
     """
     yaml = options.accelerate_config
-    node = this_node(options.num_processes or in_own_yaml(yaml))
-    run = run_on(node, options.recipe, argv, accelerate_config=yaml)
+    node = here.this_node(options.num_processes or in_own_yaml(yaml))
+    run = run_on(node, options.recipe, rest, accelerate_config=yaml)
     require_legal(run)
-    job = job_of(run, 1, node.processes, argv, accelerate_config=yaml, is_stored=False)
+    job = job_of(run, 1, node.processes, rest, accelerate_config=yaml, is_stored=False)
     refuse_while_in_use(job.folder)
     block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])
+
+
+def fit(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run train.py with --fit_only on this machine. Returns its exit code."""
+    recipe, argv = options.recipe, with_flags(rest, {"fit_only": True})
+    job = here.job_here(recipe, argv, options.num_processes, says_advice=False)
+    refuse_while_in_use(job.folder)
+    code = here.run_script(without_secrets(local.render(job)), job)
+    if code == 0:
+        words = ["--recipe", recipe] * bool(recipe) + ["--processes_per_node", str(job.processes_per_node)]
+        training = with_flags(rest, {"fit": None, "fit_only": None})
+        print(f"train with it: recipes submit local {join([*words, '--', *training])}")
+    return code
+
+
+def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    target, defaults = TARGETS[options.target], site.defaults(options.target)
+    written = given(target.FLAGS, options)
+    names = ("recipe", "accelerate_config", "nodes", "processes_per_node", "preflight", "dry_run", "output")
+    asked = {name: getattr(options, name) for name in names}
+    try:
+        flags = target.FLAGS(**{**defaults, **written})
+        return submit(target, flags, rest, comment=site.origins(defaults, written), **asked)
+    except UserError as error:
+        source = {name: str(site.path()) for name in defaults.keys() - written.keys()}
+        problems = [replace(one, source=one.source or source.get(one.subject, "")) for one in error.problems]
+        raise UserError(*problems) from None
 
 
 def in_own_yaml(name: str | None) -> int | None:
@@ -55,3 +155,17 @@ def in_own_yaml(name: str | None) -> int | None:
         return None
     file = find_yaml(name)
     return None if file.parent == shipped(file.name).parent else from_yaml(file).num_processes
+
+
+def show_status(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    print_table(["folder", "where", "state", "last line"], status.rows(Path(options.folder)))
+    return 0
+
+
+def show_logs(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    folder, submission = status.newest(Path(options.folder))
+    try:
+        TARGETS[submission.target].print_log(submission, folder, options.follow)
+    except KeyboardInterrupt:
+        print(f"\nthe run goes on: recipes status {quote(str(folder))}")
+    return 0

@@ -9,7 +9,7 @@ from math import ceil
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any
 
-from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, families, new_figure
+from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, new_figure
 from launch.scaling.axes import (
     Line,
     dots,
@@ -80,9 +80,7 @@ def pictures(name: str, series: Sequence[Series], rows: Sequence[Timing], format
 
     lines = _lines(series, rows)
     drawn = []
-    fonts, _ = families(f"{name} {' '.join(line.label for line in lines)}")
-    style = {**_STYLE, "font.family": fonts}
-    with matplotlib.rc_context(style), silence():  # warnings about characters missing in every font
+    with matplotlib.rc_context(_STYLE), silence():  # warnings about characters that the font lacks
         for kind, (title, caption, draw) in _KINDS.items():
             if not has_numbers(kind, series, rows):
                 continue

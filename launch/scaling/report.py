@@ -153,8 +153,6 @@ def _not_drawn(found: Findings) -> list[str]:
         lacking = {
             kind: needs for kind, needs in NEEDS.items() if not scale_plots.has_numbers(kind, of_name, found.rows)
         }
-        if absent := plots.families(name)[1]:
-            notes.append(f"{name}: no font here has {absent}, so pictures show boxes (apt install fonts-noto).")
         notes += [f"{name}: no picture of {kind.replace('_', ' ')}: needs {needs}." for kind, needs in lacking.items()]
     return notes
 

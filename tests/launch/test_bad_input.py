@@ -1,10 +1,8 @@
-"""A user's mistake: one clear line, exit 2, no traceback, before any training."""
+"""A user's mistake is one clear line, exit 2, once for all ranks; others are in test_last_words."""
 
 import json
 import subprocess
 import sys
-
-import pytest
 
 from tests.support.running import ROOT, SCRIPT, launch, launch_quickly, run, train_here
 
@@ -15,49 +13,16 @@ def written(folder, name, rows):
     return file
 
 
-MISTAKES = {
-    "an empty split": ([], [], "empty"),
-    "a missing column": ([{"words": "x"}], [], "words"),
-    "a missing label": ([{"text": "x"}], ["--task", "sequence_classification"], "label"),
-    "an unknown recipe": ([{"text": "x"}], ["--recipe", "fats"], "Fix: fast"),
-    "a misspelt flag": ([{"text": "x"}], ["--lerning_rate", "1"], "Fix: --learning_rate"),
-    "an impossible batch": ([{"text": "x"}], ["--global_batch_size", "0"], "global_batch_size"),
-    "a split that is not there": ([{"text": "x"}], ["--dataset_train_split", "validation"], "train"),
-    "sixteen in micro-batches of five": ([{"text": "x"}], ["--per_device_train_batch_size", "5"], "15 or 20"),
-}
-
-
 def assert_one_clear_line(outcome, expected):
     assert outcome.code == 2, outcome.output
     assert expected in outcome.output
     assert len(outcome.output.strip().splitlines()) == 1, outcome.output
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_clear_line(mistake, tiny_model, tmp_path):
-    rows, flags, expected = MISTAKES[mistake]
-    data = written(tmp_path, "data.jsonl", rows)
-    assert_one_clear_line(train_here(tiny_model, data, tmp_path / "out", *flags), expected)
-
-
-def test_a_missing_file_is_named(tiny_model, tmp_path):
-    missing = tmp_path / "missing.jsonl"
-    assert_one_clear_line(train_here(tiny_model, missing, tmp_path / "out"), "missing.jsonl")
-
-
-def test_a_missing_model_is_named(texts, tmp_path):
-    assert_one_clear_line(train_here(tmp_path / "nowhere", texts, tmp_path / "out"), "nowhere")
-
-
 def test_the_message_names_the_source_of_a_wrong_value(tiny_model, texts, tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("dataset_text_field: body\n")
     assert_one_clear_line(train_here(tiny_model, texts, tmp_path / "out", "--config", str(config)), "mine.yaml")
-
-
-def test_an_output_folder_that_cannot_be_written_is_named(tiny_model, texts, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    assert_one_clear_line(train_here(tiny_model, texts, tmp_path / "file"), "cannot be written")
 
 
 def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
@@ -67,11 +32,6 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "2 []"
-
-
-def test_help_is_quick_and_complete():
-    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
-    assert "--model_name_or_path" in done.stdout and "--gradient_accumulation_steps" in done.stdout
 
 
 def test_two_ranks_report_a_mistake_once(tiny_model, tmp_path):

@@ -1,6 +1,5 @@
 """The `recipes` command itself: help, mistakes, and that each command imports only itself."""
 
-import errno
 import json
 import os
 import subprocess
@@ -53,15 +52,6 @@ def test_a_misspelt_flag_of_the_command_itself_gets_its_name(words, capsys):
     assert "Fix: --num_processes." in capsys.readouterr().err
 
 
-def test_an_interruption_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
-    def interrupted(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("launch.cli.import_module", interrupted)
-    assert main(["list"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
 @pytest.mark.parametrize("start", ["import accelerate_recipes as a; sys.exit(a.main())", "import launch.__main__"])
 def test_an_interruption_while_recipes_itself_is_imported_is_one_line(start):
     """A module that raises stands for a signal while `launch.cli` is imported."""
@@ -81,7 +71,7 @@ sys.meta_path.insert(0, Interrupts())
 LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 OTHER_COMMANDS = (
     *("launch.jobs", "launch.doctor", "launch.scaling", "launch.explain", "launch.fit", "launch.training"),
-    *("launch.commands.plan", "launch.commands.merge", "launch.commands.submit", "recipes.planner"),
+    *("launch.commands.plan", "launch.commands.merge", "launch.commands.train", "recipes.planner"),
 )
 
 
@@ -120,22 +110,6 @@ def test_a_legal_check_prints_without_rich():
 
 def test_help_imports_no_command():
     assert not {name for name in imported("--help") if name.startswith("launch.commands.")}
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "words"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (OSError(errno.ENOSPC, "No space left on device", "out/train.log"), 1, "the disk is full: out/train.log"),
-    ],
-)
-def test_what_the_machine_does_to_a_command_is_one_line(raised, code, words, monkeypatch, capsys):
-    def fail(*_):
-        raise raised
-
-    monkeypatch.setattr("launch.commands.catalogue.list_recipes", fail)
-    assert main(["list"]) == code
-    assert capsys.readouterr().err == f"{words}\n"
 
 
 def end_without_reader(*words: str) -> tuple[int, str]:

@@ -7,7 +7,6 @@ import pytest
 
 from launch.cli import main
 from launch.output.record import started
-from launch.output.submission import noted
 from recipes.run import resolve
 
 DEEP, ENDLESS = b"[" * 100_000, b"9" * 10_000
@@ -131,21 +130,6 @@ def test_a_damaged_record_is_named(name, answer, tmp_path):
     assert answer("status", "other")[0] == 0
 
 
-NOTES = {
-    "endless nesting": DEEP,
-    "a job that is a flag": b'{"target": "slurm", "title": "a", "log": "x", "job": "--help"}',
-    "a workspace of numbers": b'{"target": "azureml", "title": "a", "log": "x", "workspace": {"subscription_id": 1}}',
-}
-
-
-@pytest.mark.parametrize("name", NOTES)
-def test_a_damaged_note_is_none(name, answer, tmp_path):
-    (tmp_path / "submission.json").write_bytes(NOTES[name])
-    assert noted(tmp_path) is None
-    assert answer("status", str(tmp_path))[0] == 0
-    refused(answer("logs", str(tmp_path)))
-
-
 # --- Timings -------------------------------------------------------------------------------------
 
 TIMINGS = {
@@ -167,12 +151,3 @@ TIMINGS = {
 def test_timings_that_cannot_be_read(file, name, answer, tmp_path):
     (tmp_path / file).write_bytes(TIMINGS[file][name])
     refused(answer("scale", "report", file))
-
-
-def test_timings_need_no_step(answer, tmp_path):
-    rows = [
-        {"num_processes": n, "epoch_time": 9 / n, "micro_batch": 4, "no_sync_step": 0.1, "global_batch": 8}
-        for n in (1, 2)
-    ]
-    (tmp_path / "timings.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert answer("scale", "report", "timings.jsonl")[0] == 0

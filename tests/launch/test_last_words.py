@@ -70,6 +70,8 @@ MISTAKES = {
     ),
     "data that are not there": Mistake(DATA, "data.jsonl"),
     "data without the column": Mistake(DATA, "words", {"data.jsonl": '{{"words": "x"}}\n'}),
+    "data without labels": Mistake(f"{DATA} --task sequence_classification", "label", {"data.jsonl": TEXT}),
+    "a split that is not there": Mistake(f"{DATA} --dataset_train_split validation", "train", {"data.jsonl": TEXT}),
     "data without a line": Mistake(DATA, "empty", {"data.jsonl": ""}),
     "an output folder that is a file": Mistake(
         f"{DATA} --output_dir {{folder}}/data.jsonl/out", "output_dir", {"data.jsonl": TEXT}
@@ -156,9 +158,3 @@ def test_a_rank_prints_nothing_else(name, flags, capsys):
 def test_some_of_them_at_every_commit(name, launcher, flags, tmp_path):
     outcome = started(launcher, flags(MISTAKES[name]), tmp_path)
     assert_ends_with_our_lines(outcome, MISTAKES[name], launcher)
-
-
-def test_a_terminal_shows_the_last_lines_and_wraps_long_ones():
-    assert screen("\n".join(str(number) for number in range(40))) == [str(number) for number in range(17, 40)]
-    assert screen("first\n" + "x" * COLUMNS * 23) == ["x" * COLUMNS * 23]
-    assert screen("x" * (COLUMNS * 23 + 1)) == []

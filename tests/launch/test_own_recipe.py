@@ -33,16 +33,6 @@ def test_what_it_inherits_comes_from_the_shipped_recipe(tmp_path, capsys):
         assert settings["logging_steps"]["source"] == "recipe mine.yaml"  # which states it, also for its child
 
 
-def test_a_function_that_raises_ends_the_check_as_every_error_does(tmp_path, capsys):
-    tmp_path.joinpath("m.py").write_text(
-        "from recipes.catalog import fast\n\n\ndef mine():\n"
-        "    return fast().but('m', 'x', learning_rate=lambda run: run['nope'])\n"
-    )
-    assert main(["check", "--recipe", "m.py:mine"]) == 2
-    printed = capsys.readouterr().err
-    assert "m.py raises KeyError: 'nope'" in printed and printed.endswith("1 error: this run would not start.\n")
-
-
 @pytest.mark.parametrize("words", [["mine.yaml", "--diff", "standard"], ["standard", "--diff", "mine.yaml"]])
 def test_its_difference_to_another_recipe_is_what_it_changes(words, capsys):
     assert main(["show", *words, "--json"]) == 0
@@ -53,14 +43,6 @@ def test_a_copy_of_it_is_a_configuration_that_names_it(capsys):
     assert main(["copy", "mine.yaml", "copy.yaml"]) == 0
     assert main(["check", "--config", "copy.yaml"]) == 0
     assert "legal: mine" in capsys.readouterr().out
-
-
-def test_a_copy_names_its_accelerate_yaml(tmp_path):
-    tmp_path.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
-    tmp_path.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
-    assert main(["copy", "mine.yaml", "copy.yaml"]) == main(["copy", "standard", "shipped.yaml"]) == 0
-    assert f"# Engine: {tmp_path / 'engine.yaml'}\n" in tmp_path.joinpath("copy.yaml").read_text()
-    assert "# Engine: accelerate_configs/standard.yaml\n" in tmp_path.joinpath("shipped.yaml").read_text()
 
 
 def test_plan_recommends_it_under_the_name_that_the_flag_takes(capsys):

@@ -5,7 +5,7 @@ from importlib import import_module
 
 _HEAVY = "launch.train launch.training.build launch.training.model launch.data.load launch.output.resume peft "
 _HEAVY += "scipy.io sklearn.metrics launch.commands.plan launch.scaling.report"
-_LIGHT = "catalogue check submit rerun status compare fit train where"
+_LIGHT = "catalogue check compare rerun train"
 
 
 def preload(heavy: bool) -> None:

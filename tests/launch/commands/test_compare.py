@@ -1,15 +1,11 @@
 """`recipes compare`: what differs between records of real runs, and which meets a target."""
 
 import json
-import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launch.cli import main
-from launch.commands.compare import by_noise, margin, other_training, results
-from launch.commands.differences import differing_settings
+from launch.commands.compare import differences, noise_can_make, other_training
 from tests.support.running import train_here
 
 EVALUATED = ["--dataset_train_split", "train[:90%]", "--dataset_test_split", "train[90%:]", "--eval_strategy", "epoch"]
@@ -53,14 +49,8 @@ def test_a_setting_stands_under_its_source_with_its_value_and_source_in_each_run
         {"value": 5e-5, "source": "library default"},
         {"value": 0.01, "source": str(runs / "mine.yaml")},
     ]
-
-
-def test_what_only_the_recipe_chose_stands_under_the_recipe(compare):
-    _, found = compare("plain", "changed")
-    assert [entry["source"] for entry in found["settings"]["recipe"]["logging_steps"]] == [
-        "recipe standard",
-        "recipe fast",
-    ]
+    sources = [entry["source"] for entry in found["settings"]["recipe"]["logging_steps"]]
+    assert sources == ["recipe standard", "recipe fast"]
 
 
 def test_where_a_run_wrote_to_is_no_difference(compare):
@@ -86,12 +76,6 @@ def test_a_run_that_failed_is_shown_with_its_status_and_error(compare):
     assert found["runs"][1]["status"] == "failed" and "NotANumber" in found["runs"][1]["error"]
 
 
-def test_tables_name_every_run(runs, capsys):
-    assert main(["compare", str(runs / "plain"), str(runs / "changed" / "run.json"), str(runs / "diverged")]) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("plain", "changed", "diverged", "NotANumber"))
-
-
 def test_no_name_is_cut_when_piped(runs, tmp_path, capsys):
     names = [f"{number}-{'a-name-that-says-it-all-' * 4}" for number in range(3)]
     for name in names:
@@ -109,7 +93,7 @@ def timed(record: dict, step_time: float, off: float) -> dict:
 @pytest.mark.parametrize(("times", "marked"), [(1.05, True), (1.12, True), (1.3, False), (0.8, False), (1.0, False)])
 def test_a_step_time_that_noise_can_make_is_marked(runs, times, marked):
     one, other = timed(of(runs, "plain"), 1.0, 0.1), timed(of(runs, "plain"), times, 0.1)
-    assert by_noise("step_time", [one, other]) == [False, marked]
+    assert noise_can_make("step_time", one, other) is marked
 
 
 def logged(record: dict, *losses: float) -> dict:
@@ -124,7 +108,7 @@ def logged(record: dict, *losses: float) -> dict:
 )
 def test_a_loss_that_noise_can_make_is_marked(runs, losses, marked):
     one = logged(of(runs, "plain"), 3.0, 2.0, 2.0, 1.0)
-    assert by_noise("final_loss", [one, logged(of(runs, "plain"), *losses)]) == [False, marked]
+    assert noise_can_make("final_loss", one, logged(of(runs, "plain"), *losses)) is marked
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(runs, tmp_path, capsys):
@@ -135,40 +119,24 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(runs, tmp_path, capsys):
     assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == [str(runs / "plain"), str(other)]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("seed", 7, "seed"),
-        ("global_batch_size", 32, "global batch"),
-        ("dataset_name", "other", "data"),
-        ("max_steps", 9, "length"),
-    ],
-)
-def test_another_training_is_named(runs, name, value, what):
+@pytest.mark.parametrize(("name", "value"), [("seed", 7), ("global_batch_size", 32), ("dataset_name", "other")])
+def test_another_training_is_named(runs, name, value):
     plain = of(runs, "plain")
     settings = {**plain["settings"], name: {"value": value, "source": "command line", "reason": ""}}
     other = {**plain, "settings": settings, "data": None}  # equal fingerprints would be the same data
-    assert other_training([plain, other]) == [f"{what} ({name})"]
+    assert other_training(differences([plain, other])) == [name]
 
 
-def test_a_file_with_other_contents_is_other_data(runs):
+def test_contents_count_and_not_their_path(runs):
     plain = of(runs, "plain")
-    assert other_training([plain, {**plain, "data": "other"}]) == ["data (same name, other contents)"]
-
-
-def test_a_file_that_lies_elsewhere_with_the_same_contents_is_the_same_data(runs):
-    plain = of(runs, "plain")
-    settings = {
-        **plain["settings"],
-        "dataset_name": {"value": "/elsewhere/texts.jsonl", "source": "command line"},
-    }
-    moved = {**plain, "settings": settings}
-    assert (other_training([plain, moved]), differing_settings([plain, moved])) == ([], {})
+    assert other_training(differences([plain, {**plain, "data": "other"}])) == ["the contents of the data"]
+    moved = {"dataset_name": {"value": "/elsewhere/texts.jsonl", "source": "command line"}}
+    assert differences([plain, {**plain, "settings": plain["settings"] | moved}]) == []
 
 
 def test_it_says_first_that_the_training_is_not_the_same(runs, capsys):
     main(["compare", str(runs / "plain"), str(runs / "diverged")])
-    assert capsys.readouterr().out.startswith("not the same training, which changes the results too: other data")
+    assert capsys.readouterr().out.startswith("not the same training, which changes the results too: another ")
 
 
 @pytest.mark.parametrize(
@@ -192,27 +160,6 @@ def test_a_run_without_the_result_does_not_meet_it(compare):
     assert found["targets"][0]["met"] == [False, True]
 
 
-def test_a_loss_that_is_no_number_meets_nothing(runs):
-    assert margin("eval_loss", 1e9, {**of(runs, "plain"), "eval_loss": math.nan}) is None
-
-
-@given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_less_is_better_for_a_loss_and_more_for_a_speed(value, wanted):
-    record = {"eval_loss": value, "tokens_per_second": value}
-    assert (margin("eval_loss", wanted, record) >= 0) == (value <= wanted)
-    assert (margin("tokens_per_second", wanted, record) >= 0) == (value >= wanted)
-
-
-def test_a_result_that_no_run_has_is_no_row(runs):
-    assert "mfu" not in results([of(runs, "plain")] * 2)
-
-
-def test_a_run_that_has_not_ended_is_a_mistake(runs, tmp_path, capsys):
-    (tmp_path / "run.json").write_text(json.dumps({**of(runs, "plain"), "status": "running"}))
-    assert main(["compare", str(runs / "plain"), str(tmp_path)]) == 2
-    assert "is unfinished" in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_folder_of_runs_names_them(runs, capsys):
     assert main(["compare", str(runs / "plain"), str(runs)]) == 2
     assert str(runs / "changed") in capsys.readouterr().err.replace("\n", "")
@@ -223,15 +170,9 @@ def test_a_folder_of_runs_names_them(runs, capsys):
     [
         (["eval_los", "1"], "Fix: eval_loss."),
         (["eval_loss", "low"], "is not a number"),
-        (["eval_loss", "nan"], "is not a number"),
         (["zzz", "1"], "one of "),
     ],
 )
 def test_an_impossible_target_is_a_mistake(runs, capsys, words, message):
     assert main(["compare", str(runs / "plain"), str(runs / "changed"), "--target", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_one_run_alone_is_a_mistake(runs, capsys):
-    assert main(["compare", str(runs / "plain")]) == 2
-    assert "two or more" in capsys.readouterr().err

@@ -64,11 +64,6 @@ def test_the_tokenizer_and_the_generation_config_come_along(tiny_model, texts, t
     assert AutoTokenizer.from_pretrained(merged)("abc") == AutoTokenizer.from_pretrained(base)("abc")
 
 
-def test_a_merged_model_can_be_trained_on(adapter, texts, tmp_path, capsys):
-    assert merge(capsys, adapter, "--output", tmp_path / "merged")[0] == 0
-    assert train_here(tmp_path / "merged", texts, tmp_path / "on", "--max_steps", "1").code == 0
-
-
 def test_a_base_in_sixteen_bits_stays_in_them(adapter, tiny_model, tmp_path, capsys):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(base)
@@ -118,10 +113,6 @@ def test_the_newest_checkpoint_of_a_run_that_was_killed(adapter, tmp_path, capsy
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
-def test_one_checkpoint_can_be_named(adapter, tmp_path, capsys):
-    assert merge(capsys, adapter / "checkpoint-2", "--output", tmp_path / "merged")[0] == 0
-
-
 @pytest.mark.parametrize("base", ["gone/base", "/gone/base"])
 def test_a_base_that_has_moved_is_named(base, adapter, tiny_model, tmp_path, capsys):
     folder = shutil.copytree(adapter, tmp_path / "out")
@@ -140,12 +131,6 @@ def test_a_base_of_the_same_shape_with_other_weights_is_told(adapter, tiny_model
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
     said = merge(capsys, adapter, "--model_name_or_path", base, "--output", tmp_path / "merged")[1]
     assert f"{base} is not what the adapter was trained on" in " ".join(said.split())
-
-
-def test_another_base_is_told_from_the_right_one(adapter, tmp_path, capsys):
-    LlamaForCausalLM(LlamaConfig(vocab_size=260, **SMALL)).save_pretrained(tmp_path / "other")
-    code, said = merge(capsys, adapter, "--output", tmp_path / "merged", "--model_name_or_path", tmp_path / "other")
-    assert code == 2 and "does not fit" in said and not (tmp_path / "merged").exists()
 
 
 def test_weights_that_have_no_place_or_are_not_there(adapter, tiny_model, tmp_path, capsys):
@@ -192,16 +177,11 @@ def test_an_output_that_cannot_be_made(adapter, texts, capsys):
         assert code == 2 and f"error  output: {output} cannot be written: " in said
 
 
-def test_a_full_disk_is_told_before_anything_is_written(adapter, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    code, said = merge(capsys, adapter, "--output", tmp_path / "merged")
-    assert code == 2 and "the merged model takes" in said and not list(tmp_path.iterdir())
-
-
 def test_a_model_that_is_not_equal_is_not_written(tiny_model, tmp_path, capsys):
     """LoRA on the input embeddings of a model whose output embeddings are the same weights."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=260, **SMALL, tie_word_embeddings=True)).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens"], init_lora_weights=False)
     get_peft_model(LlamaForCausalLM.from_pretrained(tmp_path / "base"), lora).save_pretrained(tmp_path / "adapter")
     code, said = merge(capsys, tmp_path / "adapter")

@@ -12,7 +12,6 @@ import pytest
 from launch.cli import main
 from launch.data import cache
 from launch.train import main as train
-from recipes.errors import Failure
 from tests.support.running import ROOT, model_flags
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -26,14 +25,6 @@ def test_train_py_finds_what_was_prepared(tiny_model, texts, tmp_path, capsys, m
     monkeypatch.setattr(cache, "_make", None)  # it is not called again
     assert main(["prepare", *flags]) == 0
     assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
-
-
-def test_labelled_texts_are_prepared_as_well(tiny_model, tmp_path, capsys):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
-    flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(file)]
-    assert main(["prepare", *flags, "--task", "sequence_classification"]) == 0
-    assert capsys.readouterr().out.startswith("2 examples, ")
 
 
 def test_a_classifiers_texts_are_cut_where_the_model_ends_as_in_the_training(tiny_model, tmp_path, capsys, monkeypatch):
@@ -71,11 +62,6 @@ def test_the_demonstration_needs_no_preparation(capsys):
     assert "there is nothing to prepare" in capsys.readouterr().err
 
 
-def test_a_stream_needs_none_either(tiny_model, texts, capsys):
-    assert main(["prepare", *model_flags(tiny_model, texts), "--dataset_streaming", "--max_steps", "1"]) == 2
-    assert "a stream is tokenized while it trains" in capsys.readouterr().err
-
-
 def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
@@ -83,12 +69,3 @@ def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, ca
     assert main(["prepare", *model_flags(tiny_model, texts)]) == 1
     said = capsys.readouterr().err
     assert "/datasets" in said and "cannot be read or written: Not a directory. Set HF_HOME " in said
-
-
-def test_a_failure_of_the_machine_is_one_line(tiny_model, texts, capsys, monkeypatch):
-    def killed(*_):
-        raise Failure("a process that tokenizes the data was killed")
-
-    monkeypatch.setattr(cache, "_make", killed)
-    assert main(["prepare", *model_flags(tiny_model, texts)]) == 1
-    assert capsys.readouterr().err == "a process that tokenizes the data was killed\n"

@@ -48,11 +48,11 @@ def recorded(folder: Path, *flags: str, launcher: str = "", yaml: Path | None = 
     return folder
 
 
-def dry(capsys, *words: str) -> tuple[int, str, str]:
-    """The exit code of a dry run, its script, and what was said about it in one line."""
+def dry(capsys, *words: str) -> tuple[int, str, str, list[str]]:
+    """The exit code of a dry run, its script, and what was said of it: in one line, and in all."""
     code = main(["rerun", *words, "--dry_run"])
     printed = capsys.readouterr()
-    return code, printed.out, " ".join(printed.err.split())
+    return code, printed.out, " ".join(printed.err.split()), printed.err.splitlines()
 
 
 def change(folder: Path, **changes) -> None:
@@ -96,69 +96,45 @@ def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, other_en
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.slow
-def test_another_version_is_listed_and_refused_by_exact(other_environment, place, tmp_path):
-    (packages,) = other_environment.glob("lib/python*/site-packages")
-    faked = packages / "safetensors-0.99.0.dist-info"
-    faked.mkdir()
-    (faked / "METADATA").write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.99.0\n")
-    folder = recorded(place / "out")
-    listed = rerun(other_environment, str(folder), "--dry_run", cwd=tmp_path, output=tmp_path)
-    assert listed.code == 0 and "safetensors: was" in listed.output and "is 0.99.0 here" in listed.output
-    refused = rerun(other_environment, str(folder), "--exact", cwd=tmp_path, output=tmp_path)
-    shutil.rmtree(faked)
-    assert refused.code == 2 and "error  safetensors" in refused.output
-    assert not (tmp_path / "outputs").exists()
-
-
 # --- What differs ---------------------------------------------------------------------------------
 
 
 def test_the_same_run_here_has_no_difference(place, capsys):
-    code, script, said = dry(capsys, str(recorded(place / "out")), "--exact")
+    code, script, said, _ = dry(capsys, str(recorded(place / "out")), "--exact")
     assert code == 0 and ": nothing differs here" in said
     assert f"--config {place}/out/run.json" in script and "--output_dir outputs/out-rerun" in script
 
 
 DIFFERENCES = {
-    "a version": ({"versions": {"torch": "1.0+cu999"}}, "torch: was 1.0+cu999", "pip install torch==1.0."),
-    "a library that is missing": ({"versions": {"flash-attn": "2"}}, "is not installed here", "pip install flash-attn"),
-    "Python": ({"versions": {"python": "3.8.1"}}, "python: was 3.8.1", "Python 3.8.1"),
-    "the code": ({"code": {"version": "0", "source": "x", "commit": "abc"}}, "was 0 (source x", "git checkout abc"),
-    "the CPU": ({"hardware": {"gpus": [], "cpu": "Z80"}}, "cpu: was Z80", "a machine with such a CPU"),
-    "the cores": ({"hardware": {"gpus": [], "cores": 999}}, "cores: was 999", "as many cores"),
-    "the GPUs": ({"hardware": {"gpus": [{"name": "H9"}, {"name": "H9"}]}}, "GPUs: was 2 x H9, is none", "machine"),
-    "a variable": ({"environment": {"NCCL_ALGO": "Ring it"}}, "NCCL_ALGO: was Ring it", "export NCCL_ALGO='Ring it'"),
-    "the data": ({"data": "sha256-0"}, "dataset_name: texts.jsonl has other contents", "--dataset_name with its path"),
-    "the model": ({"model": "sha256-0"}, "model_name_or_path: tiny has other contents", "the model as it was"),
-    "the nodes": ({"world_size": 2, "local_world_size": 1}, "nodes: was 2, is 1", "submit slurm --nodes 2"),
-    "the engine": ({"engine": "FSDP2"}, "engine: was FSDP2, is one process here", "leave --accelerate_config"),
+    "a version": ({"versions": {"torch": "1.0+cu999"}}, "torch 1.0+cu999"),
+    "a library that is missing": ({"versions": {"flash-attn": "2"}}, "flash-attn 2 null"),
+    "the code": ({"code": {"version": "0", "source": "x", "commit": "abc"}}, "code commit abc"),
+    "the CPU": ({"hardware": {"gpus": [], "cpu": "Z80"}}, "cpu Z80"),
+    "the GPUs": ({"hardware": {"gpus": [{"name": "H9"}, {"name": "H9"}]}}, 'gpus ["H9", "H9"] []'),
+    "a variable": ({"environment": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO Ring null"),
+    "a variable that was not set": ({"environment": {}}, "OMP_NUM_THREADS null"),
+    "the data": ({"data": "sha256-0"}, "data sha256-0"),
+    "the nodes": ({"world_size": 2, "local_world_size": 1}, "nodes 2 1"),
+    "the engine": ({"engine": "FSDP2"}, "engine FSDP2 one process"),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_difference_is_listed_with_its_fix_and_refused_by_exact(what, place, capsys):
-    changes, difference, fix = DIFFERENCES[what]
+def test_a_difference_is_listed_and_refused_by_exact(what, place, capsys, monkeypatch):
+    monkeypatch.setattr(surroundings, "first_environment", lambda: {"OMP_NUM_THREADS": "3"})
+    changes, words = DIFFERENCES[what]
     folder = recorded(place / "out")
     change(folder, **changes)
-    for words, code in (((), 0), (("--exact",), 2)):
-        outcome = dry(capsys, str(folder), *words)
+    for flags, code in (((), 0), (("--exact",), 2)):
+        outcome = dry(capsys, str(folder), *flags)
         assert outcome[0] == code, outcome
-        assert difference in outcome[2] and fix in outcome[2]
-
-
-def test_an_unset_variable_is_a_difference(place, capsys, monkeypatch):
-    folder = recorded(place / "out")
-    monkeypatch.setattr(surroundings, "first_environment", lambda: {"OMP_NUM_THREADS": "3", "NCCL_ALGO": "x"})
-    change(folder, environment={"OMP_NUM_THREADS": "3"})
-    _, _, said = dry(capsys, str(folder))
-    assert "Fix: unset NCCL_ALGO" in said and "OMP_NUM_THREADS" not in said
+        assert any(set(words.split()) <= set(line.split()) for line in outcome[3]), outcome[3]
 
 
 def test_a_flag_that_changes_something_is_listed(place, capsys):
     folder = recorded(place / "out", "--seed", "7")
-    code, script, said = dry(capsys, str(folder), "--seed", "8")
-    assert code == 0 and "seed: was 7, is 8 here. Fix: leave --seed out" in said and "--seed 8" in script
+    code, script, said, _ = dry(capsys, str(folder), "--seed", "8")
+    assert code == 0 and "seed 7 8 command line" in said and "--seed 8" in script
     assert dry(capsys, str(folder), "--seed", "8", "--exact")[0] == 2
 
 
@@ -168,15 +144,8 @@ def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, ca
     for name, path in moved.items():
         (place / name).rename(path)
     words = ["--model_name_or_path", str(moved["tiny"]), "--dataset_name", str(moved["texts.jsonl"])]
-    code, script, said = dry(capsys, str(folder), "--exact", *words)
+    code, script, said, _ = dry(capsys, str(folder), "--exact", *words)
     assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
-
-
-def test_data_that_are_missing_are_reported_before_anything_runs(place, capsys):
-    folder = recorded(place / "out")
-    (place / "texts.jsonl").unlink()
-    code, _, said = dry(capsys, str(folder))
-    assert code == 2 and "there is no file or folder" in said
 
 
 @pytest.mark.parametrize("words", [(), ("--exact",)])
@@ -184,7 +153,7 @@ def test_a_value_of_the_user_that_is_not_legal_is_an_error_of_the_record(words, 
     folder = recorded(place / "out", "--learning_rate", "1e-4")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     change(folder, settings={**settings, "learning_rate": {**settings["learning_rate"], "value": "abc"}})
-    code, _, said = dry(capsys, str(folder), *words)
+    code, _, said, _ = dry(capsys, str(folder), *words)
     assert code == 2 and said.count("learning_rate: ") == 1
     assert f"error learning_rate: takes a number, got 'abc' ({folder}/run.json)" in said
     assert dry(capsys, str(folder), "--learning_rate", "1e-4")[0] == 0
@@ -197,30 +166,16 @@ def test_a_token_is_advised_only_where_the_run_is_pushed(place, capsys, monkeypa
     folder = recorded(place / "out", "--hub_token", "mine")
     assert "hub_token" not in dry(capsys, str(folder), "--exact")[2]
     folder = recorded(place / "out", "--hub_token", "mine", "--push_to_hub")
-    code, _, said = dry(capsys, str(folder))
+    code, _, said, _ = dry(capsys, str(folder))
     assert code == 0 and "advice hub_token: " in said and "any HF_TOKEN in the environment" in said
     monkeypatch.setenv("HF_TOKEN", "another")
     assert "hub_token" not in dry(capsys, str(folder))[2]
 
 
 def test_more_processes_share_the_same_global_batch(place, capsys):
-    code, script, said = dry(capsys, str(recorded(place / "out")), "--num_processes", "2")
+    code, script, said, _ = dry(capsys, str(recorded(place / "out")), "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
-    assert "num_processes: was 1, is 2 here" in said and "gradient_accumulation_steps" not in said
-
-
-def test_the_demonstration_names_its_python(place, capsys):
-    run = resolve(["--max_steps", "2"], here(hardware=read_hardware()))
-    record.write(place / "demo", {**record.started(run, 1), "status": "finished", "data": "sha256-0"})
-    assert "Python's standard library has other contents" in dry(capsys, str(place / "demo"))[2]
-
-
-def test_a_record_of_an_older_version_can_be_repeated(place, capsys):
-    folder = recorded(place / "out")
-    content = json.loads((folder / "run.json").read_text())
-    newer = "local_world_size launcher accelerate_config files paths folder environment model code".split()
-    (folder / "run.json").write_text(json.dumps({name: item for name, item in content.items() if name not in newer}))
-    assert dry(capsys, str(folder))[0] == 0
+    assert "world_size 1 2" in said and "gradient_accumulation_steps" not in said
 
 
 # --- Where it writes ------------------------------------------------------------------------------
@@ -228,7 +183,7 @@ def test_a_record_of_an_older_version_can_be_repeated(place, capsys):
 
 @pytest.mark.parametrize("words", [("--output_dir", "out"), ("--output-dir=../then/out",)])
 def test_it_never_writes_to_the_folder_of_the_run(words, place, capsys):
-    code, _, said = dry(capsys, str(recorded(place / "out")), *words)
+    code, _, said, _ = dry(capsys, str(recorded(place / "out")), *words)
     assert code == 2 and "is the folder of the recorded run" in said
 
 
@@ -241,10 +196,6 @@ def test_a_finished_rerun_is_not_run_into_again(place, capsys):
     assert "--output_dir outputs/out-rerun-3\n" in dry(capsys, folder)[1]
 
 
-def test_a_config_beside_it_is_a_mistake(place, capsys):
-    assert dry(capsys, str(recorded(place / "out")), "--config", "x.yaml")[0] == 2
-
-
 # --- Files ----------------------------------------------------------------------------------------
 
 
@@ -254,7 +205,7 @@ def test_a_changed_recipe_is_used_as_it_was_recorded(place, capsys):
     folder = recorded(place / "out", "--recipe", "mine.yaml")
     assert "--recipe mine.yaml" in dry(capsys, str(folder), "--exact")[1]
     (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
-    code, script, said = dry(capsys, str(folder), "--exact")
+    code, script, said, _ = dry(capsys, str(folder), "--exact")
     restored = place / "outputs" / "out-rerun" / "again"
     assert code == 0 and f"--recipe {restored}/mine.yaml" in script
     assert "base.yaml: has changed since: the recorded content is used" in said
@@ -267,7 +218,7 @@ def test_a_missing_function_of_python_is_restored_with_its_name(place, capsys):
     )
     folder = recorded(place / "out", "--recipe", "mine.py:ours")
     (place / "mine.py").unlink()
-    code, script, said = dry(capsys, str(folder))
+    code, script, said, _ = dry(capsys, str(folder))
     assert code == 0 and "again/mine.py:ours" in script and "mine.py: is missing" in said
 
 
@@ -277,7 +228,7 @@ def test_a_recipe_that_holds_a_secret_is_used_where_it_is_and_never_restored(pla
     folder = recorded(place / "out", "--recipe", "mine.yaml")
     assert dry(capsys, str(folder))[0] == 0
     (place / "mine.yaml").unlink()
-    code, _, said = dry(capsys, str(folder))
+    code, _, said, _ = dry(capsys, str(folder))
     assert code == 2 and "held a secret" in said and secret not in said
 
 
@@ -295,14 +246,14 @@ def test_the_recorded_accelerate_yaml_is_used_where_it_is(place, capsys):
     folder = recorded(place / "out", yaml=file, launcher=f"accelerate launch --config_file {file}")
     assert f"--config_file {file} " in dry(capsys, str(folder), "--exact")[1]
     file.write_text("")
-    code, script, said = dry(capsys, str(folder), "--exact")
+    code, script, said, _ = dry(capsys, str(folder), "--exact")
     assert code == 0 and launched_yaml(script)["distributed_type"] == "MULTI_GPU" and "has changed since" in said
 
 
 def test_flags_of_the_launcher_are_kept(place, capsys):
     launcher = "python -m accelerate.commands.launch --multi_gpu --num_processes 2 --mixed-precision=bf16 --zebra %j"
     folder = recorded(place / "out", "--bf16", launcher=launcher, processes=2)
-    _, script, said = dry(capsys, str(folder))
+    _, script, said, _ = dry(capsys, str(folder))
     engine = launched_yaml(script)
     assert (engine["distributed_type"], engine["mixed_precision"]) == ("MULTI_GPU", "bf16")
     assert "--num_processes 2" in script and "--zebra: was a flag of the launcher, and is left out" in said
@@ -315,7 +266,7 @@ def test_a_deepspeed_json_is_found_from_another_folder(place, tmp_path, capsys, 
     file.write_text(yaml.safe_dump({**content, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
     folder = recorded(place / "out", "--recipe", "memory", yaml=file)
     monkeypatch.chdir(tmp_path)
-    _, script, _ = dry(capsys, str(folder))
+    _, script, _, _ = dry(capsys, str(folder))
     assert launched_yaml(script)["deepspeed_config"]["deepspeed_config_file"] == str(place / "ds.json")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.plots import BLUE, families, new_figure
+from launch.plots import BLUE, new_figure
 from launch.scaling.axes import Line, legend, mark_negative, of_sizes, with_values
 from recipes.scaling.row import Timing
 from recipes.scaling.verdicts import analyse
@@ -56,7 +56,3 @@ def test_values_that_would_touch_are_left_out(lines, axes):
     line = line_of(**{f"at{world}": 10 / world for world in range(1, 4 if lines == 2 else 9)})
     with_values(axes, [line] * lines, of_sizes(line, speedup, "{:.2f}"))
     assert not axes.texts
-
-
-def test_a_name_gets_fonts_that_have_its_characters():
-    assert families("Обучение") == (["DejaVu Sans"], "")

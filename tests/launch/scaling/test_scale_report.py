@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.cli import main
-from launch.plots import families
 from launch.scaling import report as scale_report
 from launch.scaling.report import as_json, file_stems
 from launch.scaling.tables import summary_csv, tex_escaped
@@ -100,13 +99,6 @@ def test_without_epochs_there_is_no_picture_of_what_is_learned(tmp_path):
     report([Timing(world, 10 / world, accuracy=0.9) for world in (1, 2) for _ in range(2)], tmp_path)
     assert not list(tmp_path.glob("*_quality.png")) and list(tmp_path.glob("*_accuracy.png"))
     assert "no picture of quality: needs the columns epoch and" in (tmp_path / "performance_report.txt").read_text()
-
-
-def test_a_name_that_no_font_here_can_show_is_said_and_not_warned_about(tmp_path, capfd):
-    lacking = next(chr(code) for code in range(0x12000, 0x1B000, 64) if families(chr(code))[1])
-    report([Timing(1, 10, name=f"a {lacking}")], tmp_path)
-    assert f"no font here has {lacking}" in (tmp_path / "performance_report.txt").read_text()
-    assert not capfd.readouterr().err
 
 
 def test_every_file_is_there(folder):

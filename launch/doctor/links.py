@@ -1,230 +1,344 @@
-"""The checks of `recipes doctor` on the links between ranks, read from the notes of a probe run."""
+"""One rank of a probe run of `recipes doctor`: real collectives and speeds, and what they show.
+
+launch/doctor/probe.py starts one such process for each process that would train, and reads its
+notes. A rank that fails, hangs or dies affects nothing outside the probe run. Each stage is a
+function: it returns what it has found, and raises if the run cannot go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import faulthandler
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from launch.doctor import gpus, measured, smi
-from launch.doctor.check import Check, Numbers, Request, numbers
-from launch.doctor.failures import failure_in, kernel_kills
-from launch.doctor.host import ENLARGE
-from launch.doctor.meeting import Meeting
-from launch.doctor.network import (
-    Link,
-    bus_bandwidth,
-    infiniband_speed,
-    interface_speed,
-    interfaces,
-    nccl_version,
-    slowest_link,
-    topology,
-)
-from launch.doctor.ranks import STAGES_OF_ONE, Report, probe_run, title
-from launch.doctor.remedy import diagnosed, own_address
-from launch.doctor.stages import STAGES
+import torch
+import torch.distributed as dist
+
+from launch.doctor import measured
+from launch.doctor.machine import ENLARGE, Check, Numbers, numbers, nvidia_smi
+from launch.host import processes
 from recipes.errors import Failure
+from recipes.planner.context import catalogue_name
+from recipes.planner.speed import link_of
+from recipes.run import Json
+from recipes.run.hardware import Gpu
 
+_FAR_BELOW = 0.25  # of what the link reaches elsewhere
 _SLOW = {"nccl": 1.15, "gloo": 2.0}  # times the median's time; CPU cores are shared with whatever else runs
+_NEVER = timedelta(days=1)  # probe.py decides when a wait is too long, because it sees all ranks of the node
+_MIB = 1 << 20
 
 
-def examine(request: Request, failed: bool, meeting: Meeting) -> Iterator[Check]:
-    """The checks that need a probe run.
+class Rank:
+    """This process in the probe run: what probe.py asks of it, and what its stages built."""
 
-    `failed` if a check of this node has failed, which the probe run tells the other nodes.
+    store: dist.TCPStore  # from the stage `rendezvous` on
+    adam: float  # seconds per parameter, from the stage of that name on
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.asked = folder, processes.request(folder)
+        self.rank, self.size = self.asked["rank"], self.asked["size"]
+        self.local_rank, self.local_size = self.asked["local_rank"], self.asked["local_size"]
+        self.cuda = self.asked["backend"] == "nccl"
+        self.device = torch.device("cuda", self.local_rank) if self.cuda else torch.device("cpu")
+        self.notes: Json = {"found": {}}
+
+    def note(self, **notes: object) -> None:
+        self.notes |= notes
+        processes.answer(self.folder, self.notes)
+
+    def wait(self) -> None:
+        """Wait until the GPU has finished its work."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def together(self) -> None:
+        """Wait for the other ranks, so that all use the host at the same time."""
+        if self.size > 1:
+            dist.barrier()
+        self.wait()
+
+    def seconds(self, call: Callable[[], object], rounds: int) -> list[float]:
+        """The time of each round, which all ranks begin together."""
+        taken = []
+        for _ in range(rounds):
+            self.together()
+            began = time.perf_counter()
+            call()
+            self.wait()
+            taken.append(time.perf_counter() - began)
+        return taken
+
+    def of_all(self, own: Any) -> list[Any]:
+        """What every rank has found."""
+        found = [own] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, own)
+        return found
+
+    def of_node(self, own: Any) -> list[Any]:
+        """What every rank of this node has found."""
+        first = self.rank - self.local_rank
+        return self.of_all(own)[first : first + self.local_size]
+
+
+def main(folder: str) -> None:
+    """Run the stages that are asked for, up to the first that fails."""
+    faulthandler.enable()  # a crash in native code leaves its Python lines in the log
+    rank = Rank(folder)
+    for name in rank.asked["stages"]:
+        rank.note(stage=name)
+        try:
+            check = globals()[name](rank)
+        except Exception as error:
+            rank.note(error=_in_a_line(error), failed_at=time.time())
+            os._exit(1)
+        rank.notes["found"][name] = asdict(check) if check else None
+    rank.note()
+    os._exit(0)  # a normal exit lets gloo and NCCL wait for ranks that may be gone
+
+
+def _in_a_line(error: Exception) -> str:
+    """The error without the traces that torch adds: its first line, and its last if that says more.
+
+    NCCL's own message is on the last line, and that of a DataLoader worker behind its trace.
     """
-    if request.hardware.cuda and request.processes_per_node > len(request.hardware.gpus):
-        return
-    stages = STAGES_OF_ONE if request.processes == 1 else tuple(STAGES)
-    killed_before = kernel_kills()
-    reports = probe_run(request, stages, failed=failed)
-    for stage, read in READINGS.items():
-        if all(stage in report.results for report in reports):
-            check = read(request, reports)
-            if check:
-                yield check
-    failure = failure_in(request, reports, kernel_kills() - killed_before)
-    found = diagnosed(meeting, failure)
-    if found:
-        yield found
+    text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error).partition("Exception raised from")[0])
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return f"{type(error).__name__}: {' '.join(dict.fromkeys((lines[0], lines[-1])))}"
 
 
-# --- A check for each stage -----------------------------------------------------------------------
-
-Reading = Callable[[Request, list[Report]], Check | None]
-READINGS: dict[str, Reading] = {}
+# --- This rank ------------------------------------------------------------------------------------
 
 
-def reading(function: Reading) -> Reading:
-    """Register the reader of the stage of the same name.
+def start(rank: Rank) -> Check:
+    """torch is imported. Use the GPU of this rank, or its share of the cores."""
+    torch.set_num_threads(rank.asked["threads"])
+    if not rank.cuda:
+        return Check("ok", "gloo", f"from torch {torch.__version__}")
+    torch.cuda.set_device(rank.device)
+    torch.ones(1, device=rank.device).item()
+    return Check("ok", "NCCL", f"{'.'.join(map(str, torch.cuda.nccl.version()))}, from torch {torch.__version__}")
 
-    It returns None if there is nothing to say.
+
+class _Samples:
+    """A data set of two tensors, each made in the worker that loads it."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        # Without share_memory_ a full /dev/shm shows only as a hang.
+        return torch.full((8 * _MIB // 4,), float(index)).share_memory_()
+
+
+def workers(rank: Rank) -> Check | None:
+    """One DataLoader worker passes tensors through /dev/shm.
+
+    The probe run goes on if that fails: links may work.
     """
-    READINGS[function.__name__] = function
-    return function
-
-
-@reading
-def start(request: Request, reports: list[Report]) -> Check:
-    torch = reports[0].results["start"]
-    if request.backend == "nccl" and torch["nccl"]:
-        return Check("ok", "NCCL", f"{nccl_version(torch['nccl'])}, from torch {torch['torch']}")
-    return Check("ok", "gloo", f"from torch {torch['torch']}")
-
-
-@reading
-def device(request: Request, reports: list[Report]) -> Check | None:
-    if request.backend != "nccl" or request.processes_per_node == 1:
+    if rank.local_rank:
         return None
-    pairs = _pairs()
-    kinds = ", ".join(sorted(set(pairs.values()))) or "unknown, because nvidia-smi does not show it"
-    closed = [report.rank for report in reports if report.results["device"]["no_peers"]]
-    if closed and any(word.startswith("NV") for word in pairs.values()):
-        what = f"{kinds}, but GPUs cannot reach each other's memory on ranks {', '.join(map(str, closed))}"
-        return Check("warning", "topology", what, "NVLink is off: see `nvidia-smi nvlink -s`")
-    return Check("ok", "topology", kinds + (", through the node's memory" if closed else ", GPU to GPU"))
+    from torch.utils.data import DataLoader
 
-
-@reading
-def workers(request: Request, reports: list[Report]) -> Check:
-    wrong = reports[0].results["workers"]["wrong"]
+    try:
+        loader = DataLoader(_Samples(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+        sums = [batch.double().mean().item() for batch in loader]
+        wrong = "" if sums == [0, 1] else f"tensors arrived with wrong contents: means {sums}"
+    except (RuntimeError, OSError) as error:
+        wrong = _in_a_line(error)
     if wrong:
-        return Check("error", title("workers"), f"a worker cannot pass a tensor of 8 MiB: {wrong}", ENLARGE)
-    return Check("ok", title("workers"), "a worker passes tensors through /dev/shm")
+        return Check("error", "DataLoader", f"a worker cannot pass a tensor of 8 MiB: {wrong}", ENLARGE)
+    return Check("ok", "DataLoader", "a worker passes tensors through /dev/shm")
 
 
-@reading
-def rendezvous(request: Request, reports: list[Report]) -> Check:
-    others = [node for node in reports[0].results["rendezvous"]["failed_nodes"] if node != request.machine_rank]
-    if others:
-        nodes = ", ".join(map(str, others))
-        which = f"node {nodes}" if len(others) == 1 else f"each of the nodes {nodes}"
-        return Check("error", "nodes", f"{which} failed a check", f"run `recipes doctor` on {which}")
-    where = f" on {request.nodes} nodes, at {request.address}" if request.nodes > 1 else ""
-    return Check("ok", "rendezvous", f"{request.processes} ranks{where}")
+# --- Between ranks --------------------------------------------------------------------------------
 
 
-@reading
-def all_reduce(request: Request, reports: list[Report]) -> Check:
-    return Check("ok", title("all_reduce"), f"the sums are right on {request.processes} ranks")
+def rendezvous(rank: Rank) -> Check:
+    """Every rank connects to the store of rank 0, and waits for all others."""
+    address, port = rank.asked["address"], rank.asked["port"]
+    rank.store = dist.TCPStore(address, port, is_master=rank.rank == 0, wait_for_workers=False, timeout=_NEVER)
+    rank.store.add("came", 1)
+    while rank.store.add("came", 0) < rank.size:
+        time.sleep(0.02)
+    return Check("ok", "rendezvous", f"{rank.size} ranks")
 
 
-@reading
-def all_gather(request: Request, reports: list[Report]) -> Check:
-    return Check("ok", "sharding", "reduce-scatter and all-gather, as in ZeRO and FSDP, are right")
+def connection(rank: Rank) -> Check:
+    """Connect every rank to every other, and compare a sum with its known value.
+
+    gloo connects at once, NCCL with the first collective. Small whole numbers: float32 adds them
+    exactly for up to 700 ranks.
+    """
+    world = {"store": rank.store, "rank": rank.rank, "world_size": rank.size, "timeout": _NEVER}
+    dist.init_process_group(rank.asked["backend"], device_id=rank.device if rank.cuda else None, **world)
+    part = torch.arange(_MIB, device=rank.device, dtype=torch.float32) % 64
+    summed = part * (rank.rank + 1)
+    dist.all_reduce(summed)
+    wrong = int((summed != part * (rank.size * (rank.size + 1) / 2)).sum())
+    if wrong:
+        raise ArithmeticError(f"{wrong:,} of {len(summed):,} sums are wrong")
+    return Check("ok", "connection", f"{rank.size} ranks reach each other, and their sums are right")
 
 
-@reading
-def sweep(request: Request, reports: list[Report]) -> Check:
-    """Bus bandwidth as nccl-tests counts it, so that collectives and sizes can be compared."""
-    known, words = numbers(), []
-    for one in reports[0].results["sweep"]["sizes"]:
-        reached = bus_bandwidth(one["bytes"], one["seconds"], request.processes)
-        reached /= 1 if one["collective"] == "all-reduce" else 2
-        known |= numbers(**{f"{one['collective']} of {one['bytes']} bytes": (reached, "bytes/s")})
-        words.append(f"{one['collective']} {reached / 1e9:,.2f}")
-    largest = max(one["bytes"] for one in reports[0].results["sweep"]["sizes"])
-    return Check("ok", "sizes", f"at {largest >> 20} MiB, in GB/s: {', '.join(words[-3:])}", numbers=known)
+def bandwidth(rank: Rank) -> Check:
+    """The speed of large collectives beside that of the link, each on its slowest rank."""
+    part = torch.ones((256 if rank.cuda else 8) * _MIB // 4 // rank.size, device=rank.device)
+    whole = torch.ones(len(part) * rank.size, device=rank.device)
+    calls = {
+        "all-reduce": partial(dist.all_reduce, whole),
+        "reduce-scatter": partial(dist.reduce_scatter_tensor, part, whole),
+        "all-gather": partial(dist.all_gather_into_tensor, whole, part),
+        "latency": partial(dist.all_reduce, part[:1]),
+    }
+    rounds = {name: zip(*rank.of_all(rank.seconds(call, 6)), strict=True) for name, call in calls.items()}
+    seconds = {name: min(map(max, of_round)) for name, of_round in rounds.items()}
+    return compared(seconds, whole.nbytes, rank.size, *_link(rank))
 
 
-@reading
-def bandwidth(request: Request, reports: list[Report]) -> Check:
-    result, link = reports[0].results["bandwidth"], _link(request)
-    reached = bus_bandwidth(result["bytes"], result["seconds"], request.processes)
-    known = numbers(bus_bandwidth=(reached, "bytes/s"))
-    text = f"{reached / 1e9:,.2f} GB/s of all-reduce bus bandwidth over {link}"
-    if link.is_far_above(reached):
-        fix = "NCCL_DEBUG=INFO shows which links NCCL uses"
+def compared(seconds: dict[str, float], size: int, ranks: int, link: str, speed: float | None) -> Check:
+    """Bus bandwidth of collectives of `size` bytes beside the `speed` of their link.
+
+    Of an all-reduce it is size / seconds * 2 * (ranks - 1) / ranks, of the others half of that.
+    Source: nccl-tests, doc/PERFORMANCE.md. `latency` is of the smallest all-reduce.
+    """
+    once, latency = size * (ranks - 1) / ranks, seconds.pop("latency")
+    reached = {name: once * (2 if name == "all-reduce" else 1) / taken for name, taken in seconds.items()}
+    known = numbers(**{name: (one, "bytes/s") for name, one in reached.items()}, latency=(latency, "s"))
+    shown = ", ".join(f"{name} {one / 1e9:,.2f}" for name, one in reached.items())
+    text = f"{shown} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
+    if speed and reached["all-reduce"] < _FAR_BELOW * speed:
+        fix = "NCCL_DEBUG=INFO shows which links NCCL uses, `nvidia-smi nvlink -s` whether NVLink is off"
         return Check("warning", "bandwidth", f"{text}: far below its speed", fix, known)
-    return Check("ok", "bandwidth", text, numbers=known)
+    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for the smallest all-reduce", numbers=known)
 
 
-@reading
-def latency(request: Request, reports: list[Report]) -> Check:
-    seconds = reports[0].results["latency"]["seconds"]
-    what = f"{seconds * 1e6:,.0f} us for the smallest all-reduce"
-    return Check("ok", "latency", what, numbers=numbers(all_reduce=(seconds, "s")))
+def _link(rank: Rank) -> tuple[str, float | None]:
+    """What the ranks communicate over, and the bus bandwidth that it reaches elsewhere if known."""
+    if rank.size > rank.local_size:
+        rates = [file.read_text().split()[0] for file in Path("/sys/class/infiniband").glob("*/ports/*/rate")]
+        if rank.cuda and rates:  # "200 Gb/sec (4X HDR)"
+            return "InfiniBand or RoCE", sum(map(float, rates)) * 1e9 / 8
+        return "the network between the nodes", None
+    if not rank.cuda:
+        return "loopback", None
+    gpu = Gpu(catalogue_name(rank.asked["card"]), torch.cuda.get_device_capability(rank.device), 0)
+    speed, name = link_of(gpu, rank.size, 1)
+    if name == "NVLink" and not re.search(r"\bNV\d", nvidia_smi("topo", "-m")):  # such a card without a bridge
+        return "PCIe", None
+    return name or "an unknown link", speed
 
 
-@reading
-def ddp_step(request: Request, reports: list[Report]) -> Check:
-    kinds = reports[0].results["ddp_step"]["dtypes"]
-    return Check("ok", title("ddp_step"), f"equal weights on every rank afterwards, in {' and '.join(kinds)}")
+def end(rank: Rank) -> None:
+    """Wait for all ranks. Rank 0 leaves last, because it runs the store of the others."""
+    rank.together()
+    rank.store.add("gone", 1)
+    while rank.rank == 0 and rank.store.add("gone", 0) < rank.size:
+        time.sleep(0.02)
 
 
-@reading
-def matmul(request: Request, reports: list[Report]) -> Check:
-    result = reports[0].results["matmul"]
-    seconds = result["seconds"]
+# --- Speeds ---------------------------------------------------------------------------------------
+
+
+def matmul(rank: Rank) -> Check:
+    """Products of large matrices on each rank, all running at the same time."""
+    size, rounds, kind = (8192, 10, torch.float16) if rank.cuda else (512, 3, torch.float32)
+    if rank.cuda and torch.cuda.get_device_capability(rank.device) >= (8, 0):
+        kind = torch.bfloat16
+    left, right = (torch.randn(size, size, device=rank.device).to(kind) for _ in range(2))
+    best = min(rank.seconds(lambda: [left @ right for _ in range(rounds)], 5)) / rounds
+    dtype = str(kind).removeprefix("torch.")
+    return slowest_rank(rank.of_all(best), 2 * size**3, dtype, rank.asked["backend"], rank.local_size)
+
+
+def slowest_rank(seconds: list[float], flops: float, dtype: str, backend: str, local_size: int) -> Check:
+    """The speed of the slowest rank, which is named if it is far behind the others."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / sorted(seconds)[(len(seconds) - 1) // 2]
-    known = numbers(slowest=(result["flops"] / seconds[slowest], "FLOP/s"), of_median=(times, "times"))
-    speed = f"{result['flops'] / seconds[slowest] / 1e9:,.0f} GFLOP/s in {result['dtype']}"
-    text = f"{speed} on the slowest of {len(seconds)}, {times:.2f} times the median's time"
-    if times > _SLOW[request.backend]:
-        node, local_rank = divmod(slowest, request.processes_per_node)
-        where = f"rank {slowest}, {'GPU' if request.hardware.cuda else 'process'} {local_rank} of node {node}"
-        look = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`" if request.hardware.cuda else "`top`"
+    reached = flops / seconds[slowest]
+    known = numbers(slowest=(reached, "FLOP/s"), of_median=(times, "times"))
+    text = f"{reached / 1e9:,.0f} GFLOP/s in {dtype} on the slowest of {len(seconds)}"
+    text += f", {times:.2f} times the median's time"
+    if times > _SLOW[backend]:
+        node, local_rank = divmod(slowest, local_size)
+        look = {"nccl": "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE`", "gloo": "`top`"}[backend]
+        what = f"rank {slowest}, {'GPU' if backend == 'nccl' else 'process'} {local_rank} of node {node}: {text}"
         fix = f"every step waits for it: see {look}, and what else runs there"
-        return Check("warning", title("matmul"), f"{where}: {text}", fix, known)
-    return Check("ok", title("matmul"), text, numbers=known)
+        return Check("warning", "matrices", what, fix, known)
+    return Check("ok", "matrices", text, numbers=known)
 
 
-@reading
-def adam(request: Request, reports: list[Report]) -> Check:
-    """The time of the whole node: its ranks update at the same time."""
-    seconds = measured.adam_seconds([report.results["adam"] for report in reports])
-    what = f"{seconds * 1e9:.2f} s for a billion parameters on all cores of this node"
-    return Check("ok", title("adam"), what, numbers=numbers(update=(seconds, "s/parameter")))
+def adam(rank: Rank) -> Check:
+    """Seconds of an update on the CPU, on all ranks at the same time as with offload.
+
+    All that DeepSpeed does there (`step` of stage_1_and_2.py): clip the gradients, Adam, and cast
+    the weights to 16 bits. torch's fused Adam needs no compiler: DeepSpeed's took 4 % longer on one
+    core. All ranks together have 1 GiB or more, which no cache holds, and they wait for each other
+    before each round: a rank that is ahead would have the memory's bandwidth for itself.
+    """
+    count = max(16, 64 // rank.local_size) * _MIB
+    weights = torch.nn.Parameter(torch.zeros(count))
+    weights.grad = gradient = torch.ones(count)
+    in_16_bits = torch.empty(count, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+
+    def update() -> None:
+        gradient.mul_(1.0)
+        optimizer.step()
+        in_16_bits.copy_(weights.detach())
+
+    median = sorted(rank.seconds(update, 4)[1:])[1]  # the first makes Adam's state
+    rank.adam = max(rank.of_node(median)) / count / rank.local_size
+    what = f"{rank.adam * 1e9:.2f} s for a billion parameters on all cores of this node"
+    return Check("ok", "CPU Adam", what, numbers=numbers(update=(rank.adam, "s/parameter")))
 
 
-@reading
-def pcie(request: Request, reports: list[Report]) -> Check | None:
-    if not request.hardware.cuda:
+def pcie(rank: Rank) -> Check | None:
+    """Bytes per second to the GPU and from it, through pinned memory, on all ranks at once."""
+    if not rank.cuda:
         return None
-    speeds = [report.results["pcie"] for report in reports]
-    to, back = (min(speed[name] for speed in speeds) for name in ("to", "from"))
-    adam = measured.adam_seconds([report.results["adam"] for report in reports])
+    here = torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=rank.device)
+    copies = (partial(there.copy_, here, non_blocking=True), partial(here.copy_, there, non_blocking=True))
+    slowest = map(max, zip(*rank.of_node([min(rank.seconds(copy, 5)) for copy in copies]), strict=True))
+    to, back = (here.numel() / seconds for seconds in slowest)
     what = f"{to / 1e9:,.1f} GB/s to each GPU and {back / 1e9:,.1f} GB/s from it, all at once"
-    card, count = request.hardware.gpus[0].name, request.processes_per_node
-    known = numbers(to_gpu=(to, "bytes/s"), from_gpu=(back, "bytes/s"))
-    return _kept(title("pcie"), what, lambda: measured.keep_host(card, count, adam, min(to, back)), known)
+    keep = partial(measured.keep_host, rank.asked["card"], rank.local_size, rank.adam, min(to, back))
+    return kept(rank, "PCIe", what, keep, numbers(to_gpu=(to, "bytes/s"), from_gpu=(back, "bytes/s")))
 
 
-@reading
-def context(request: Request, reports: list[Report]) -> Check | None:
-    if not request.hardware.cuda:
+def context(rank: Rank) -> Check | None:
+    """What CUDA has taken of the GPU, now that kernels are loaded."""
+    if not rank.cuda:
         return None
-    sizes = [size for report in reports if (size := report.results["context"]["bytes"])]
-    if not sizes:
-        return Check("ok", title("context"), "unknown: other processes use the GPU, or nvidia-smi does not show them")
-    card, several = request.hardware.gpus[0].name, request.processes > 1
-    what = f"{max(sizes) / 2**20:,.0f} MiB of the GPU beside what torch reserves"
-    known = numbers(context=(max(sizes), "bytes"))
-    return _kept(title("context"), what, lambda: measured.keep_context(card, several, max(sizes)), known)
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(rank.device).uuid}"
+        own = measured.outside_torch(rank.asked["used_bytes"].get(uuid))
+    except Exception:  # a machine on which this cannot be read may well train
+        own = None
+    size = max((one for one in rank.of_node(own) if one), default=None)
+    if size is None:
+        what = "unknown: other processes use the GPU, or nvidia-smi does not show them"
+        return Check("ok", "CUDA context", what)
+    what = f"{size / _MIB:,.0f} MiB of the GPU beside what torch reserves"
+    keep = partial(measured.keep_context, rank.asked["card"], rank.size > 1, size)
+    return kept(rank, "CUDA context", what, keep, numbers(context=(size, "bytes")))
 
 
-def _kept(title: str, what: str, keep: Callable[[], None], known: Numbers) -> Check:
-    """A finding that the next plan on this machine uses, if it can be kept."""
+def kept(rank: Rank, title: str, what: str, keep: Callable[[], None], known: Numbers) -> Check | None:
+    """A finding that the next plan on this machine uses, if it can be kept. One rank keeps it."""
+    if rank.local_rank:
+        return None
     try:
         keep()
     except Failure as error:
         return Check("warning", title, f"{what}; {error}", "HF_HOME with a writable folder, for the next plan", known)
     return Check("ok", title, f"{what}; kept for `recipes plan`", numbers=known)
-
-
-def _pairs() -> dict[tuple[int, int], str]:
-    return topology(smi.nvidia_smi("topo", "-m")[0])
-
-
-def _link(request: Request) -> Link:
-    """What the ranks communicate over."""
-    if request.nodes == 1:
-        if request.backend == "nccl":
-            return slowest_link(_pairs().values(), request.hardware.capability, gpus.pcie())
-        return Link("loopback, which has no rated speed")
-    infiniband = infiniband_speed()
-    if request.backend == "nccl" and infiniband:
-        return Link("InfiniBand or RoCE", infiniband)
-    own = own_address(request)
-    name = next((name for name, address in interfaces().items() if address == own), "an unknown network")
-    return Link(name, interface_speed(name))

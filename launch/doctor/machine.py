@@ -1,82 +1,133 @@
-"""The checks of `recipes doctor` that look at this machine alone, and those of its software.
+"""What `recipes doctor` is asked, and its checks of this machine: software, GPUs, memory, disks.
 
 None imports torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from launch.doctor import gpus, host
-from launch.doctor.check import Check, Request
+import psutil  # type: ignore[import-untyped]
+
+from launch.host import processes
 from launch.host.own_packages import NAMES, other_owners
+from launch.terminal import memory_size, plural
 from recipes.legal.schema import version
+from recipes.run.files import hf_home
+from recipes.run.hardware import Hardware
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_SHARED_MEMORY = Path("/dev/shm")
+
+Numbers = dict[str, dict[str, float | str]]  # by name: a value and its unit
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    `status` is ok, warning or error, `found` the finding, `fix` what to do about it, `numbers`
+    what was measured. After an error that is `fatal`, ranks would only say the same later.
+    """
+
+    status: str
+    title: str
+    found: str
+    fix: str = ""
+    numbers: Numbers = field(default_factory=dict)
+    fatal: bool = False
+
+
+def numbers(**values: tuple[float, str]) -> Numbers:
+    """`numbers(free=(8e9, "bytes"))` as a check holds them."""
+    return {name: {"value": value, "unit": unit} for name, (value, unit) in values.items()}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The machine and the world that it should train in.
+
+    Rank 0 of several nodes listens at `address` and `port`. `timeout` is in seconds, for all
+    checks together from `began` on (of time.monotonic()).
+    """
+
+    hardware: Hardware
+    nodes: int
+    machine_rank: int
+    processes_per_node: int
+    address: str
+    port: int
+    timeout: int
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.began + self.timeout - time.monotonic()
+
+    @property
+    def processes(self) -> int:
+        return self.nodes * self.processes_per_node
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.hardware.cuda else "gloo"
 
 
 def examine(request: Request) -> Iterator[Check]:
-    """Run the checks in the order they are printed.
-
-    One that cannot read what it needs is an error of its own, and the others go on.
-    """
-    for one in (python, versions, *gpus.CHECKS, *host.CHECKS):
-        try:
-            result = one(request)
-        except OSError as error:
-            name = getattr(one, "__name__", "check").replace("_", " ")
-            result = Check("error", name, f"cannot be read: {error}", "run it as a user who may read it")
-        if result:
-            yield result
-
-
-def python(request: Request) -> Check:
-    installed = ".".join(map(str, sys.version_info[:3]))
-    wanted = _supported()[0]
-    if outside(installed, wanted):
-        fix = f"use an environment with Python {wanted}"
-        return Check("error", "Python", f"{installed}, supported is {wanted}", fix)
-    return Check("ok", "Python", installed)
+    """Run the checks in the order they are printed."""
+    of_gpus = (visible_gpus, driver_of_gpus, torch_build, gpu_memory)
+    own = (limits, host_memory, disk, caches, shared_memory, cores, compiler)
+    yield from filter(None, (check(request) for check in (versions, *of_gpus, *own)))
 
 
 def versions(request: Request) -> Check:
-    """The libraries' versions, compared with the ranges that this package supports."""
+    """The versions of Python and the libraries, compared with those that this package supports."""
     from packaging.requirements import Requirement
 
-    wanted = [Requirement(line) for line in _supported()[1]]
-    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    if not wanted:
+    python, lines = _supported()
+    libraries = [one for one in map(Requirement, lines) if not one.marker or one.marker.evaluate({"extra": ""})]
+    if not libraries:
         return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
-    installed = {one.name: version(one.name) for one in wanted}
-    wrong = {one: outside(installed[one.name], str(one.specifier)) for one in wanted}
-    if any(wrong.values()):
-        outsiders = [one for one in wanted if wrong[one]]
-        what = ", ".join(
-            f"{one.name} {installed[one.name] or 'missing'} (supported: {one.specifier})" for one in outsiders
-        )
-        status = "warning" if all(how in ("", "newer") for how in wrong.values()) else "error"
-        install = " ".join(f"'{one.name}{one.specifier}'" for one in outsiders)
-        return Check(status, "versions", what, f"pip install {install}")
+    wanted = {"Python": python} | {one.name: str(one.specifier) for one in libraries}
+    installed = {name: version(name) for name in wanted} | {"Python": platform.python_version()}
+    wrong = {name: how for name in wanted if (how := outside(installed[name], wanted[name]))}
+    if wrong:
+        what = ", ".join(f"{name} {installed[name] or 'missing'} (supported: {wanted[name]})" for name in wrong)
+        fix = " ".join(["pip install", *(f"'{name}{wanted[name]}'" for name in wrong)])
+        if "Python" in wrong:
+            fix = f"use an environment with Python {python}"
+        return Check("warning" if set(wrong.values()) == {"newer"} else "error", "versions", what, fix)
     for name in NAMES:
         if others := other_owners(name):  # it works here: ours came last, or is imported first
             what = f"{' and '.join(others)} has a package {name} too, and takes that name if it is installed again"
             return Check("warning", "versions", what, "an environment of its own for one of them")
-    return Check(
-        "ok", "versions", ", ".join(f"{name} {installed[name]}" for name in ("torch", "transformers", "accelerate"))
-    )
+    shown = (f"{name} {installed[name]}" for name in ("Python", "torch", "transformers", "accelerate"))
+    return Check("ok", "versions", ", ".join(shown))
 
 
-@cache
 def _supported() -> tuple[str, list[str]]:
     """Supported Python and requirements: of the installed package, else of the checkout."""
     from importlib import metadata
 
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         declared = metadata.metadata("accelerate-recipes")
         return declared["Requires-Python"], metadata.requires("accelerate-recipes") or []
-    except metadata.PackageNotFoundError:
-        pass
     import tomllib
 
     file = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -96,3 +147,325 @@ def outside(installed: str | None, wanted: str) -> str:
     if not violated:
         return ""
     return "newer" if all(one.operator.startswith("<") for one in violated) else "older"
+
+
+# --- nvidia-smi -----------------------------------------------------------------------------------
+
+_SECONDS = 8  # it never returns when the driver hangs; its first call may take some seconds
+_LONGEST = 160  # characters of garbage that are shown
+_CSV = "--format=csv,noheader,nounits"
+
+
+@cache
+def driver() -> tuple[str, str]:
+    """The driver's version, and what is wrong with nvidia-smi. Both are empty without one.
+
+    Whoever asks for more asks for this first: one that hangs is asked only once.
+    """
+    text, problem = _ask("--query-gpu=driver_version", _CSV)
+    found = [line.strip() for line in text.splitlines() if re.fullmatch(r"\d+(\.\d+)+", line.strip())]
+    if not problem and text.strip() and not found:
+        shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split())[:_LONGEST])
+        problem = f"nvidia-smi printed what is not understood: {shown}"
+    return found[0] if found else "", problem
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """Its output; empty if there is no nvidia-smi, or if it fails."""
+    return "" if driver()[1] else _ask(*arguments)[0]
+
+
+@cache
+def smi_rows(query: str) -> list[list[str]]:
+    """The cells for all GPUs, whatever CUDA_VISIBLE_DEVICES says."""
+    lines = [line for line in nvidia_smi(query, _CSV).splitlines() if not line.startswith("WARNING")]
+    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+
+
+def smi_numbers(query: str) -> list[list[int]]:
+    """The rows that hold numbers only: for a part of a GPU (MIG), the memory reads [N/A]."""
+    return [list(map(int, row)) for row in smi_rows(query) if all(cell.isdecimal() for cell in row)]
+
+
+def _ask(*arguments: str) -> tuple[str, str]:
+    if shutil.which("nvidia-smi") is None:
+        return "", ""
+    with processes.group() as started:  # inside a hanging driver it may survive even SIGKILL
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(["nvidia-smi", *arguments], stdout=pipe, stderr=pipe, start_new_session=True)
+        started.append(process)
+        try:
+            output, errors = (stream.decode(errors="replace") for stream in process.communicate(timeout=_SECONDS))
+        except subprocess.TimeoutExpired:
+            return "", f"nvidia-smi did not return within {_SECONDS} s: the driver or a GPU hangs"
+    if process.returncode:
+        return "", f"nvidia-smi failed: {' '.join((output + errors).split())[:_LONGEST]}"
+    return output, ""
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+def visible_gpus(request: Request) -> Check:
+    seen, needed = request.hardware.gpus, request.processes_per_node
+    visible, listed = os.environ.get("CUDA_VISIBLE_DEVICES"), smi_rows("--query-gpu=uuid")
+    hidden = visible in ("", "-1")  # on purpose
+    if visible and listed and not hidden:
+        invalid = invalid_gpu(visible, [row[0] for row in listed])
+        if invalid is not None:
+            what = f"CUDA sees {len(seen)}: {invalid!r} in CUDA_VISIBLE_DEVICES={visible} is not a GPU, or there twice"
+            return Check("error", "GPUs", what, f"use ordinals from 0 to {len(listed) - 1}, each once")
+    if not seen and listed and not hidden:
+        what = f"nvidia-smi lists {len(listed)}, CUDA finds none"
+        fix = "in a container: --gpus all; else `modprobe nvidia_uvm`, and on NVSwitch machines nvidia-fabricmanager"
+        return Check("error", "GPUs", what, fix)
+    if not seen:
+        return Check("ok", "GPUs", "none that CUDA sees: training and these checks use the CPU and gloo")
+    words = f"{len(seen)} x {' and '.join(sorted({gpu.name for gpu in seen}))} visible, {needed} requested"
+    if needed > len(seen):
+        return Check("error", "GPUs", words, f"--num_processes {len(seen) * request.nodes}, or more GPUs", fatal=True)
+    return Check("ok", "GPUs", words)
+
+
+def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
+    """The first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
+
+    CUDA silently hides that entry and all after it; after a repeated entry it hides all. Source:
+    the CUDA programming guide, "CUDA environment variables", and `_parse_visible_devices` in
+    torch/cuda/__init__.py.
+    """
+    seen: set[str] = set()
+    for entry in (word.strip() for word in visible.split(",")):
+        if entry.startswith("MIG-"):  # a part of a GPU: nvidia-smi does not list it with this query
+            continue
+        named = [uuid for at, uuid in enumerate(uuids) if entry == str(at) or (entry and uuid.startswith(entry))]
+        if len(named) != 1 or named[0] in seen:
+            return entry
+        seen.add(named[0])
+    return None
+
+
+def driver_of_gpus(request: Request) -> Check | None:
+    version, problem = driver()
+    if problem:
+        fix = "see `dmesg | grep -i nvrm`; reboot if the driver was updated; or another program bears its name "
+        return Check("error", "driver", problem, f"{fix}(`command -v nvidia-smi`)")
+    if not version and request.hardware.cuda:
+        return Check("warning", "driver", "unknown, because nvidia-smi is missing", "install nvidia-smi")
+    return Check("ok", "driver", version) if version else None
+
+
+def gpu_memory(request: Request) -> Check | None:
+    """Free memory, and who else uses a GPU."""
+    rows = smi_numbers("--query-gpu=index,memory.free,memory.total")
+    others = ", ".join(f"{row[-1]} (pid {row[0]})" for row in smi_rows("--query-compute-apps=pid,process_name"))
+    if not rows:
+        return None
+    least = min(free for _, free, _ in rows)
+    known = numbers(least_free=(least * _MIB, "bytes"))
+    taken = [f"{total - free:,} of {total:,} MiB of GPU {at}" for at, free, total in rows if free < 0.9 * total]
+    if taken or others:
+        words = f"taken: {', '.join(taken) or 'little'}{others and f', by {others}'}"
+        return Check("warning", "GPU memory", words, "end what holds it, or use other GPUs", known)
+    return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
+
+
+def torch_build(request: Request) -> Check | None:
+    """Whether the installed torch can use these GPUs, from its version.py: nothing is imported."""
+    build = _build()
+    if not request.hardware.cuda or build is None:
+        return None
+    installed, built = build
+    base, newest = installed.partition("+")[0], driver_cuda()
+    runs = f"the driver runs CUDA up to {newest[0]}.{newest[1]}" if newest else "the driver is unknown"
+    where = "https://pytorch.org/get-started/locally"
+    if built is None:
+        what = f"{installed} is built for the CPU only, and this machine has {request.hardware}"
+        fix = f"`pip install --force-reinstall torch=={base}`, or as {where} says; {runs}"
+        return Check("error", "torch", what, fix, fatal=True)
+    # Within a major version of CUDA an older driver runs newer programs ("minor version
+    # compatibility" in NVIDIA's CUDA Compatibility guide).
+    if newest and int(built.split(".")[0]) > newest[0]:
+        what = f"{installed} is built for CUDA {built}, and {runs}"
+        fix = f"a newer driver, or a torch {base} built for CUDA {newest[0]}: {where}"
+        return Check("error", "torch", what, fix, fatal=True)
+    return None
+
+
+def _build() -> tuple[str, str | None] | None:
+    """torch's version, and the CUDA that it is built for; None if there is no torch."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if file is None or not file.is_file():
+        return None
+    values = dict(re.findall(r"^(\w+)[^=\n]*= *'([^']*)'", file.read_text(), re.M))
+    return values.get("__version__", "unknown"), values.get("cuda")
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, as (12, 8); None if unknown (cuda.h)."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
+# --- Limits and memory ----------------------------------------------------------------------------
+
+# Each with ulimit's flag, what is an error below, what is a warning, ulimit's unit in bytes.
+_LIMITS = (
+    (resource.RLIMIT_NOFILE, "n", 64, 1024, 1, "open files: DataLoader workers open one per tensor"),
+    (resource.RLIMIT_AS, "v", 8 * _GIB, 64 * _GIB, 1024, "of address space: torch reserves far more than it uses"),
+    (resource.RLIMIT_FSIZE, "f", 1 << 20, 10 * _GIB, 1024, "for a file: a checkpoint is larger"),
+    (resource.RLIMIT_CPU, "t", 600, 86400, 1, "s of CPU time, after which a process is killed"),
+)
+
+
+def limits(request: Request) -> Check:
+    """What `ulimit -a` shows, the worst first: with the first two no rank can even start."""
+    for which, flag, too_few, few, unit, what in _LIMITS:
+        has, most = resource.getrlimit(which)
+        if has != resource.RLIM_INFINITY and has < few:
+            status = "error" if has < too_few else "warning"
+            shown = f"{memory_size(has) if unit > 1 else has} {what}"
+            return Check(status, "limits", shown, _raise(flag, most, few, unit), fatal=status == "error")
+    locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
+        what = f"{memory_size(locked)} of locked memory, which InfiniBand needs"
+        return Check("warning", "limits", what, "`ulimit -l unlimited`, or docker --ulimit memlock=-1")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Check("ok", "limits", f"{'any number of' if files == resource.RLIM_INFINITY else files} open files")
+
+
+def _raise(flag: str, most: int, few: int, unit: int) -> str:
+    """How to raise a soft limit, as far as the hard one allows."""
+    if most == resource.RLIM_INFINITY:
+        return f"`ulimit -S -{flag} {65536 if flag == 'n' else 'unlimited'}`"
+    if most >= few:
+        return f"`ulimit -S -{flag} {most // unit}`"
+    return f"a higher hard limit than {most // unit} (ulimit -H -{flag}): /etc/security/limits.conf, docker --ulimit"
+
+
+def host_memory(request: Request) -> Check:
+    free, count = min(psutil.virtual_memory().available, *_left_in_cgroups(), sys.maxsize), request.processes_per_node
+    words, size = f"{memory_size(free)} free for {plural(count, 'process')}", numbers(free=(free, "bytes"))
+    if free < count * _GIB:  # the imports alone take half of it
+        return Check("error", "RAM", words, f"{count} GiB at least: use fewer processes, or request more memory", size)
+    if free < 4 * count * _GIB:
+        return Check("warning", "RAM", words, "enough for small models only: request more memory for others", size)
+    return Check("ok", "RAM", words, numbers=size)
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """Bytes that cgroup v2 still allows this process, in its own group and in each above it."""
+    file = Path("/proc/self/cgroup")
+    own = Path("/sys/fs/cgroup", file.read_text().rpartition("0::/")[2].strip() if file.exists() else "")
+    for group in (own, *own.parents):
+        with contextlib.suppress(OSError, ValueError):  # the root group has no limit, and "max" is none
+            yield int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+
+
+# --- Disks and shared memory ----------------------------------------------------------------------
+
+
+def disk(request: Request) -> Check:
+    """Free space where a run writes by default, and where libraries put temporary files."""
+    try:
+        places = [Path.cwd(), Path(tempfile.gettempdir())]
+    except FileNotFoundError:
+        return Check("error", "disk", "no folder for temporary files can be written", "TMPDIR with a writable folder")
+    fix = "make room, or choose a writable --output_dir or TMPDIR on another disk"
+    return _room("disk", places, fix, "a checkpoint takes 12 bytes per parameter: --save_total_limit")
+
+
+def caches(request: Request) -> Check:
+    """Hugging Face's folders, which hold models and data sets, or would be made."""
+    names = ("HF_HUB_CACHE", "HF_DATASETS_CACHE")
+    places = [hf_home(os.environ).absolute(), *(Path(os.environ[name]) for name in names if os.environ.get(name))]
+    fix = f"export HF_HOME=FOLDER with a writable folder that has room (also {' and '.join(names)}, if they are set)"
+    return _room("HF_HOME", places, fix, "a model of 7B takes 15 GB")
+
+
+def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
+    """Whether these folders, or those around them if they are missing, can be written to."""
+    known = {}
+    for place in dict.fromkeys(places):
+        there = next(one for one in (place, *place.parents) if one.exists())
+        if why := why_closed(there):
+            offline = title == "HF_HOME" and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+            return Check("warning" if offline else "error", title, f"{place} cannot be written: {why}", fix)
+        known[str(place)] = (shutil.disk_usage(there).free, "bytes")
+    words = ", ".join(f"{memory_size(size)} free in {name}" for name, (size, _) in known.items())
+    least, sizes = min(size for size, _ in known.values()), numbers(**known)
+    if least < _GIB:
+        return Check("error", title, words, fix, sizes)
+    if least < 10 * _GIB:
+        return Check("warning", title, words, advice, sizes)
+    return Check("ok", title, words, numbers=sizes)
+
+
+def why_closed(folder: Path) -> str:
+    """Why no file can be made in a folder, "" if one can.
+
+    A file is really made: permissions say nothing of a read-only disk, or of root in a container.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+ENLARGE = (
+    "docker --shm-size=16g; Azure ML shm_size: 16g; else `mount -o remount,size=16g /dev/shm`, or free space there"
+)
+
+
+def shared_memory(request: Request) -> Check | None:
+    if sys.platform != "linux":
+        return None
+    needed = "DataLoader workers and NCCL pass data through it"
+    if not _SHARED_MEMORY.is_dir():
+        fix = "`mkdir -p /dev/shm && mount -t tmpfs -o size=16g tmpfs /dev/shm`, or another container runtime"
+        return Check("error", "/dev/shm", f"is missing: {needed}", fix)
+    system = os.statvfs(_SHARED_MEMORY)
+    size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+    known = numbers(free=(free, "bytes"), size=(size, "bytes"))
+    words = f"{memory_size(free)} of {memory_size(size)} free"
+    if system.f_flag & os.ST_RDONLY:
+        fix = "`mount -o remount,rw /dev/shm`, or a container without --read-only there (docker --tmpfs /dev/shm)"
+        return Check("error", "/dev/shm", f"is read-only: {needed}", fix, known)
+    if free < _GIB:  # by default Docker gives a container 64 MiB, Azure ML a job 2 GiB
+        return Check("warning", "/dev/shm", f"{words}: {needed}", ENLARGE, known)
+    if why := why_closed(_SHARED_MEMORY):
+        return Check("error", "/dev/shm", f"cannot be written: {why}", "`chmod 1777 /dev/shm`", known)
+    return Check("ok", "/dev/shm", words, numbers=known)
+
+
+def cores(request: Request) -> Check:
+    count, has = request.processes_per_node, request.hardware.cores
+    status, fix = ("warning", "--cpus-per-task, docker --cpus, or fewer processes") if has < count else ("ok", "")
+    return Check(status, "CPU cores", f"{has} for {plural(count, 'process')}", fix)
+
+
+def compiler(request: Request) -> Check | None:
+    """What DeepSpeed needs to build the CPU's Adam, which `memory` offloads to (ds_report)."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # where torch looks
+    nvcc = shutil.which("nvcc") or any(home and Path(home, "bin", "nvcc").exists() for home in homes)
+    needed: Mapping[str, object] = {
+        "a C++ compiler (g++)": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
+        "ninja": shutil.which("ninja", path=search),
+        "Python's headers (python3-dev)": Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
+        "nvcc (CUDA toolkit, CUDA_HOME)": nvcc or not request.hardware.cuda,
+    }
+    missing = [name for name, found in needed.items() if not found]
+    if missing:
+        what = f"missing: {', '.join(missing)}; DeepSpeed builds its Adam for offload (recipe memory) at its first use"
+        return Check("warning", "compiler", what, "install them, for instance apt install g++ python3-dev ninja-build")
+    return Check("ok", "compiler", "a C++ compiler, ninja and Python's headers")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
 
-from launch.doctor.smi import nvidia_smi, smi_rows
+from launch.doctor.machine import driver, nvidia_smi, smi_rows
 from launch.host.files import write_whole
 from recipes.errors import Failure
 from recipes.legal.schema import version
@@ -21,9 +20,6 @@ from recipes.run import Json
 from recipes.run.files import read_json
 
 _MIB = 1 << 20
-
-
-# --- The CUDA context -----------------------------------------------------------------------------
 
 
 def keep_own_context(card: str, several: bool) -> None:
@@ -40,9 +36,8 @@ def keep_context(card: str, several: bool, size: int) -> None:
     """Keep it for such a card, driver and torch, unless more was measured before: a context grows
     with the kernels that a process has called. Raises `Failure` if it cannot be written.
     """
-    drivers = smi_rows("--query-gpu=driver_version").rows
-    driver = drivers[0][0] if drivers else "unknown"
-    key = {"card": catalogue_name(card), "driver": driver, "torch": version("torch"), "several": several}
+    made = {"driver": driver()[0] or "unknown", "torch": version("torch")}
+    key = {"card": catalogue_name(card), **made, "several": several}
     before = [row["bytes"] for row in rows(CONTEXT, os.environ) if _is_of(row, key) and is_context(row.get("bytes"))]
     if max(before, default=0) < size:
         keep(CONTEXT, key, {"bytes": size})
@@ -58,7 +53,7 @@ def outside_torch(used_before: int | None = None) -> int | None:
 
     device = torch.cuda.current_device()
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    table = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")[0]
+    table = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
     taken = taken_by(os.getpid(), uuid, table)
     if taken is None and used_before is not None and uuid not in table:
         free, total = torch.cuda.mem_get_info(device)
@@ -81,16 +76,8 @@ def taken_by(pid: int, uuid: str, table: str) -> int | None:
 
 def used_bytes() -> dict[str, int]:
     """Bytes in use on each GPU by its uuid, before this command takes any."""
-    found = smi_rows("--query-gpu=uuid,memory.used").rows
-    return {row[0]: int(row[1]) * _MIB for row in found if len(row) == 2 and row[1].isdigit()}
-
-
-# --- The host -------------------------------------------------------------------------------------
-
-
-def adam_seconds(ranks: list[Json]) -> float:
-    """Seconds per parameter on one node, whose ranks update their parameters at the same time."""
-    return max(rank["seconds"] for rank in ranks) / sum(rank["parameters"] for rank in ranks)
+    rows = smi_rows("--query-gpu=uuid,memory.used")
+    return {row[0]: int(row[1]) * _MIB for row in rows if len(row) == 2 and row[1].isdigit()}
 
 
 def keep_host(card: str, processes: int, adam: float, pcie: float) -> None:
@@ -102,16 +89,13 @@ def keep_host(card: str, processes: int, adam: float, pcie: float) -> None:
     keep(HOST, key, {"adam": adam, "pcie": pcie})
 
 
-# --- The file -------------------------------------------------------------------------------------
-
-
-def keep(kind: str, key: Json, values: Json, environment: Mapping[str, str] = os.environ) -> None:
+def keep(kind: str, key: Json, values: Json) -> None:
     """Add a row to the file, instead of the one with this key, and in place of a damaged file.
 
     Raises `Failure` if it cannot be written. Of two processes that do so at once, one wins.
     """
-    file = file_in(environment)
-    others = [row for row in rows(kind, environment) if not _is_of(row, key)]
+    file = file_in(os.environ)
+    others = [row for row in rows(kind, os.environ) if not _is_of(row, key)]
     content = {**(read_json(file)[0] or {}), kind: [*others, {**key, **values}][-MOST_ROWS:]}
     try:
         write_whole(file, json.dumps(content, indent=1).encode())

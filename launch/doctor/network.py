@@ -1,199 +1,343 @@
-"""Links between GPUs and nodes: their speed, what tools say of them, switches for broken ones."""
+"""The network before any rank: loopback, this node's name, and the meeting of several nodes.
+
+TCP as gloo and NCCL use it: small packets are not enough, and a connection to one port says nothing
+of another.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import re
+import errno
+import json
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-# --- Bandwidth ------------------------------------------------------------------------------------
+from launch.doctor.machine import Check, Request
+from launch.host.processes import free_port
+from launch.terminal import plural
+from recipes.run import Json
 
-# Bytes per second in one direction. NVLink: 25 GB/s per link from V100 to H200, 50 from Blackwell
-# on. NVIDIA's architecture whitepapers count both directions: V100 6 links, 300 GB/s; A100 12, 600;
-# H100 18, 900; B200 18, 1,800.
-_NVLINK, _NVLINK_BLACKWELL = 25e9, 50e9
-# PCI Express Base Specification: GT/s per lane, times the share that its encoding leaves (8b/10b,
-# then 128b/130b).
-_PCIE_LANE = {1: 2.5e9 * 0.8 / 8, 2: 5e9 * 0.8 / 8} | {
-    generation: giga * 1e9 * 128 / 130 / 8 for generation, giga in ((3, 8), (4, 16), (5, 32), (6, 64))
-}
-FAR_BELOW = 0.25  # of the link's speed; a working ring reaches more than half of it
-
-
-@dataclass(frozen=True)
-class Link:
-    """What ranks communicate over. `bytes_per_second` is in one direction, None if unknown."""
-
-    name: str
-    bytes_per_second: float | None = None
-
-    def is_far_above(self, measured: float) -> bool:
-        return self.bytes_per_second is not None and measured < FAR_BELOW * self.bytes_per_second
-
-    def __str__(self) -> str:
-        return self.name + (f" ({self.bytes_per_second / 1e9:,.1f} GB/s)" if self.bytes_per_second else "")
+_SECONDS = 1.0  # without an answer, on a link that answers within milliseconds
+_NAME_SECONDS = 3.0  # a name server that is there answers sooner, and one that is not takes 5 at least
+_LARGE = 1 << 18  # bytes: some hundred packets of any size
+_SAMPLES = 16  # ports
+_SIZES = (8900, 4000, 1400, 1200, 1000, 500)  # bytes of data in a packet, to find what passes
+_HEADERS = 40  # bytes of IPv4 and TCP in front of it
+_LOOPBACK = "127.0.0.1"
+_JOINING = 0.5  # of the whole time is left for late nodes
+_ANSWER_SECONDS = 10  # for a node that is there
+_LONGEST_LINE = 1 << 24  # bytes: a thousand nodes may say something
 
 
-def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes per second of an all-reduce of `size` bytes, comparable to a link's speed.
+def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
+    """The loopback, this node's name and, of several nodes, whether they reach each other."""
+    if not any(check.fatal for check in earlier):
+        yield asyncio.run(_loopback())
+        name = socket.gethostname()
+        if resolved(name)[1]:  # gloo and torchrun ask for it
+            what = f"{name} is not resolved within {_NAME_SECONDS:.0f} s: gloo and torchrun wait for the answer"
+            fix = f"`echo {_LOOPBACK} {name} >> /etc/hosts`, or a name server that answers"
+            yield Check("error", "host name", what, fix, fatal=True)
+    if meeting.request.nodes > 1:
+        yield gathered(meeting, any(check.fatal for check in earlier))
 
-    size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests, doc/PERFORMANCE.md.
+
+async def _loopback() -> Check:
+    device = next((name for name in psutil.net_if_stats() if name in ("lo", "lo0")), "lo")
+    state = psutil.net_if_stats().get(device)
+    if state is not None and not state.isup:
+        return Check("error", "loopback", f"{device} is down", f"`ip link set {device} up`", fatal=True)
+    try:
+        async with _listening(_LOOPBACK) as ports:
+            lost = await _lost(_LOOPBACK, ports, device)
+    except OSError as error:
+        what = f"{_LOOPBACK} cannot be used: {error.strerror}"
+        fix = "a network namespace or sandbox that allows it"
+        if error.errno == errno.EADDRNOTAVAIL:
+            what, fix = f"{device} has no address {_LOOPBACK}", f"`ip addr add {_LOOPBACK}/8 dev {device}`"
+        return Check("error", "loopback", what, fix, fatal=True)
+    if lost:
+        return Check("error", "loopback", *lost, fatal=True)
+    return Check("ok", "loopback", f"{_LOOPBACK} answers on {plural(len(ports), 'port')}, and large packets pass")
+
+
+def resolved(name: str) -> tuple[str | None, bool]:
+    """The IPv4 address of a name, None if there is none, and whether the answer takes too long.
+
+    It is asked for in a thread because the system's call has no time limit.
     """
-    return size / seconds * 2 * (ranks - 1) / ranks
+    found: list[str] = []
 
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            found.append(str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]))
 
-def slowest_link(pairs: Iterable[str], capability: tuple[int, int], pcie: tuple[int, int] | None) -> Link:
-    """The slowest link between the GPUs of one node, which sets the speed of a ring.
-
-    `pairs` are the values of `topology()`, `pcie` generation and lanes of a GPU's slot. The slowest
-    link is the pair with the fewest NVLinks, or PCIe if a pair has none.
-    """
-    words = list(pairs)
-    if words and all(word.startswith("NV") for word in words):
-        links = min(int(word[2:]) for word in words)
-        return Link(f"NVLink, {links} links", links * (_NVLINK_BLACKWELL if capability >= (10, 0) else _NVLINK))
-    if pcie is None or pcie[0] not in _PCIE_LANE:
-        return Link("PCIe")
-    generation, lanes = pcie
-    return Link(f"PCIe {generation}.0 x{lanes}", _PCIE_LANE[generation] * lanes)
-
-
-# --- What tools print -----------------------------------------------------------------------------
-
-
-def nccl_version(version: tuple[int, ...] | list[int] | int) -> str:
-    """2.18.5 of (2, 18, 5), 21805 or, before 2.9, 2708. Source: NCCL_VERSION in nccl.h."""
-    if not isinstance(version, int):
-        return ".".join(map(str, version))
-    major = 10000 if version >= 10000 else 1000
-    return f"{version // major}.{version % major // 100}.{version % 100}"
-
-
-def topology(text: str) -> dict[tuple[int, int], str]:
-    """How each pair of GPUs is connected (NV4, PIX, SYS, ...), from `nvidia-smi topo -m`."""
-    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
-    heading = next((words for words in lines if words[:1] == ["GPU0"] and "X" not in words), [])
-    gpus = [int(word[3:]) for word in heading if re.fullmatch(r"GPU\d+", word)]
-    rows = {int(words[0][3:]): words[1:] for words in lines if "X" in words and re.fullmatch(r"GPU\d+", words[0])}
-    return {
-        (one, other): rows[one][column]
-        for one in gpus
-        for column, other in enumerate(gpus)
-        if one < other and one in rows
-    }
-
-
-def invalid_gpu(visible: str, uuids: Sequence[str]) -> str | None:
-    """The first invalid or repeated entry of CUDA_VISIBLE_DEVICES, None if there is none.
-
-    CUDA silently hides that entry and all after it; after a repeated entry it hides all. Source:
-    the CUDA programming guide, "CUDA environment variables", and `_parse_visible_devices` in
-    torch/cuda/__init__.py.
-    """
-    seen: set[str] = set()
-    for entry in (word.strip() for word in visible.split(",")):
-        if entry.startswith("MIG-"):  # a part of a GPU: nvidia-smi does not list it with this query
-            continue
-        named = [uuid for at, uuid in enumerate(uuids) if entry == str(at) or (entry and uuid.startswith(entry))]
-        if len(named) != 1 or named[0] in seen:
-            return entry
-        seen.add(named[0])
-    return None
-
-
-# --- Networks of this node ------------------------------------------------------------------------
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_NAME_SECONDS)
+    return (found[0] if found else None), asking.is_alive()
 
 
 def interfaces() -> dict[str, str]:
     """Names and IPv4 addresses of the network interfaces that are up."""
+    found = [(name, one) for name, addresses in psutil.net_if_addrs().items() for one in reversed(addresses)]
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    return {
-        name: next(one.address for one in addresses if one.family == socket.AF_INET)
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up and any(one.family == socket.AF_INET for one in addresses)
-    }
+    return {name: one.address for name, one in found if name in up and one.family == socket.AF_INET}
 
 
-def interface_speed(name: str) -> float | None:
-    """Bytes per second of a network interface, None if unknown."""
-    state = psutil.net_if_stats().get(name)
-    return state.speed * 1e6 / 8 if state and state.speed else None  # psutil: in Mbit/s, 0 if unknown
+def own_interface(request: Request) -> tuple[str, str]:
+    """The address of this node on its way to node 0, and the interface with it; "" if unknown.
 
-
-def infiniband_speed() -> float | None:
-    """Bytes per second of all InfiniBand and RoCE ports together, None if there are none."""
-    gigabits = 0.0
-    for file in Path("/sys/class/infiniband").glob("*/ports/*/rate"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            gigabits += float(file.read_text().split()[0])  # "200 Gb/sec (4X HDR)"
-    return gigabits * 1e9 / 8 if gigabits else None
-
-
-def infiniband_devices() -> list[str]:
-    """The InfiniBand and RoCE devices of this node."""
-    return sorted(device.name for device in Path("/sys/class/infiniband").glob("*"))
-
-
-# --- Switches -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Switch:
-    """An environment variable that turns off what may be broken, and what that costs."""
-
-    name: str
-    value: str
-    cost: str
-
-
-# Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the
-# network interface".
-_NCCL = (
-    Switch("NCCL_SHM_DISABLE", "1", "ranks of a node that cannot reach each other's GPU use the network"),
-    Switch("NCCL_P2P_DISABLE", "1", "no NVLink and no direct PCIe: GPUs exchange data through the node's memory"),
-    Switch("NCCL_IB_DISABLE", "1", "no InfiniBand or RoCE: nodes use TCP, often at a tenth of the speed"),
-    Switch("NCCL_NVLS_ENABLE", "0", "no sums inside NVSwitch: all-reduce on one node of H100s or newer is slower"),
-    Switch("NCCL_CUMEM_ENABLE", "0", "little: buffers are allocated the older way, and NVLS is off"),
-    Switch(
-        "NCCL_NET_PLUGIN",
-        "none",
-        "a cloud's own network (EFA, GPUDirect-TCPX) is not used: NCCL's own TCP or InfiniBand is",
-    ),
-)
-
-
-def switches(backend: str, interfaces: Sequence[str], infiniband: Sequence[str] = ()) -> list[Switch]:
-    """The switches to try if ranks cannot communicate over `backend`, "nccl" or "gloo".
-
-    `infiniband`: the devices of this node, of which each alone is tried if there are several.
+    Connecting a UDP socket sends no packet.
     """
-    cost = "nothing if this is the fastest network of the node; other networks are not used"
-    chosen = [Switch(f"{backend.upper()}_SOCKET_IFNAME", name, cost) for name in interfaces]
-    if backend == "gloo":
-        return chosen
-    one = "only one of the node's InfiniBand or RoCE devices is used"
-    roce = "nothing: RoCE version 2, instead of the entry of the GID table that NCCL chose"
-    devices = [Switch("NCCL_IB_HCA", f"={name}", one) for name in infiniband if len(infiniband) > 1]
-    return [*_NCCL, *chosen, *([Switch("NCCL_IB_GID_INDEX", "3", roce)] if infiniband else []), *devices]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
+        asking.connect((request.address, request.port))
+        own = asking.getsockname()[0]
+        return own, next((name for name, address in interfaces().items() if address == own), "")
+    return "", ""
 
 
-def smallest_set(
-    candidates: Sequence[Switch], works: Callable[[tuple[Switch, ...]], bool], tries: int
-) -> tuple[Switch, ...] | None:
-    """The smallest set of switches for which `works` is true.
+# --- What passes ----------------------------------------------------------------------------------
 
-    None if none of the first `tries` sets is such a set.
+
+@contextlib.asynccontextmanager
+async def _listening(address: str) -> AsyncIterator[list[int]]:
+    """Listen on ports over the whole range that the system gives to who asks for any, or near them.
+
+    Each answers what has sent _LARGE bytes. Raises OSError about the address.
     """
-    sets = (
-        chosen
-        for size in range(1, len(candidates) + 1)
-        for chosen in combinations(candidates, size)
-        if len({switch.name for switch in chosen}) == size  # a variable has one value
-    )
-    return next((chosen for _, chosen in zip(range(tries), sets, strict=False) if works(chosen)), None)
+    servers: dict[int, asyncio.Server] = {}
+    first, last = _port_range()
+    for port in (first + (last - first) * at // (_SAMPLES - 1) for at in range(_SAMPLES)):
+        for near in range(port, min(port + _SAMPLES, 65536)):
+            try:
+                servers[near] = await asyncio.start_server(_receive, address, near)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+    yield list(servers)
+    for server in servers.values():
+        server.close()
+
+
+def _port_range() -> list[int]:
+    file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    return [int(port) for port in file.read_text().split()] if file.exists() else [32768, 60999]
+
+
+async def _receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        await reader.readexactly(_LARGE)
+        writer.write(b"+")
+    writer.close()
+
+
+async def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
+    """What does not arrive at another address, and what mends it; None if everything does."""
+    answered = await _answering(address, ports)
+    silent = [port for port in ports if port not in answered]
+    if not answered:
+        what = f"no port of {address} answers within {_SECONDS:.0f} s: filtered"
+        first, last = _port_range()
+        return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
+    if silent:
+        what = f"{len(silent)} of {len(ports)} ports of {address} do not answer within {_SECONDS:.0f} s, from "
+        below, above = ([port for port in ports if port < silent[0]], [port for port in ports if port > silent[-1]])
+        others = max(below, above, key=len) or answered[:1]
+        change = f'`sysctl -w net.ipv4.ip_local_port_range="{others[0]} {others[-1]}"`'
+        fix = f"open them in the firewall, or let programs use others: {change}"
+        return f"{what}{silent[0]} to {silent[-1]}: a filtered port range", fix
+    if await _carries(address, answered[0]) or await _carries(address, answered[0]):  # a busy machine is late once
+        return None
+    for size in _SIZES:
+        if await _carries(address, answered[0], size):
+            passes = size + _HEADERS
+            what = f"large packets are lost on {device}: those of {passes} bytes pass, of more do not"
+            return what, f"`ip link set dev {device} mtu {passes}`, or mend what drops them (a tunnel, a VLAN)"
+    return f"packets of every size are lost on {device}", "a cable, a driver or a firewall that loses packets"
+
+
+async def _answering(address: str, ports: Sequence[int]) -> list[int]:
+    """Those of the ports that take a connection, all asked at the same time."""
+
+    async def answers(port: int) -> bool:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _SECONDS)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    return [port for port, yes in zip(ports, await asyncio.gather(*map(answers, ports)), strict=True) if yes]
+
+
+async def _carries(address: str, port: int, size: int | None = None) -> bool:
+    """True if _LARGE bytes arrive over a new connection, in packets of at most `size` bytes."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as sender:
+        sender.setblocking(False)
+        if size:
+            sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, size)
+        try:
+            async with asyncio.timeout(_SECONDS):
+                await loop.sock_connect(sender, (address, port))
+                await loop.sock_sendall(sender, bytes(_LARGE))
+                return await loop.sock_recv(sender, 1) == b"+"
+        except OSError:
+            return False
+
+
+# --- Several nodes --------------------------------------------------------------------------------
+
+
+class Meeting:
+    """The doctors of all nodes, which say something to each other before and after a probe run.
+
+    `port`: of node 0, for the next probe run.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.port, self.round = request, free_port(), 0
+
+    def exchange(self, seconds: float, **own: object) -> list[Json | None]:
+        """What every node says, by its number; None of one that does not say it in time.
+
+        `seconds`: how much longer than this one another node may take.
+        """
+        try:
+            return asyncio.run(self.say(seconds + _ANSWER_SECONDS, own))
+        except OSError:  # node 0 has gone
+            return [own if node == self.request.machine_rank else None for node in range(self.request.nodes)]
+
+    async def say(self, seconds: float, own: Json) -> list[Json | None]:
+        """As `exchange`. Raises OSError if node 0 cannot listen, or cannot be reached."""
+        self.round += 1
+        request, own = self.request, {"round": self.round, "port": free_port(), **own}
+        tell = self._ask if request.machine_rank else self._collect
+        said: list[Json | None] = await tell(own, seconds) if request.nodes > 1 else [own]
+        self.port = (said[0] or own)["port"]
+        return said
+
+    async def _collect(self, own: Json, seconds: float) -> list[Json | None]:
+        """On node 0: what the nodes say that come within some seconds, for all of them."""
+        request, over = self.request, asyncio.Event()
+        said: list[Json | None] = [own] + [None] * (request.nodes - 1)
+        answers: list[asyncio.Task[None] | None] = []
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # another program
+                other = json.loads(await reader.readline())
+                if other["says"]["round"] != own["round"]:
+                    raise ValueError  # a node that is ahead, and asks again
+                said[other["node"]] = other["says"]
+                answers.append(asyncio.current_task())
+                if all(said):
+                    over.set()
+                await over.wait()
+                writer.write(json.dumps(said).encode() + b"\n")
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+        server = await asyncio.start_server(hear, "0.0.0.0", request.port, limit=_LONGEST_LINE)
+        try:
+            if not await _answering(request.address, [request.port]):
+                raise OSError(errno.EADDRNOTAVAIL, "it is an address of another machine")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), seconds)
+            over.set()
+            await asyncio.wait([*filter(None, answers), asyncio.create_task(asyncio.sleep(0))], timeout=_ANSWER_SECONDS)
+        finally:
+            server.close()
+        return said
+
+    async def _ask(self, own: Json, seconds: float) -> list[Json | None]:
+        """On another node: say it to node 0 as soon as that listens, and wait for what all say."""
+        loop, request = asyncio.get_running_loop(), self.request
+        until, line = loop.time() + seconds, json.dumps({"node": request.machine_rank, "says": own}).encode()
+        while True:
+            try:
+                async with asyncio.timeout_at(until):
+                    reader, writer = await asyncio.open_connection(request.address, request.port, limit=_LONGEST_LINE)
+                writer.write(line + b"\n")
+                answer = await asyncio.wait_for(reader.readline(), seconds + _ANSWER_SECONDS)
+                writer.close()
+                return json.loads(answer)
+            except (OSError, ValueError) as error:
+                if loop.time() + 0.2 > until:
+                    raise error if isinstance(error, ConnectionRefusedError) else TimeoutError from None
+                await asyncio.sleep(0.2)
+
+
+def gathered(meeting: Meeting, fatal: bool) -> Check:
+    """Wait for all nodes, and try their links. `fatal`: this one cannot start ranks."""
+    request = meeting.request
+    address, late = resolved(request.address)
+    if address is None:
+        what = f"{request.address} is not resolved here{' within seconds' * late}"
+        fix = "--main_process_ip with a name that every node resolves, or node 0's address in numbers"
+        return Check("error", "nodes", what, fix, fatal=True)
+
+    try:
+        wrong = asyncio.run(_met(meeting, fatal))
+    except OSError as error:
+        wrong = _not_met(request, error)
+    if wrong:
+        return Check("error", "nodes", *wrong, fatal=True)
+    what = f"{request.nodes} nodes meet at {request.address}:{request.port}, ports answer and large packets pass"
+    return Check("ok", "nodes", what)
+
+
+async def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
+    """What keeps the nodes from training together, and its fix. Each tries its link to the next."""
+    request, seconds = meeting.request, meeting.request.timeout * _JOINING
+    own, device = own_interface(request)
+    async with _listening("0.0.0.0") as ports:
+        said = await meeting.say(seconds, {"address": own, "ports": ports, "fatal": fatal})
+        absent, nodes = [node for node, one in enumerate(said) if not one], [one for one in said if one]
+        if absent:
+            fix = f"run the doctor on {_named(absent)} at the same time, with its --machine_rank"
+            fix += f", and see whether it reaches {request.address}:{request.port} (a firewall?)"
+            return f"{_named(absent)} did not come within {seconds:.0f} s", fix
+        failed = [node for node, one in enumerate(nodes) if one["fatal"] and node != request.machine_rank]
+        if failed or fatal:
+            return failed_elsewhere(failed) if failed else None
+        after = nodes[(request.machine_rank + 1) % request.nodes]
+        found = await meeting.say(_ANSWER_SECONDS, {"lost": await _lost(after["address"], after["ports"], device)})
+    for node, one in enumerate(found):
+        if one is None:
+            return f"node {node} went away while its link was tried", "run `recipes doctor` on every node again"
+        if one["lost"]:
+            what, fix = one["lost"]
+            return f"from node {node} to node {(node + 1) % request.nodes}: {what}", fix
+    return None
+
+
+def failed_elsewhere(nodes: list[int]) -> tuple[str, str]:
+    """What to say where other nodes have failed a check, and the fix."""
+    return f"{_named(nodes)} failed a check", f"run `recipes doctor` on {_named(nodes)}"
+
+
+def _named(nodes: list[int]) -> str:
+    return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
+
+
+def _not_met(request: Request, error: OSError) -> tuple[str, str]:
+    where = f"{request.address}:{request.port}"
+    if request.machine_rank:
+        why = "refused" if isinstance(error, ConnectionRefusedError) else "no answer"
+        what = f"node 0 at {where} did not answer within {request.timeout * _JOINING:.0f} s: {why}"
+        fix = "run the doctor on node 0 at the same time, with its address as --main_process_ip, and see what it says"
+        return what, f"{fix} there; its firewall must let {where} through"
+    if error.errno == errno.EADDRNOTAVAIL:
+        own = ", ".join(f"{one} ({name})" for name, one in interfaces().items() if name != "lo")
+        what = f"{request.address} does not lead to this node, node 0, whose addresses are {own or 'unknown'}"
+        return what, "--main_process_ip with an address of node 0, on every node; or another --machine_rank here"
+    what = f"node 0 cannot listen on port {request.port}: {error.strerror}"
+    return what, f"--main_process_port {free_port()} on every node, or end what uses it"

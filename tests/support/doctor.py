@@ -10,7 +10,7 @@ import sys
 
 from launch.cli import main
 from launch.doctor import command
-from launch.doctor.check import Check, Request
+from launch.doctor.machine import Check, Request
 from recipes.run.hardware import Gpu, Hardware
 
 DOCTOR = [sys.executable, "-m", "launch", "doctor"]
@@ -33,7 +33,6 @@ def requested(*words: str, gpus: int = 0, environment: dict[str, str] | None = N
     """What the doctor makes of these flags, on a machine with 8 cores and so many H100s."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    options = vars(parser.parse_args(["doctor", *words]))
-    flags = {name: value for name, value in options.items() if name not in ("json", "run")}
+    options = parser.parse_args(["doctor", *words])
     hardware = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30),) * gpus, cores=8)
-    return command.request_for(hardware, environment or {}, **flags)
+    return command.request_for(hardware, environment or {}, options)

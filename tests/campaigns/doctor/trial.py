@@ -92,7 +92,7 @@ def _strike(process: subprocess.Popen[str], folder: Path, name: str, once: bool)
     """Send rank 1 of each probe run a signal as soon as it connects."""
     struck: set[Path] = set()
     while process.poll() is None:
-        for notes in folder.glob("doctor-*/1/notes.jsonl"):
+        for notes in folder.glob("recipes-*/1/answer.json"):
             with contextlib.suppress(OSError):
                 if notes not in struck and not (once and struck) and '"connection"' in notes.read_text():
                     struck.add(notes)

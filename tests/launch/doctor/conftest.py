@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from launch.doctor import smi
+from launch.doctor import machine
 from tests.support.running import ROOT
 
 SMI = """\
@@ -14,8 +14,6 @@ case "$1" in
     --query-gpu=driver_version) printf '580.1\\n580.1\\n' ;;
     --query-gpu=index,memory.free,memory.total) printf '0, 80000, 81559\\n1, 1000, 81559\\n' ;;
     --query-compute-apps=*) printf '4242, python\\n' ;;
-    --query-gpu=pcie.link.gen.max,pcie.link.width.max) printf '5, 16\\n5, 16\\n' ;;
-    topo) printf '\\tGPU0\\tGPU1\\tCPU Affinity\\nGPU0\\t X \\tNV18\\t0-7\\nGPU1\\tNV18\\t X \\t0-7\\n' ;;
 esac
 """
 
@@ -38,6 +36,8 @@ def nvidia_smi(tmp_path, monkeypatch):
         (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
-    smi.forget()
+    for answer in (machine.driver, machine.smi_rows):
+        answer.cache_clear()
     yield write
-    smi.forget()
+    for answer in (machine.driver, machine.smi_rows):
+        answer.cache_clear()

@@ -1,14 +1,13 @@
-"""The doctor's checks on machines that are not here, the requested world, and what is printed."""
+"""The doctor's checks on machines that are not here, and the requested world."""
 
-import io
+import resource
 import sys
 
 import pytest
 
-from launch.doctor import command, machine
-from launch.doctor.check import Check, Request
-from launch.doctor.network import invalid_gpu
+from launch.doctor import machine
 from recipes.errors import UserError
+from tests.launch.doctor.conftest import SMI
 from tests.support.doctor import requested
 
 # --- The requested world --------------------------------------------------------------------------
@@ -38,25 +37,6 @@ def test_a_world_that_is_not_possible_is_a_mistake(words, advice):
         requested(*words.split())
 
 
-# --- What is printed ------------------------------------------------------------------------------
-
-
-def test_a_fix_is_printed_in_lines_of_its_own():
-    check = Check("error", "connection", "refused", "with this:\nexport A=b")
-    line = command.line(7, check, command.signs_for(sys.__stdout__))
-    assert line.endswith("connection: refused\n     with this:\n     export A=b")
-
-
-def test_a_terminal_without_ticks_gets_ascii_only():
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    print(command.line(1, Check("ok", "disk", "/home/é"), command.signs_for(stream)), file=stream)
-    stream.flush()
-    assert stream.buffer.getvalue() == b" 1 + disk: /home/?\n"
-
-
-# --- Machines that are not here -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("version", "wanted", "how"),
     [
@@ -71,50 +51,144 @@ def test_a_version_is_compared_with_the_supported_range(version, wanted, how):
     assert machine.outside(version, wanted) == how
 
 
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("visible", "invalid"),
     [
-        ("0,1", None), ("1", None), ("GPU-b", None), ("0, 1", None), ("0,2", "2"), ("2", "2"), ("0,0", "0"),
+        ("0,1", None), ("GPU-b", None), ("0, 1", None), ("0,2", "2"), ("0,0", "0"),
         ("0,GPU-a1", "GPU-a1"), ("0,-1,1", "-1"), ("0,,1", ""), ("MIG-1234", None),
     ],
 )  # fmt: skip
 def test_an_entry_that_is_not_a_gpu_is_found(visible, invalid):
-    assert invalid_gpu(visible, ["GPU-a1", "GPU-b2"]) == invalid
-
-
-def found_on(one: Request) -> dict[str, Check]:
-    """The machine's checks by their titles."""
-    return {check.title: check for check in machine.examine(one)}
-
-
-def test_a_gpu_that_others_use_is_a_warning(nvidia_smi, monkeypatch):
-    nvidia_smi()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    found = found_on(requested(gpus=2))
-    assert found["GPUs"].status == found["driver"].status == found["bf16"].status == "ok"
-    assert found["GPU memory"] == Check(
-        "warning",
-        "GPU memory",
-        "taken: 80,559 of 81,559 MiB of GPU 1",
-        "end what holds it, or use other GPUs",
-        {"least_free": {"value": 1000 << 20, "unit": "bytes"}},
-    )
-    assert found["GPU processes"].found == "python (pid 4242)"
+    assert machine.invalid_gpu(visible, ["GPU-a1", "GPU-b2"]) == invalid
 
 
 def test_an_invalid_ordinal_explains_why_gpus_are_missing(nvidia_smi, monkeypatch):
     nvidia_smi()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,1")
-    found = found_on(requested(gpus=1))["GPUs"]
+    found = machine.visible_gpus(requested(gpus=1))
     assert found.status == "error"
     assert found.found.startswith("CUDA sees 1: '2' in CUDA_VISIBLE_DEVICES=0,2,1 is not a GPU")
 
 
 def test_more_processes_than_gpus_are_an_error():
-    found = found_on(requested("--num_processes", "3", gpus=2))["GPUs"]
-    assert (found.status, found.fix) == ("error", "--num_processes 2, or more GPUs")
+    found = machine.visible_gpus(requested("--num_processes", "3", gpus=2))
+    assert (found.status, found.fix, found.fatal) == ("error", "--num_processes 2, or more GPUs", True)
 
 
-def test_a_driver_that_fails_is_an_error_with_its_own_message(nvidia_smi):
-    nvidia_smi("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
-    assert found_on(requested())["driver"].found.endswith("Driver/library version mismatch")
+def test_a_gpu_that_others_use_is_a_warning_that_names_them(nvidia_smi):
+    nvidia_smi()
+    found = machine.gpu_memory(requested(gpus=2))
+    assert found.found == "taken: 80,559 of 81,559 MiB of GPU 1, by python (pid 4242)"
+    assert found.status == "warning" and found.numbers == {"least_free": {"value": 1000 << 20, "unit": "bytes"}}
+
+
+def test_an_nvidia_smi_that_hangs_is_given_up_once(nvidia_smi, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_SECONDS", 0.3)
+    nvidia_smi(f"#!/bin/sh\necho asked >>{tmp_path}/asked\nsleep 1000\n")
+    for query in ("--query-gpu=uuid", "--query-gpu=memory.total"):
+        assert not machine.smi_rows(query)
+    assert "did not return" in machine.driver_of_gpus(requested()).found
+    assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+@pytest.mark.parametrize("script", ["head -c 4000 /dev/urandom", "echo '<html>'"])
+def test_what_nvidia_smi_prints_instead_of_an_answer_is_shown_and_not_believed(script, nvidia_smi):
+    nvidia_smi(f"#!/bin/sh\n{script}\n")
+    check = machine.driver_of_gpus(requested())
+    assert (check.status, check.title) == ("error", "driver") and "is not understood: " in check.found
+    assert check.found.isprintable()
+    assert machine.visible_gpus(requested()).status == "ok"
+
+
+def test_a_warning_beside_the_answer_is_not_a_row(nvidia_smi):
+    nvidia_smi(SMI.replace(" ;;", "; echo 'WARNING: infoROM is corrupted at gpu 0000:3B:00.0' ;;"))
+    assert machine.driver_of_gpus(requested()).status == "ok"
+    assert machine.smi_rows("--query-gpu=uuid") == [["GPU-a"], ["GPU-b"]]
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "words", "advice"),
+    [
+        (("2.13.0+cpu", None), (12, 8), "built for the CPU only", "pip install --force-reinstall torch==2.13.0"),
+        (("2.13.0+cu130", "13.0"), (12, 8), "CUDA 13.0, and the driver runs CUDA up to 12.8", "a newer driver"),
+        (("2.13.0+cu129", "12.9"), (12, 2), None, None),  # the same major version
+        (("2.13.0+cu126", "12.6"), (13, 0), None, None),
+        (("2.13.0+cu126", "12.6"), None, None, None),
+        (None, (12, 8), None, None),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpus_is_named_before_ranks_start(build, driver, words, advice, monkeypatch):
+    monkeypatch.setattr(machine, "_build", lambda: build)
+    monkeypatch.setattr(machine, "driver_cuda", lambda: driver)
+    check = machine.torch_build(requested(gpus=2))
+    assert (check is None) == (words is None)
+    assert check is None or (check.fatal and words in check.found and advice in check.fix)
+    assert machine.torch_build(requested()) is None
+
+
+def test_the_installed_torchs_build_is_read_without_importing_it():
+    import torch
+
+    assert machine._build() == (torch.__version__, torch.version.cuda)
+
+
+# --- Limits, disks, /dev/shm ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("which", "soft", "hard", "status", "fix"),
+    [
+        (resource.RLIMIT_NOFILE, 256, 20000, "warning", "`ulimit -S -n 20000`"),
+        (resource.RLIMIT_NOFILE, 24, resource.RLIM_INFINITY, "error", "`ulimit -S -n 65536`"),
+        (resource.RLIMIT_NOFILE, 256, 256, "warning", "a higher hard limit than 256"),
+        (resource.RLIMIT_AS, 1 << 30, resource.RLIM_INFINITY, "error", "`ulimit -S -v unlimited`"),
+        (resource.RLIMIT_FSIZE, 0, 1 << 40, "error", f"`ulimit -S -f {1 << 30}`"),
+        (resource.RLIMIT_CPU, 3600, resource.RLIM_INFINITY, "warning", "`ulimit -S -t unlimited`"),
+    ],
+)
+def test_a_low_limit_is_raised_as_far_as_one_may(which, soft, hard, status, fix, monkeypatch):
+    none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, hard) if asked == which else none)
+    check = machine.limits(requested())
+    assert check.status == status and fix in check.fix
+
+
+@pytest.mark.parametrize(("offline", "status"), [("0", "error"), ("1", "warning")])  # which is only read
+def test_a_cache_that_is_a_file_is_named_with_its_variable(offline, status, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    check = machine.caches(requested())
+    assert check.status == status and f"{tmp_path}/file cannot be written" in check.found
+    assert "export HF_HOME=" in check.fix
+
+
+def test_a_cache_that_would_be_made_is_judged_by_the_folder_around_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "not" / "yet"))
+    assert machine.caches(requested()).status != "error"
+    assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize(("free", "status"), [(1 << 29, "error"), (5 << 30, "warning"), (1 << 40, "ok")])
+def test_free_space_is_a_number_of_bytes(free, status, monkeypatch):
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
+    check = machine.caches(requested())
+    assert check.status == status
+    assert list(check.numbers.values()) == [{"value": free, "unit": "bytes"}]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")
+def test_a_missing_shared_memory_is_an_error_with_its_own_fix(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_SHARED_MEMORY", tmp_path / "shm")
+    check = machine.shared_memory(requested())
+    assert (check.status, "mount -t tmpfs" in check.fix) == ("error", True)
+
+
+def test_a_missing_compiler_is_a_warning(monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr(machine.shutil, "which", lambda *_, **__: None)
+    check = machine.compiler(requested())
+    assert check.status == "warning" and "g++" in check.found and "ninja" in check.found

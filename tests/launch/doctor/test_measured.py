@@ -2,12 +2,13 @@
 
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from launch.doctor import links, measured
-from launch.doctor.ranks import Report
+from launch.doctor.machine import Check
 from launch.host.world import World
 from launch.training.banner import show_results
 from recipes.errors import Failure
@@ -16,7 +17,6 @@ from recipes.planner.measured import file_in
 from recipes.planner.speed import host_of
 from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import planned, run_of
-from tests.support.doctor import requested
 
 MIB = 2**20
 H100 = "NVIDIA H100 80GB HBM3"
@@ -174,46 +174,27 @@ def test_a_context_that_cannot_be_kept_costs_a_training_one_line(gpu, tmp_path, 
 # --- What the doctor says -------------------------------------------------------------------------
 
 
-def reports(*results: dict) -> list[Report]:
-    return [Report(rank, results=result) for rank, result in enumerate(results)]
-
-
-def test_the_doctor_keeps_the_context_and_says_so(nvidia_smi):
-    nvidia_smi(SMI)
-    found = reports({"context": {"bytes": 500 * MIB}}, {"context": {"bytes": None}})
-    check = links.context(requested(gpus=2), found)
-    assert (check.status, check.title) == ("ok", "CUDA context") and "500 MiB" in check.found
-    assert own(world=2).bytes == 500 * MIB
-
-
-def test_a_context_that_the_doctor_cannot_read_is_unknown_and_no_failure(nvidia_smi):
-    nvidia_smi(SMI)
-    check = links.context(requested(gpus=1), reports({"context": {"bytes": None}}))
-    assert check.status == "ok" and "unknown" in check.found and not file_in(os.environ).exists()
-
-
-def test_a_cache_that_cannot_be_written_is_a_warning_of_the_doctor(nvidia_smi, tmp_path):
-    nvidia_smi(SMI)
-    (tmp_path / "cache").write_text("")
-    check = links.context(requested(gpus=1), reports({"context": {"bytes": 500 * MIB}}))
-    assert check.status == "warning" and "HF_HOME" in check.fix
+def kept(keep) -> Check:
+    return links.kept(SimpleNamespace(local_rank=0), "PCIe", "10.0 GB/s", keep, {})
 
 
 def test_the_plan_takes_the_speed_of_the_host_that_the_doctor_measured():
     before = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    ranks = [
-        {"adam": {"parameters": 10**6, "seconds": seconds}, "pcie": {"to": speed, "from": 2e10}}
-        for seconds, speed in ((0.002, 3e10), (0.004, 1e10))
-    ]
-    check = links.pcie(requested(gpus=2), reports(*ranks))
-    assert check.found == "10.0 GB/s to each GPU and 20.0 GB/s from it, all at once; kept for `recipes plan`"
+    check = kept(partial(measured.keep_host, H100, 2, 2e-9, 1e10))
+    assert (check.status, check.found) == ("ok", "10.0 GB/s; kept for `recipes plan`")
     run = run_of(hardware=Hardware((Gpu(H100, (9, 0), 80 << 30),) * 2, cores=8), world=2)
     host, source = host_of(run)
-    assert (host.adam, host.pcie, source) == (pytest.approx(2e-9), 1e10, "measured here")
+    assert (host.adam, host.pcie, source) == (2e-9, 1e10, "measured here")
     after = planned(gpu="H100", gpu_memory=None, recipe="memory")
     assert after.times["memory"].host > before.times["memory"].host
     assert after.host_source == "measured here" != before.host_source
     assert planned(gpu="L4", gpu_memory=None, recipe="memory").host_source == before.host_source
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_of_the_doctor(tmp_path):
+    (tmp_path / "cache").write_text("")
+    check = kept(partial(measured.keep_host, H100, 2, 2e-9, 1e10))
+    assert check.status == "warning" and "HF_HOME" in check.fix
 
 
 @pytest.mark.parametrize("row", [{"adam": 0, "pcie": 1e10}, {"adam": "fast", "pcie": 1e10}, {"adam": 1e-9}])

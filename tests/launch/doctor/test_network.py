@@ -1,18 +1,21 @@
 """The obvious before ranks start: the loopback, in namespaces, and other nodes, in threads."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from launch.doctor import meeting, reach
+from launch.doctor import network
 from launch.host.processes import free_port
 from tests.support.doctor import requested
 from tests.support.running import ROOT
 
-EXAMINE = "import json; from launch.doctor import reach; print(json.dumps([vars(c) for c in reach.examine(None)]))"
+LOOPBACK = "import asyncio, json; from launch.doctor import network; "
+LOOPBACK += "print(json.dumps(vars(asyncio.run(network._loopback()))))"
 NAMESPACE = ["unshare", "--map-root-user", "--net", "bash", "-c"]
 
 
@@ -26,9 +29,9 @@ needs_network = pytest.mark.skipif(not can_separate(), reason="a network of its 
 
 def loopback_after(line: str) -> dict:
     """The check of the loopback in a network namespace, in which this was done before."""
-    script = f"{line}\n{sys.executable} -c {EXAMINE!r}"
+    script = f"{line}\n{sys.executable} -c {LOOPBACK!r}"
     done = subprocess.run([*NAMESPACE, script], capture_output=True, text=True, cwd=ROOT, check=True)
-    return json.loads(done.stdout)[0]
+    return json.loads(done.stdout)
 
 
 @needs_network
@@ -46,17 +49,8 @@ def test_a_loopback_that_cannot_work_is_named_and_its_fix_mends_it(made, words, 
 
 
 def test_a_loopback_that_works_is_healthy():
-    assert [check.status for check in reach.examine(requested())] == ["ok"]
-
-
-def test_other_ports_are_the_widest_range_that_answers():
-    fix = reach._other_ports([10, 20, 30, 40, 50, 60], [10, 20, 40, 50, 60])
-    assert 'ip_local_port_range="40 60"' in fix
-
-
-def test_the_largest_packet_is_named():
-    assert "mtu 1440`" in reach.too_large("eth0", 1440)[1]
-    assert "every size" in reach.too_large("eth0", None)[0]
+    found = list(network.examine(network.Meeting(requested()), []))
+    assert [(check.title, check.status) for check in found] == [("loopback", "ok")]
 
 
 # --- Nodes ----------------------------------------------------------------------------------------
@@ -64,13 +58,13 @@ def test_the_largest_packet_is_named():
 
 def met(nodes: int, *present: int, port: int | None = None, fatal: int | None = None) -> dict:
     """What these of the nodes say when they meet on this machine."""
-    port, found = port or free_ports(), {}
+    port, found = port or free_port(), {}
 
     def one(rank: int) -> None:
         words = f"--nodes {nodes} --machine_rank {rank} --main_process_ip 127.0.0.1 --main_process_port {port}"
-        own = meeting.Meeting(requested(*words.split(), "--timeout", "4"))
-        found[rank] = meeting.gathered(own, fatal == rank)
-        own.close()
+        own = network.Meeting(requested(*words.split(), "--timeout", "6"))
+        check = network.gathered(own, fatal == rank)
+        found[rank] = check, [] if check.fatal or fatal is not None else own.exchange(0, number=rank)
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in present]
     for thread in threads:
@@ -80,44 +74,42 @@ def met(nodes: int, *present: int, port: int | None = None, fatal: int | None = 
     return found
 
 
-def free_ports() -> int:
-    return meeting._free_ports(20000)
-
-
-def test_nodes_that_reach_each_other_meet():
-    assert {check.status for check in met(3, 0, 1, 2).values()} == {"ok"}
+def test_nodes_that_reach_each_other_meet_and_hear_what_each_says():
+    for check, said in met(3, 0, 1, 2).values():
+        assert check.status == "ok" and [one["number"] for one in said] == [0, 1, 2]
 
 
 def test_an_absent_node_is_named_on_every_other():
     found = met(3, 0, 2)
-    assert all(check.found == "node 1 did not come within 2 s" and check.fatal for check in found.values())
+    assert {check.found for check, _ in found.values()} == {"node 1 did not come within 3 s"}
 
 
 def test_without_node_0_its_address_is_named():
-    check = met(2, 1)[1]
-    assert "did not answer within 2 s: refused" in check.found and "run the doctor on node 0" in check.fix
+    check = met(2, 1)[1][0]
+    assert "did not answer within 3 s: refused" in check.found and "run the doctor on node 0" in check.fix
 
 
 def test_a_node_that_cannot_start_ranks_stops_the_others():
-    found = met(2, 0, 1, fatal=1)
-    assert (found[0].found, found[0].fix) == ("node 1 failed a check", "run `recipes doctor` on node 1")
+    check = met(2, 0, 1, fatal=1)[0][0]
+    assert (check.found, check.fix) == ("node 1 failed a check", "run `recipes doctor` on node 1")
 
 
-def test_a_port_in_use_is_named_with_ports_that_are_free():
-    port = free_ports()
-    listeners = reach.listen_on("", [port])
-    with reach.closing(listeners.values()):
-        check = met(2, 0, port=port)[0]
-    assert f"port {port} is in use" in check.found
-    free = int(check.fix.split()[1])
-    assert all(meeting._is_free(free + at) for at in range(meeting.PORTS))
+def test_a_port_in_use_is_named_with_one_that_is_free():
+    with socket.create_server(("", free_port())) as listener:
+        port = listener.getsockname()[1]
+        check = met(2, 0, port=port)[0][0]
+    assert f"cannot listen on port {port}" in check.found
+    assert re.fullmatch(r"--main_process_port \d+ on every node, or end what uses it", check.fix)
+
+
+def test_a_node_that_has_gone_says_nothing_more(monkeypatch):
+    monkeypatch.setattr(network, "_ANSWER_SECONDS", 0.5)
+    words = f"--nodes 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
+    said = network.Meeting(requested(*words.split())).exchange(0, number=7)
+    assert [one and one["number"] for one in said] == [7, None]
 
 
 def test_a_name_that_is_not_resolved_is_named():
     words = "--nodes 2 --machine_rank 0 --main_process_ip no-such-node.invalid --main_process_port 4000"
-    check = meeting.gathered(meeting.Meeting(requested(*words.split())), fatal=False)
+    check = network.gathered(network.Meeting(requested(*words.split())), fatal=False)
     assert "no-such-node.invalid is not resolved" in check.found and check.fix.startswith("--main_process_ip")
-
-
-def test_a_free_port_is_not_in_use():
-    assert meeting._is_free(free_port())

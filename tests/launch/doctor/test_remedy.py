@@ -1,17 +1,13 @@
 """After a failure between ranks: the same again, then switches, and none after an accident."""
 
-import signal
-
 import pytest
 
 from launch.doctor import remedy
-from launch.doctor.command import TIMEOUT
-from launch.doctor.failures import StageFailure, failure_in
-from launch.doctor.meeting import Meeting
-from launch.doctor.ranks import Report
+from launch.doctor.network import Meeting
+from launch.doctor.probe import StageFailure
 from tests.support.doctor import requested
 
-REFUSED = StageFailure("connection", "rank 1: refused", "look", of_link=True)
+REFUSED = StageFailure("connection", "rank 1: refused", "look")
 KILLED = StageFailure("connection", "rank 1 was killed by SIGKILL", "find what kills", by_signal=True)
 BROKEN = StageFailure("start", "rank 1: ImportError", "install it")
 
@@ -20,98 +16,84 @@ BROKEN = StageFailure("start", "rank 1: ImportError", "install it")
 def probe_runs(monkeypatch):
     """Replaces probe runs: each fails unless `works(number, switches)`. Returns what was tried."""
 
-    def replace(works, failure=REFUSED, seconds=0):
+    def replace(works, failure=REFUSED):
         tried = []
 
-        def run(request, stages, chosen=(), attempt=0):
-            tried.append(tuple(switch.name for switch in chosen))
-            return None if works(attempt, tried[-1]) else failure
+        def run(request, stages, port, chosen=()):
+            tried.append(tuple(name for name, _ in chosen))
+            return [], None if works(len(tried) - 1, tried[-1]) else failure
 
         monkeypatch.setattr(remedy, "probe_run", run)
-        monkeypatch.setattr(remedy, "failure_in", lambda request, found, kills: found)
         return tried
 
     return replace
 
 
-def diagnosed(failure, *words, gpus=2):
-    return remedy.diagnosed(Meeting(requested(*words, gpus=gpus)), failure)
+def found(*words):
+    """The only check of the ranks, None if there is none."""
+    checks = list(remedy.examine(Meeting(requested(*words, gpus=2)), []))
+    return checks[0] if checks else None
 
 
 def test_a_success_needs_no_second_run(probe_runs):
     tried = probe_runs(lambda *_: True)
-    assert diagnosed(None) is None and not tried
+    assert found() is None and tried == [()]
 
 
 @pytest.mark.parametrize("failure", [REFUSED, KILLED])
 def test_what_works_when_tried_again_gets_no_switch(failure, probe_runs):
-    tried = probe_runs(lambda *_: True)
-    check = diagnosed(failure)
+    tried = probe_runs(lambda number, _: number > 0, failure)
+    check = found()
     assert (check.status, check.found) == ("error", f"failed once of two: {failure.what}")
-    assert tried == [()] and "export" not in check.fix
+    assert tried == [(), ()] and "export" not in check.fix
 
 
 def test_what_fails_again_gets_the_switch_without_which_it_fails(probe_runs):
-    tried = probe_runs(lambda _, names: names == ("NCCL_P2P_DISABLE",))
-    check = diagnosed(REFUSED)
-    assert check.found == REFUSED.what and "export NCCL_P2P_DISABLE=1  # costs: " in check.fix
-    assert tried[0] == tried[-1] == ()  # the same again before, and after
+    tried = probe_runs(lambda _, names: "NCCL_NVLS_ENABLE" in names)
+    check = found()
+    assert check.found == REFUSED.what and "export NCCL_NVLS_ENABLE=0  # costs: no sums" in check.fix
+    assert tried[2] == ("NCCL_P2P_DISABLE",) and tried[-1] == ()  # the control, without it
+
+
+def test_the_set_of_several_switches_comes_last(probe_runs):
+    tried = probe_runs(lambda _, names: len(names) > 1)
+    lines = found().fix.splitlines()[1:]
+    assert [line.split("=")[0] for line in lines] == [f"export {name}" for name in tried[-2]]
 
 
 def test_what_fails_now_and_then_gets_no_switch(probe_runs):
-    probe_runs(lambda attempt, _: attempt > 1)
-    check = diagnosed(REFUSED)
+    probe_runs(lambda number, _: number > 1)
+    check = found()
     assert "export" not in check.fix and "now and then" in check.fix
 
 
-def test_a_rank_that_is_killed_again_gets_no_switch(probe_runs):
-    tried = probe_runs(lambda *_: False, KILLED)
-    assert diagnosed(KILLED).fix == KILLED.fix and tried == [()]
-
-
-def test_what_cannot_be_an_accident_is_not_tried_again(probe_runs):
-    tried = probe_runs(lambda *_: True)
-    assert diagnosed(BROKEN).found == BROKEN.what and not tried
-
-
-def test_without_time_nothing_is_tried(probe_runs):
-    tried = probe_runs(lambda *_: True)
-    meeting = Meeting(requested("--timeout", "1", gpus=2))
-    object.__setattr__(meeting.request, "began", meeting.request.began - 2)
-    assert remedy.diagnosed(meeting, REFUSED).found == REFUSED.what and not tried
-
-
-# --- What became of the ranks ---------------------------------------------------------------------
-
-
-def outcome(**rank_1) -> StageFailure:
-    """The failure of a probe run of which rank 1 ended so, while rank 0 waited."""
-    reports = [Report(0, "connection"), Report(1, **{"stage": "connection", **rank_1})]
-    return failure_in(requested(), reports, rank_1.pop("oom_kills", 0))
+def test_what_nothing_mends_keeps_its_own_fix(probe_runs):
+    tried = probe_runs(lambda *_: False)
+    assert found().fix == f"none of the {len(tried) - 2} sets of switches helped; look"
 
 
 @pytest.mark.parametrize(
-    ("rank", "words", "advice"),
-    [
-        ({"state": "T"}, "a signal has stopped it", "kill -CONT"),
-        ({"state": "t"}, "a debugger has stopped it", "gdb"),
-        ({"state": "D"}, "waits inside the kernel", "dmesg"),
-        ({"code": -signal.SIGKILL}, "not by the kernel", "scheduler"),
-        ({"code": -signal.SIGXCPU}, "CPU time is used up", "ulimit -t unlimited"),
-        ({"code": -signal.SIGSEGV, "error": "in File a.py"}, "SIGSEGV: in File a.py", "reinstall torch"),
-    ],
+    ("failure", "words", "runs"), [(KILLED, (), 2), (BROKEN, (), 1)], ids=["killed again", "not a link"]
 )
-def test_stopped_held_and_dead_ranks_are_told_apart(rank, words, advice):
-    found = outcome(**rank)
-    assert words in found.what and advice in found.fix
+def test_what_no_switch_can_mend_gets_none(failure, words, runs, probe_runs):
+    tried = probe_runs(lambda *_: False, failure)
+    assert found(*words).fix == failure.fix and len(tried) == runs
 
 
-def test_what_the_kernel_killed_for_lack_of_memory_is_said():
-    reports = [Report(0, "connection"), Report(1, "connection", code=-signal.SIGKILL)]
-    assert "because memory ran out" in failure_in(requested(), reports, oom_kills=1).what
+def test_without_time_nothing_is_tried(probe_runs):
+    tried = probe_runs(lambda *_: False)
+    meeting = Meeting(requested("--timeout", "1", gpus=2))
+    object.__setattr__(meeting.request, "began", meeting.request.began - 2)
+    assert [check.found for check in remedy.examine(meeting, [])] == [REFUSED.what] and len(tried) == 1
 
 
-def test_a_run_that_was_only_slow_has_not_failed():
-    reports = [Report(rank, "start", out_of_time=True) for rank in range(2)]
-    found = failure_in(requested(), reports)
-    assert "nothing has failed" in found.what and f"--timeout {4 * TIMEOUT}" in found.fix and not found.of_link
+def test_of_the_failures_of_several_nodes_the_one_that_explains_the_others_is_told():
+    said = [
+        {"failure": {"stage": "connection", "what": "rank 0: closed by peer", "fix": "", "by_another": True}},
+        {"failure": vars(BROKEN)},
+        {"failure": None},
+    ]
+    words = "--nodes 3 --main_process_ip n0 --machine_rank 2"
+    meeting = Meeting(requested(*words.split(), gpus=1))
+    meeting.exchange = lambda *_, **__: [{**one, "failed": False} for one in said]
+    assert remedy._Attempts(meeting).worst(None).what == "on node 1: rank 1: ImportError"

@@ -1,0 +1,185 @@
+"""The probe run of `recipes doctor`: start the ranks of this node, and read why one failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import psutil  # type: ignore[import-untyped]
+
+from launch.doctor.machine import ENLARGE, Check, Request
+from launch.doctor.measured import used_bytes
+from launch.host import processes
+from launch.host.launcher import threads_per_process
+from recipes.run import Json
+
+# The functions of links.py, in the order in which they run.
+_OWN, _SPEEDS = ("start", "workers"), ("matmul", "adam", "pcie", "context")
+OF_LINKS = ("connection", "bandwidth", "end")
+STAGES = (*_OWN, "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
+OF_ONE = (*_OWN, *_SPEEDS)  # for a single process, which communicates with no other
+_GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
+_STOPPED_SECONDS = 2.0  # a stopped rank may be let go on at once
+# A collective hangs after this share of the time, or so many seconds. A cold disk, a late node or a
+# busy CPU may delay the other stages, which have all of it.
+_OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
+_LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
+_FIXES = {
+    "start": "use an environment in which `import torch` works; for a GPU: https://pytorch.org/get-started/locally",
+    "rendezvous": "use an address of node 0 for --main_process_ip that every node can reach",
+}
+
+
+@dataclass(frozen=True)
+class StageFailure:
+    """Why a probe run failed: the stage, what happened in it, and what to do.
+
+    `by_signal` if something killed or stopped a rank from outside. `by_another`: it only says that
+    another rank is lost.
+    """
+
+    stage: str
+    what: str
+    fix: str
+    by_signal: bool = False
+    by_another: bool = False
+
+    def check(self, fix: str = "") -> Check:
+        return Check("error", "torch" if self.stage == "start" else self.stage, self.what, fix or self.fix)
+
+
+@dataclass
+class Report:
+    """What one rank has noted: its stage, what it has found, and how it ended.
+
+    `code` is its exit code, None if it had to be killed, `stopped` if a signal had stopped it then.
+    `error` is noted at `failed_at`, in seconds since 1970, or else read from its log.
+    """
+
+    rank: int
+    stage: str = "start"
+    found: Json = field(default_factory=dict)
+    error: str = ""
+    failed_at: float = 0.0
+    code: int | None = None
+    stopped: bool = False
+
+
+def probe_run(
+    request: Request, stages: tuple[str, ...], port: int, chosen: Iterable[tuple[str, str]] = ()
+) -> tuple[list[Check], StageFailure | None]:
+    """Start the ranks of this node, wait until they end or hang, and leave none of them behind.
+
+    Rank 0 listens on `port`. `chosen` are variables that are set for the ranks.
+    """
+    first = request.machine_rank * request.processes_per_node
+    of_all = {
+        "backend": request.backend,
+        "stages": stages,
+        "size": request.processes,
+        "local_size": request.processes_per_node,
+        "address": request.address if request.nodes > 1 else "127.0.0.1",
+        "port": port,
+        "threads": threads_per_process(request.hardware.cores, request.processes_per_node),
+        "card": request.hardware.gpus[0].name if request.hardware.cuda else "",
+        "used_bytes": used_bytes() if request.hardware.cuda else {},
+    }
+    asked = [{**of_all, "rank": first + at, "local_rank": at} for at in range(request.processes_per_node)]
+    with processes.ask("launch.doctor.links", asked, {**os.environ, **dict(chosen)}) as ranks:
+        in_time = _wait(ranks, request)
+        reports = []
+        for at, rank in enumerate(ranks):
+            noted = {"error": "".join(processes.last_lines(rank.folder / "log", 1)), **(rank.answer or {})}
+            reports.append(Report(first + at, code=rank.process.poll(), stopped=_is_stopped(rank), **noted))
+    done = [stage for stage in stages if all(stage in report.found for report in reports)]
+    found = (next(filter(None, (report.found[stage] for report in reports)), None) for stage in done)
+    return [Check(**one) for one in found if one], failure_in(request, reports, in_time)
+
+
+def _wait(ranks: list[processes.Child], request: Request) -> bool:
+    """Return when all ranks have ended, or none gets any further; False if the time is up before.
+
+    After the first failure the other ranks have a moment to report their errors.
+    """
+    noted: list[Json | None] = []
+    since = stopped = time.monotonic()
+    last_chance = float("inf")
+    for codes in processes.watch(ranks):
+        now, before, noted = time.monotonic(), noted, [rank.answer for rank in ranks]
+        since = since if noted == before else now
+        stopped = stopped if any(map(_is_stopped, ranks)) else now
+        if any(codes):
+            last_chance = min(last_chance, now + _GRACE)
+        running = [(note or {}).get("stage", "start") for note, code in zip(noted, codes, strict=True) if code is None]
+        hangs = now - since > patience(request, min(running, key=STAGES.index))
+        if hangs or now > last_chance or now - stopped > _STOPPED_SECONDS:
+            return True
+        if request.seconds_left < 0:
+            return False
+    return True
+
+
+def patience(request: Request, stage: str) -> float:
+    """Seconds after which a stage hangs."""
+    return min(_COLLECTIVE_SECONDS, request.timeout * _OF_TIMEOUT) if stage in OF_LINKS else request.timeout
+
+
+def _is_stopped(rank: processes.Child) -> bool:
+    try:
+        return psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:  # it has ended
+        return False
+
+
+# --- What went wrong ------------------------------------------------------------------------------
+
+
+def failure_in(request: Request, reports: list[Report], in_time: bool = True) -> StageFailure | None:
+    """What went wrong first in a probe run, None if every rank ended well."""
+    killed = [report for report in reports if report.code is not None and report.code < 0]
+    failed = [report for report in reports if report.code]
+    if killed:
+        return _killed(killed[0])
+    if failed:
+        one = min(failed, key=lambda report: report.failed_at)
+        lost = any(text in one.error for text in ("closed by peer", "reset by peer"))
+        what = f"rank {one.rank}: {one.error}"
+        return StageFailure(one.stage, what, _FIXES.get(one.stage, _LOOK), by_another=lost)
+    hung = [report for report in reports if report.code is None]
+    return _hung(request, hung, in_time) if hung else None
+
+
+def _killed(report: Report) -> StageFailure:
+    code = report.code or 0
+    what = f"rank {report.rank} was {processes.how_it_ended(code)}"
+    fix = f"a fault in native code, torch's or a library's: reinstall torch, or {_LOOK}"
+    if code == -signal.SIGKILL:
+        fix = "find what kills processes here: the kernel for lack of memory, which `dmesg` shows, a limit "
+        fix += "(`ulimit -a`), the scheduler or container, another user"
+    elif code == -signal.SIGBUS:
+        fix = f"usually /dev/shm is full. {ENLARGE}"
+    return StageFailure(report.stage, what, fix, by_signal=code == -signal.SIGKILL)
+
+
+def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailure:
+    """Which rank hangs: one that is stopped, else one that is behind the others, else all."""
+    slowest = min(reports, key=lambda report: STAGES.index(report.stage))
+    stopped = next((report for report in reports if report.stopped), None)
+    one, seconds = stopped or slowest, patience(request, slowest.stage)
+    waited = ", ".join(f"rank {report.rank}" for report in reports if report is not one)
+    waited = f"; {waited} waited for it" if waited else ""
+    if stopped:
+        fix = "find what sent SIGSTOP, SIGTSTP or SIGTTIN: a scheduler that suspends jobs, Ctrl-Z; "
+        fix += "a stopped process goes on with `kill -CONT PID`"
+        what = f"rank {one.rank} is alive, but a signal has stopped it{waited}"
+        return StageFailure(one.stage, what, fix, by_signal=True)
+    if not in_time:
+        what = f"the {request.timeout} s of --timeout were over before rank {one.rank} was done; nothing has failed"
+        return StageFailure(one.stage, what, f"--timeout {4 * request.timeout}: a cold disk or a busy machine is slow")
+    what = f"every rank of this node hangs: none gets further, within {seconds:.0f} s at most"
+    if any(report.stage != one.stage for report in reports):
+        what = f"rank {one.rank} did not finish within {seconds:.0f} s{waited}"
+    return StageFailure(one.stage, what, _LOOK)

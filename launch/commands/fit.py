@@ -8,7 +8,8 @@ from shlex import join
 
 from launch.flags import Commands, count, spellings
 from launch.host.secrets import without_secrets
-from launch.jobs import here, local
+from launch.jobs.job import checked_job
+from launch.jobs.local import Local, run_script
 from launch.jobs.submit import refuse_while_in_use
 from recipes.run import with_flags
 
@@ -27,9 +28,10 @@ def add_parser(commands: Commands) -> None:
 def fit(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run train.py with --fit_only on this machine. Returns its exit code."""
     recipe = options.recipe
-    job = here.job_here(recipe, with_flags(argv, {"fit_only": True}), options.num_processes, says_advice=False)
+    node = Local().node(options.num_processes)
+    job = checked_job(recipe, with_flags(argv, {"fit_only": True}), node, says_advice=False)
     refuse_while_in_use(job.folder)
-    code = here.run_script(without_secrets(local.render(job)), job)
+    code = run_script(without_secrets(Local().render(job)), job)
     if code == 0:
         training = with_flags(argv, {"fit": None, "fit_only": None})
         words = ["--recipe", recipe] * bool(recipe) + ["--processes_per_node", str(job.processes_per_node)]

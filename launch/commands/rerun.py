@@ -13,7 +13,6 @@ from launch.commands.differences import differences
 from launch.flags import Commands, count, spellings
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
-from launch.jobs.targets import TARGETS
 from launch.output.record import read
 from launch.output.restore import restore
 from launch.terminal import console, print_problems
@@ -69,7 +68,6 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     out.print(f"{_title(record, file)}: {'what differs here' if listed else 'nothing differs here'}", highlight=False)
     print_problems(listed, out)
     return submit(
-        TARGETS["local"],
         Local(),
         words,
         recipe=recipe,

@@ -8,8 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from launch.flags import Commands
-from launch.jobs import status
-from launch.jobs.targets import TARGETS
+from launch.jobs.submit import TARGETS, newest, rows
 from launch.terminal import print_table
 
 
@@ -25,12 +24,12 @@ def add_parser(commands: Commands) -> None:
 
 
 def show_status(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    print_table(["folder", "where", "state", "last line"], status.rows(Path(options.folder)))
+    print_table(["folder", "where", "state", "last line"], rows(Path(options.folder)))
     return 0
 
 
 def show_logs(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    folder, submission = status.newest(Path(options.folder))
+    folder, submission = newest(Path(options.folder))
     try:
         TARGETS[submission.target].print_log(submission, folder, options.follow)
     except KeyboardInterrupt:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from launch.flags import Commands, add_fields, count, given, spellings
-from launch.jobs import site
-from launch.jobs.submit import submit
-from launch.jobs.targets import TARGETS, Target
+from launch.jobs.job import Target
+from launch.jobs.submit import TARGETS, from_site, site_defaults, site_file, submit
 from recipes.errors import UserError
 
 
@@ -25,14 +24,14 @@ def add_parser(commands: Commands) -> None:
         _add_target(targets, name, target)
 
 
-def _add_target(targets: Commands, name: str, target: Target) -> None:
+def _add_target(targets: Commands, name: str, target: type[Target]) -> None:
     parser = targets.add_parser(
         name,
         prog=f"recipes submit {name}",
         help=target.HELP,
         description=target.HELP,
-        epilog=f"Defaults of the target's own flags, from --{fields(target.FLAGS)[0].name} on, can stand under "
-        f"`{name}:` in {site.path()}; the command line wins.",
+        epilog=f"Defaults of the target's own flags, from --{fields(target)[0].name} on, can stand under "
+        f"`{name}:` in {site_file()}; the command line wins.",
         usage=f"recipes submit {name} [flags] -- [train.py flags]",
         allow_abbrev=False,
     )
@@ -44,17 +43,17 @@ def _add_target(targets: Commands, name: str, target: Target) -> None:
     parser.add_argument("--output", metavar="FILE", help="with --dry_run: write it to a file, and its code beside it")
     preflight = "`recipes doctor` on every node first: a failed check ends the job"
     parser.add_argument("--preflight", action="store_true", help=preflight)
-    add_fields(parser, target.FLAGS)
+    add_fields(parser, target)
     parser.set_defaults(run=submit_run)
 
 
 def submit_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     target = TARGETS[options.target]
-    defaults, written = site.defaults(options.target), given(target.FLAGS, options)
+    written = given(target, options)
+    defaults = {name: value for name, value in site_defaults(options.target).items() if name not in written}
     try:
         return submit(
-            target,
-            target.FLAGS(**{**defaults, **written}),
+            target(**defaults, **written),
             argv,
             recipe=options.recipe,
             accelerate_config=options.accelerate_config,
@@ -63,9 +62,9 @@ def submit_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             preflight=options.preflight,
             dry_run=options.dry_run,
             output=options.output,
-            comment=site.origins(defaults, written),
+            comment=from_site(defaults),
         )
     except UserError as error:
-        source = {name: str(site.path()) for name in defaults.keys() - written.keys()}
-        problems = [replace(one, source=one.source or source.get(one.subject, "")) for one in error.problems]
+        source = str(site_file())
+        problems = [replace(one, source=source) if one.subject in defaults else one for one in error.problems]
         raise UserError(*problems) from None

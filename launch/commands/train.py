@@ -10,10 +10,9 @@ from typing import NoReturn
 
 from launch.flags import Commands, count, spellings
 from launch.host.signals import block_until_listening
-from launch.jobs.here import this_node
-from launch.jobs.job import job_of, launch_words, run_on
+from launch.jobs.job import checked_job, launch_words
+from launch.jobs.local import Local
 from launch.jobs.submit import refuse_while_in_use
-from recipes.rules.check import require_legal
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import find_yaml, shipped
 
@@ -40,10 +39,8 @@ def train(options: argparse.Namespace, argv: Sequence[str]) -> NoReturn:
     Advice is left to train.py, whose output follows at once. Raises `UserError` with every problem.
     """
     yaml = options.accelerate_config
-    node = this_node(options.num_processes or in_own_yaml(yaml))
-    run = run_on(node, options.recipe, argv, accelerate_config=yaml)
-    require_legal(run)
-    job = job_of(run, 1, node.processes, argv, accelerate_config=yaml, is_stored=False)
+    node = Local().node(options.num_processes or in_own_yaml(yaml))
+    job = checked_job(options.recipe, argv, node, accelerate_config=yaml, says_advice=False, is_stored=False)
     refuse_while_in_use(job.folder)
     block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])

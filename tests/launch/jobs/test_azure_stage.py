@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.jobs.azure_stage import CODE
+from launch.jobs.azure import CODE
 from tests.support.running import ROOT
 
 RECIPE = """\

@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/explain": 480,
     "launch/fit": 360,
     "launch/host": 2200,
-    "launch/jobs": 1600,
+    "launch/jobs": 1590,
     "launch/output": 2280,
     "launch/scaling": 1630,
     "launch/training": 3260,

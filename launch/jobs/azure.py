@@ -359,8 +359,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
 _Dumper.add_representer(str, _text)
@@ -390,15 +389,13 @@ def own_files(job: Job) -> list[Path]:
     """
     run, problems = job.run, []
     named = [("recipe", file) for file in run.recipe.files]
-    yamls = [("accelerate_config", Path(job.config))]
-    yamls += [("engine", shipped(run.recipe.engine))] if run.recipe.files else []
-    named += [(name, os.path.relpath(file.resolve())) for name, file in yamls if not _is_shipped(file)]
+    yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
+    named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]
     settings = "config deepspeed fsdp_config accelerator_config dataset_name model_name_or_path resume_from_checkpoint"
     for name in filter(run.explicit, settings.split()):
         is_data, value = name == "dataset_name", run[name]
-        for text in [part.name for part in parts_of(value)] if is_data else [value]:
-            if not isinstance(text, str):
-                continue
+        texts = [part.name for part in parts_of(value)] if is_data else [value] if isinstance(value, str) else []
+        for text in texts:
             if os.path.isfile(text):  # noqa: PTH113, Path.is_file raises for a long JSON
                 named.append((name, text))
             elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
@@ -457,17 +454,16 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
 
 def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
     """What hangs or loses a run although Azure's SDK sends it."""
-    distribution = _section(content, "distribution")
-    kind, processes = distribution.get("type"), distribution.get("process_count_per_instance", 1)
-    if training.config and (kind, processes) != ("pytorch", 1):
+    distribution = {"process_count_per_instance": 1, **_section(content, "distribution")}
+    if training.config and distribution != {"type": "pytorch", "process_count_per_instance": 1}:
         what = "accelerate launch starts the processes of a node, and finds the other nodes where pytorch's are"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
-    name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), None)
-    output = _section(_section(content, "outputs"), name or "")
-    if name is None:
-        yield Problem("command", "writes to a folder that is deleted with the job", "--output_dir ${{outputs.run}}")
-    elif output.get("mode", "rw_mount") != "rw_mount":
-        yield Problem(f"outputs.{name}.mode", f"{output['mode']} keeps nothing if the job is preempted", "rw_mount")
+    name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
+    mode = _section(_section(content, "outputs"), name).get("mode", "rw_mount")
+    if not name or mode != "rw_mount":
+        what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
+        fix = "--output_dir ${{outputs.run}}, and there mode: rw_mount"
+        yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
 def _section(content: Json, name: str) -> Json:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import os
 import re
 import shlex
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from launch.host.parent import LAUNCHER
+from launch.host.processes import last_lines
 from launch.host.secrets import refuse_secrets, without_secrets
 from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
@@ -277,9 +277,7 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: floa
 def last_line(log: Path, longest: int = 80) -> str:
     """The last line about a step, else the last line with text, shortened; or an empty string."""
     try:
-        with log.open("rb") as stream:
-            stream.seek(-min(1 << 16, stream.seek(0, os.SEEK_END)), os.SEEK_END)
-            lines = [line.strip() for line in stream.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in last_lines(log, 1000) if line.strip()]
     except OSError:
         return ""
     about_steps = [line for line in lines if re.search(r"\bstep \d+", line)]

@@ -13,6 +13,7 @@ from shlex import join, quote
 from types import FrameType
 from typing import IO
 
+from launch.host.processes import start
 from launch.host.secrets import without_secrets
 from launch.host.signals import EXIT_CODE
 from launch.jobs.job import (
@@ -110,14 +111,8 @@ def run_script(text: str, job: Job) -> int:
     with _locked_log(path) as log:
         submission = Submission("local", job.title, str(path.resolve()))
         note(job.folder, submission)
-        start = path.stat().st_size
-        process = subprocess.Popen(
-            ["bash", "-c", text, "recipes"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        end = path.stat().st_size  # of what earlier runs have printed
+        process = start(["bash", "-c", text, "recipes"], log)
 
     def pass_on(received: int, frame: FrameType | None) -> None:
         """A run is told to stop. A second Ctrl-C kills it."""
@@ -128,7 +123,7 @@ def run_script(text: str, job: Job) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, pass_on)
-    follow(path, lambda: process.poll() is not None, start)
+    follow(path, lambda: process.poll() is not None, end)
     note(job.folder, replace(submission, exit_code=process.returncode))
     return process.returncode
 

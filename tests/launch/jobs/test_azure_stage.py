@@ -62,18 +62,6 @@ def test_two_jobs_share_their_code(project, capsys):
     assert not (project / "three.yaml").exists()
 
 
-def test_caches_are_left_out(project):
-    assert main([*SUBMIT, "--output", "mine.yaml"]) == 0
-    assert sorted(path.name for path in (project / CODE).iterdir()) == [
-        "accelerate_configs",
-        "azureml",
-        "launch",
-        "recipes",
-    ]
-    names = [path.name for path in (project / CODE).rglob("*")]
-    assert not [name for name in names if name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")]
-
-
 def test_a_job_without_its_code_is_refused(project, capsys):
     text = (ROOT / "azureml" / "fast.yaml").read_text()
     (project / "jobs" / "environment").mkdir(parents=True)

@@ -85,9 +85,7 @@ def test_the_container_sees_what_the_run_names(contained, slow_flags):
 @NEEDS_SLURM
 @pytest.mark.slow
 def test_the_dry_run_says_what_the_site_file_gave(contained):
-    site, line = contained.dry_run.splitlines()[1:3]
-    assert "site.yaml: --partition low --container_image" in site
-    assert line == "# From the command line: --time 1:00:00"
+    assert "site.yaml: --partition low --container_image" in contained.dry_run.splitlines()[1]
 
 
 @NEEDS_SLURM

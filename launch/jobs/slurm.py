@@ -146,12 +146,8 @@ class Slurm(Target):
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
         refuse_fresh(job, "another --output_dir")
-        directives = {
-            "job-name": self.job_name or job.run.recipe.name,
-            "output": "%x-%j.log",
-            "nodes": job.nodes,
-            "ntasks-per-node": 1,
-        }
+        directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
+        directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
         directives |= {"signal": f"B:USR1@{self.signal_seconds}", "open-mode": "append"}
         lines = ["#!/bin/bash", *(f"#SBATCH --{key}={_plain(key, value)}" for key, value in directives.items())]

@@ -87,10 +87,9 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
             print(f"its code is in {code}")
         with path.open("x", encoding="utf-8", errors="surrogateescape") as stream:  # an existing file stays
             stream.write(text)
-    except FileExistsError:
-        raise mistake("output", f"{file} exists already", "another name") from None
     except OSError as error:
-        raise mistake("output", f"{file} cannot be written: {error.strerror}", "choose a writable folder") from None
+        fix = "another name, or a writable folder"
+        raise mistake("output", f"{file} cannot be written: {error.strerror}", fix) from None
     print(f"written to {file}")
     return 0
 

@@ -112,7 +112,7 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
         ("submit slurm -- --fresh", "another --output_dir"),
         ("submit slurm --job_name a/b", "letters, digits"),
         ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
-        ("submit local --dry_run --output /nowhere/job.sh", "choose a writable folder"),
+        ("submit local --dry_run --output /nowhere/job.sh", "a writable folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_sent(words, advice, capsys, monkeypatch):

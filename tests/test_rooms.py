@@ -53,7 +53,7 @@ BUDGETS = {
     "launch/explain": 480,
     "launch/fit": 360,
     "launch/host": 1590,
-    "launch/jobs": 2590,
+    "launch/jobs": 1590,
     "launch/output": 2140,
     "launch/scaling": 1630,
     "launch/training": 2700,

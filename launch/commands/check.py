@@ -59,9 +59,9 @@ def _inspect(options: argparse.Namespace, rest: list[str]) -> tuple[RunSpec, lis
     if options.azureml:
         if options.gpu:
             raise mistake("gpu", "is not for a job's YAML", f"leave it out beside --azureml {options.azureml}")
-        from launch.jobs import azure_read
+        from launch.jobs import azure
 
-        return azure_read.read(Path(options.azureml), rest)
+        return azure.read(Path(options.azureml), rest)
     place = here(options.num_processes, options.accelerate_config)
     if options.gpu is not None:  # a node with such a card for each process
         known = find(options.gpu)

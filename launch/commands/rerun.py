@@ -12,7 +12,6 @@ from launch.commands.compare import ABSENT, MATERIAL, Row, differences, print_se
 from launch.flags import Commands
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
-from launch.jobs.targets import TARGETS
 from launch.output.record import read, started
 from launch.output.restore import restore
 from launch.terminal import console, plural, print_note, print_problems
@@ -73,7 +72,6 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         fix = "undo what is listed above, or leave --exact out"
         raise UserError(*run.problems, Problem("exact", f"{plural(len(rows), 'difference')} to the recorded run", fix))
     return submit(
-        TARGETS["local"],
         Local(),
         words,
         recipe=recipe,

@@ -19,10 +19,9 @@ from launch.flags import Commands, add_fields, given
 from launch.host.secrets import without_secrets
 from launch.host.signals import Preempted, StopRequest, block_until_listening
 from launch.host.world import World, prepare_environment
-from launch.jobs import here, local, site, status
-from launch.jobs.job import job_of, launch_words, run_on
-from launch.jobs.submit import refuse_while_in_use, submit
-from launch.jobs.targets import TARGETS
+from launch.jobs.job import checked_job, launch_words
+from launch.jobs.local import Local, run_script
+from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
 from launch.terminal import duration, memory_size, plural, print_table
 from launch.training import failure
 from recipes.errors import UserError, mistake
@@ -55,12 +54,12 @@ def add_parser(commands: Commands) -> None:
     commands.add_parser("fit").takes(fit, _RECIPE + "--num_processes N  processes here [one per GPU]")
     targets = commands.add_parser("submit").add_subparsers(dest="target", required=True, metavar="|".join(TARGETS))
     for name, target in TARGETS.items():
-        epilog = f"Defaults of the target's own flags, from --{fields(target.FLAGS)[0].name} on, can stand under "
-        epilog += f"`{name}:` in {site.path()}; the command line wins."
+        epilog = f"Defaults of the target's own flags, from --{fields(target)[0].name} on, can stand under "
+        epilog += f"`{name}:` in {site_file()}; the command line wins."
         usage = f"recipes submit {name} [flags] -- [train.py flags]"
         parser = targets.add_parser(name, usage=usage, help=target.HELP, description=target.HELP, epilog=epilog)
         parser.takes(submit_run, _SUBMIT, nodes=1)
-        add_fields(parser, target.FLAGS)
+        add_fields(parser, target)
     commands.add_parser("status").takes(show_status, _FOLDER, folder="outputs")
     parser = commands.add_parser("logs")
     parser.add_argument("-f", "--follow", action="store_true", help="until the run has ended")
@@ -113,10 +112,8 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     Advice is left to train.py, whose output follows at once. Raises `UserError` with every problem.
     """
     yaml = options.accelerate_config
-    node = here.this_node(options.num_processes or in_own_yaml(yaml))
-    run = run_on(node, options.recipe, rest, accelerate_config=yaml)
-    require_legal(run)
-    job = job_of(run, 1, node.processes, rest, accelerate_config=yaml, is_stored=False)
+    node = Local().node(options.num_processes or in_own_yaml(yaml))
+    job = checked_job(options.recipe, rest, node, accelerate_config=yaml, says_advice=False, is_stored=False)
     refuse_while_in_use(job.folder)
     block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])
@@ -125,9 +122,9 @@ def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
 def fit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run train.py with --fit_only on this machine. Returns its exit code."""
     recipe, argv = options.recipe, with_flags(rest, {"fit_only": True})
-    job = here.job_here(recipe, argv, options.num_processes, says_advice=False)
+    job = checked_job(recipe, argv, Local().node(options.num_processes), says_advice=False)
     refuse_while_in_use(job.folder)
-    code = here.run_script(without_secrets(local.render(job)), job)
+    code = run_script(without_secrets(Local().render(job)), job)
     if code == 0:
         words = ["--recipe", recipe] * bool(recipe) + ["--processes_per_node", str(job.processes_per_node)]
         training = with_flags(rest, {"fit": None, "fit_only": None})
@@ -136,16 +133,16 @@ def fit(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    target, defaults = TARGETS[options.target], site.defaults(options.target)
-    written = given(target.FLAGS, options)
+    target = TARGETS[options.target]
+    written = given(target, options)
+    defaults = {name: value for name, value in site_defaults(options.target).items() if name not in written}
     names = ("recipe", "accelerate_config", "nodes", "processes_per_node", "preflight", "dry_run", "output")
     asked = {name: getattr(options, name) for name in names}
     try:
-        flags = target.FLAGS(**{**defaults, **written})
-        return submit(target, flags, rest, comment=site.origins(defaults, written), **asked)
+        return submit(target(**defaults, **written), rest, comment=from_site(defaults), **asked)
     except UserError as error:
-        source = {name: str(site.path()) for name in defaults.keys() - written.keys()}
-        problems = [replace(one, source=one.source or source.get(one.subject, "")) for one in error.problems]
+        source = str(site_file())
+        problems = [replace(one, source=source) if one.subject in defaults else one for one in error.problems]
         raise UserError(*problems) from None
 
 
@@ -158,12 +155,12 @@ def in_own_yaml(name: str | None) -> int | None:
 
 
 def show_status(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    print_table(["folder", "where", "state", "last line"], status.rows(Path(options.folder)))
+    print_table(["folder", "where", "state", "last line"], rows(Path(options.folder)))
     return 0
 
 
 def show_logs(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    folder, submission = status.newest(Path(options.folder))
+    folder, submission = newest(Path(options.folder))
     try:
         TARGETS[submission.target].print_log(submission, folder, options.follow)
     except KeyboardInterrupt:

@@ -1,41 +1,73 @@
-"""The target `azureml`: the YAML that `az ml job create -f` takes, and sending it.
+"""The target `azureml`: the YAML that `az ml job create -f` takes, sending it, and reading one.
 
 The job has one process per node, which calls `accelerate launch`: Azure ML itself reads no
-Accelerate YAML, and DeepSpeed and FSDP are chosen there.
+Accelerate YAML, and DeepSpeed and FSDP are chosen there. Its SDK judges a job's YAML; here is only
+what it does not say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
+import importlib.util
+import io
+import json
+import os
 import re
 import shlex
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from launch.jobs import azure_read, azure_stage, azure_workspace
-from launch.jobs.azure_stage import CODE, ENVIRONMENT
-from launch.jobs.azure_workspace import Workspace
-from launch.jobs.job import Job, Node, flag_lines, refuse_fresh
-from launch.output.submission import NAME, Submission, announce
-from recipes.errors import UserError, mistake
+import recipes
+from launch.host.secrets import without_secrets
+from launch.jobs.job import ASSUMED_GPU, SCRIPT, Job, Node, Target, flag_lines, refuse_fresh
+from launch.output.submission import Submission, announce
+from recipes.errors import Problem, UserError, mistake
 from recipes.flags import flag
+from recipes.mixture import parts_of, paths_of
+from recipes.quiet import silence
+from recipes.rules.check import check
 from recipes.rules.data_and_model import file_kind
-from recipes.run import Json, with_flags
+from recipes.run import Json, RunSpec, here, resolve, with_flags
 from recipes.run.engine import launch_yaml
+from recipes.run.files import existing_path, read_yaml, shipped
+from recipes.run.hardware import Hardware
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import Job as SdkJob
 
-HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
-WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
-STAGE: Callable[[Job, Path], Path] | None = azure_stage.stage
+INSTALL = "pip install azure-ai-ml==1.35.2 azure-identity"  # the extra `azureml` of pyproject.toml
+CODE = "recipes-code"  # the folder beside the job's YAML, which names it
+ENVIRONMENT = "azureml/environment"
+_LEFT_OUT = ("__pycache__", "*.pyc", ".*", "accelerate_configs", "azureml")  # the last two where a wheel has them
+_PACKAGES = frozenset({"mlflow"})  # what azureml/environment/requirements.txt adds to our own requirements
+_WORKSPACE = ("subscription_id", "resource_group", "workspace_name")  # as in the config.json of the studio
+
+
+_LAUNCH = """\
+accelerate launch --config_file {config}
+--num_machines "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{{{inputs.processes_per_node}}}}))"
+--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"
+--rdzv_backend static --same_network {more}
+launch/train.py"""
+
+
+_PREFLIGHT = """\
+python3 launch doctor
+--nodes "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{inputs.processes_per_node}}))"
+--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$((MASTER_PORT + 1))"
+&& """
+
+# The value goes through a pipe into the environment: into no file, log or argument.
+_TOKEN = 'HF_TOKEN="$(python3 launch/host/key_vault.py {secret})" && export HF_TOKEN &&\n'
 
 
 def _one_of(choices: str, help: str) -> Any:
@@ -43,18 +75,21 @@ def _one_of(choices: str, help: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Azure:
+class Azure(Target):
     """The flags of this target: where the job runs, what it reads and writes, and the workspace.
 
     None of them has been tried on Azure: Azure's own parser takes them.
     """
+
+    HELP = "Azure ML, through its SDK; --dry_run writes the YAML for `az ml job create`"
+    WRITES_HERE = False  # checkpoints stay in the datastore, only a note is here
 
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
     spot: bool = flag(False, "spot (preemptible) serverless compute: --job_tier spot")
     job_tier: str | None = _one_of("spot basic standard premium", "of serverless compute")
     priority: str | None = _one_of("low medium high", "in the queue of the compute, where that has priorities")
-    timeout: str | None = flag(None, "Azure ML cancels the job after this time: seconds, 90m, 12h, 2d or 1-12:00:00")
+    timeout: int | None = flag(None, "Azure ML cancels the job after so many seconds")
     data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
     data_type: str | None = _one_of(
         "uri_file uri_folder", "of --data [by the uri's suffix; submitting asks the workspace for an asset's]"
@@ -78,181 +113,230 @@ class Azure:
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
 
+    def node(self, processes: int | None) -> Node:
+        """A node that cannot be looked at from here: one GPU per process is assumed."""
+        processes = processes or 1
+        return Node(Hardware((ASSUMED_GPU,) * processes, cores=8 * processes), processes, _PACKAGES, self.data)
 
-FLAGS: type = Azure
+    def render(self, job: Job, kinds: Mapping[str, str] | None = None) -> str:
+        """The job as YAML. Its relative paths are those of the code that `stage` writes beside it.
 
-_LAUNCH = """\
-accelerate launch --config_file {config}
---num_machines "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{{{inputs.processes_per_node}}}}))"
---machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"
---rdzv_backend static --same_network {more}
-launch/train.py"""
+        `kinds` are the types of data assets as the workspace says; None if it was not asked.
+        """
+        content = self._body(job, kinds or {})
+        text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+        for asset in self._untold() if kinds is None else ():
+            text = f"# {asset} is taken for a folder: --data_type says otherwise, submitting asks.\n{text}"
+        return text
+
+    def _untold(self) -> list[str]:
+        """The data assets of which nobody said whether they are files."""
+        return [] if self.data_type else [data for data in self.data if _is_asset(data)]
+
+    def _body(self, job: Job, kinds: Mapping[str, str]) -> Json:
+        refuse_fresh(job, "another --output_uri")
+        if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
+            raise mistake("data", "is the job's data set, and so is --dataset_name", "one of them")
+        if job.run.explicit("output_dir"):
+            raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
+        if not self.compute and not self.instance_type:
+            raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
+        tier = self.job_tier or ("spot" if self.spot else None)
+        if tier and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
+            raise mistake("job_tier", "is of serverless compute", "--instance_type, or neither --job_tier nor --spot")
+        inputs = self._inputs(kinds)
+        built = {"build": {"path": f"{CODE}/{ENVIRONMENT}"}}
+        if self.hf_token_secret and self.identity == "user_identity":
+            what = "is read with the identity of the compute, which the image can use"
+            raise mistake("hf_token_secret", what, "--identity managed")
+        identity = self.identity or ("managed" if self.hf_token_secret else None)
+        content = {
+            "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
+            "type": "command",
+            "display_name": self.job_name or job.run.recipe.name,
+            "experiment_name": self.experiment_name,
+            "description": job.run.recipe.purpose,
+            "tags": self._tags(),
+            "code": CODE,
+            "command": self._command(job, inputs),
+            "environment": _named(self.environment) or built,
+            "compute": _named(self.compute),
+            "queue_settings": _present({"job_tier": tier, "priority": self.priority}),
+            "identity": _present({"type": identity}),
+            "limits": _present({"timeout": self.timeout}),
+            "resources": {
+                "instance_count": job.nodes,
+                "shm_size": self.shm_size,
+                **_present({"instance_type": self.instance_type, "docker_args": self.docker_args}),
+            },
+            "distribution": {"type": "pytorch", "process_count_per_instance": 1},
+            "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"},
+            "inputs": {"processes_per_node": job.processes_per_node, **inputs},
+            "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": self.output_of(job)}},
+        }
+        return _present(content)
+
+    def _tags(self) -> dict[str, str]:
+        for pair in self.tags:
+            if not re.match(r"[^=]+=", pair):
+                raise mistake("tags", f"{pair!r} is not a key with its value", f"--tags {pair or 'KEY'}=VALUE")
+        return {key: value for key, _, value in (pair.partition("=") for pair in self.tags)}
+
+    def output_of(self, job: Job) -> str:
+        """The place of the checkpoints: the same command line of the same person resumes from
+        there, any other has its own.
+        """
+        if self.output_uri:
+            return _remote("output_uri", self.output_uri)
+        name = self.job_name or job.run.recipe.name
+        words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *self.data]
+        words += [_config(job)] if job.config != str(launch_yaml(job.run.recipe, job.run["deepspeed"])) else []
+        if words and not self.job_name:
+            name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
+        try:
+            login = re.sub(r"[^\w.-]", "-", getpass.getuser())
+        except (KeyError, OSError):  # a container's user without a name
+            what = "has a default under your login name, which this machine does not know"
+            raise mistake("output_uri", what, "--output_uri with a datastore's path, or USER=you") from None
+        return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{login}/{name}"
+
+    def _command(self, job: Job, inputs: Mapping[str, Any]) -> str:
+        more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
+        text = _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
+        if self.hf_token_secret:
+            text = _TOKEN.format(secret=_address(self.hf_token_secret)) + text
+        text = (_PREFLIGHT if job.preflight else "") + text
+        lines = [line.strip() for line in text.splitlines()]
+        lines += flag_lines(job.command[1:], _quoted)
+        mounted = [f"${{{{inputs.{name}}}}}" for name in inputs]
+        lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
+        lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is installed there, not here
+        lines += ["--output_dir ${{outputs.run}}"]
+        return " \\\n  ".join(lines) + "\n"
+
+    def _inputs(self, kinds: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """The data as the job mounts it, files under their own names, or folders: `data`, and for
+        the other parts of a mixture `data_2` and so on.
+        """
+        inputs = {}
+        for number, data in enumerate(self.data, start=1):
+            uri = _remote("data", data)
+            is_file = not _is_asset(uri) and file_kind(PurePosixPath(uri.partition("?")[0]))
+            kind = self.data_type or kinds.get(data) or ("uri_file" if is_file else "uri_folder")
+            inputs["data" if number == 1 else f"data_{number}"] = {"type": kind, "path": uri}
+        return inputs
+
+    def stage(self, job: Job, folder: Path) -> Path:
+        """Write this package, and the user's files that the run names, beside the job's YAML.
+
+        The user's files keep their paths, relative to the current folder, so that the command line
+        holds there. Raises `UserError` for a file that cannot be taken along.
+        """
+        code, left_out = folder / CODE, shutil.ignore_patterns(*_LEFT_OUT)
+        with tempfile.TemporaryDirectory() as scratch:
+            new = Path(scratch)
+            shutil.copytree(SCRIPT.parent, new / "launch", ignore=left_out)
+            shutil.copytree(Path(recipes.__file__).parent, new / "recipes", ignore=left_out)
+            shutil.copytree(shipped(""), new / "accelerate_configs", ignore=shutil.ignore_patterns(".*"))
+            shutil.copytree(shipped("environment", "azureml"), new / ENVIRONMENT)
+            for file in own_files(job):
+                there = new / file
+                there.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, there)
+            if not code.exists():
+                shutil.copytree(new, code)
+            elif _content(code) != _content(new):
+                raise mistake("output", f"{code} holds something else than this job's code", "another folder")
+        return code
+
+    def check(self, text: str, job: Job) -> None:
+        """Azure's parser reads it beside its code, if it is installed."""
+        without_secrets(text)
+        with tempfile.TemporaryDirectory() as folder:
+            self.stage(job, Path(folder))
+            if sdk_is_installed():
+                load(text, Path(folder))
+
+    def send(self, text: str, job: Job) -> int:
+        client = connected(self._workspace())
+        if assets := self._untold():
+            text = self.render(job, {asset: data_type(client, asset) for asset in assets})
+        with tempfile.TemporaryDirectory() as folder:
+            self.stage(job, Path(folder))
+            sdk_job = load(text, Path(folder))
+            with silence(), _asking():
+                created = client.jobs.create_or_update(sdk_job)
+        name, address = str(created.name), str(created.studio_url or "")
+        workspace = (client.subscription_id, client.resource_group_name, client.workspace_name or "")
+        names = dict(zip(_WORKSPACE, workspace, strict=True))
+        submission = Submission("azureml", job.title, address, name, workspace=names)
+        output = f"{self.output_of(job)}: submit the same job again to resume from there"
+        found_at = {"studio": address, "output": output}
+        announce(Path("outputs") / name, submission, found_at, cancel=f"az ml job cancel --name {name}")
+        return 0
+
+    def _workspace(self) -> dict[str, str]:
+        """The names of the workspace in the flags; empty if they name none."""
+        return {name: value for name in _WORKSPACE if (value := getattr(self, name))}
+
+    @classmethod
+    def state(cls, submission: Submission) -> str:
+        """Azure ML's own word: Queued, Preparing, Running, Completed, Failed, Canceled, ..."""
+        client = connected(submission.workspace)
+        with silence(), _asking():
+            status = client.jobs.get(submission.job).status
+        return str(getattr(status, "value", status))
+
+    @classmethod
+    def is_over(cls, state: str) -> bool:
+        return state in ("Completed", "Failed", "Canceled", "NotResponding", "Paused")
+
+    @classmethod
+    def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
+        """The SDK streams the log of a running job only, and downloads that of an ended one."""
+        name, state = submission.job, cls.state(submission)
+        if not cls.is_over(state) and not following:
+            raise mistake("logs", f"job {name} is {state}", f"recipes logs -f {folder}, or {submission.log}")
+        client = connected(submission.workspace)
+        with silence(), _asking():
+            if cls.is_over(state):
+                client.jobs.download(name, download_path=folder)
+            else:
+                client.jobs.stream(name)
+                return
+        for file in sorted(folder.rglob("std_log*.txt")):
+            print(file.read_text(encoding="utf-8", errors="replace"), end="")
+        print(f"{state}: {submission.log}")
+
+    @classmethod
+    def last_line(cls, submission: Submission) -> str:
+        return submission.log  # the job's address: the log itself is not here
 
 
-_PREFLIGHT = """\
-python3 launch doctor
---nodes "$WORLD_SIZE" --num_processes "$((WORLD_SIZE * ${{inputs.processes_per_node}}))"
---machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$((MASTER_PORT + 1))"
-&& """
-
-# The value goes through a pipe into the environment: into no file, log or argument.
-_TOKEN = 'HF_TOKEN="$(python3 launch/host/key_vault.py {secret})" && export HF_TOKEN &&\n'
-
-
-def node(azure: Azure, processes: int | None) -> Node:
-    return replace(azure_read.node(processes or 1), data=azure.data)
-
-
-def render(job: Job, azure: Azure, kinds: Mapping[str, str] | None = None) -> str:
-    """The job as YAML. Its relative paths are those of the code that `STAGE` writes beside it.
-
-    `kinds` are the types of data assets as the workspace says; None if it was not asked.
-    """
-    text = yaml.dump(body(job, azure, kinds or {}), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-    for asset in _untold(azure) if kinds is None else ():
-        text = f"# {asset} is taken for a folder: --data_type says otherwise, submitting asks.\n{text}"
-    return text
-
-
-def _untold(azure: Azure) -> list[str]:
-    """The data assets of which nobody said whether they are files."""
-    return [] if azure.data_type else [data for data in azure.data if _is_asset(data)]
-
-
-def body(job: Job, azure: Azure, kinds: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """The job as data, in the order a reader expects."""
-    refuse_fresh(job, "another --output_uri")
-    name = azure.job_name or job.run.recipe.name
-    if azure.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
-        raise mistake("data", "is the job's data set, and so is --dataset_name", "one of them")
-    if job.run.explicit("output_dir"):
-        raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
-    if not azure.compute and not azure.instance_type:
-        raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
-    build = {"build": {"path": f"{CODE}/{ENVIRONMENT}"}}
-    identity = azure.identity or ("managed" if azure.hf_token_secret else None)
-    return {
-        "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
-        "type": "command",
-        "display_name": name,
-        "experiment_name": azure.experiment_name,
-        "description": job.run.recipe.purpose,
-        **_if_any("tags", _tags(azure.tags)),
-        "code": CODE,
-        "command": _command(job, azure),
-        "environment": _named(azure.environment) if azure.environment else build,
-        **_if_any("compute", _named(azure.compute) if azure.compute else None),
-        **_if_any("queue_settings", _if_any("job_tier", _tier(azure)) | _if_any("priority", azure.priority)),
-        **_if_any("identity", {"type": identity} if identity else None),
-        **_if_any("limits", {"timeout": seconds(azure.timeout)} if azure.timeout else None),
-        "resources": {
-            "instance_count": job.nodes,
-            "shm_size": azure.shm_size,
-            **_if_any("instance_type", azure.instance_type),
-            **_if_any("docker_args", azure.docker_args),
-        },
-        "distribution": {"type": "pytorch", "process_count_per_instance": 1},
-        "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.shutdown_seconds)},
-        "inputs": {"processes_per_node": job.processes_per_node, **_inputs(azure, kinds)},
-        "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": output_of(job, azure)}},
-    }
-
-
-def _if_any(name: str, value: Any) -> Json:
-    return {name: value} if value else {}
-
-
-def _tier(azure: Azure) -> str | None:
-    """The tier of serverless compute. A cluster has its own."""
-    tier = azure.job_tier or ("spot" if azure.spot else None)
-    if azure.spot and tier != "spot":
-        raise mistake("spot", f"is a tier, and so is --job_tier {tier}", "one of them")
-    if tier and azure.compute:
-        flag = "spot" if azure.spot else "job_tier"
-        raise mistake(flag, "is for serverless compute; a cluster has its own tier", f"--instance_type, or no --{flag}")
-    return tier
-
-
-def _tags(pairs: tuple[str, ...]) -> dict[str, str]:
-    tags: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise mistake("tags", f"{pair!r} is not a key with its value", f"--tags {key or 'KEY'}=VALUE")
-        if key in tags:
-            raise mistake("tags", f"{key} is given twice", "write it once")
-        tags[key] = value
-    return tags
-
-
-def seconds(time: str) -> int:
-    """Seconds of a time limit.
-
-    Raises `UserError` for what is none, or could be read in two ways: Slurm's 30:00 is minutes.
-    """
-    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-    if found := re.fullmatch(r"(\d+)([smhd]?)", time):
-        total = int(found[1]) * units[found[2]]
-    elif found := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", time):
-        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-        total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    else:
-        total = 0
-    if not total:
-        raise mistake("timeout", f"{time!r} is not a time", "seconds, 90m, 12h, 2d, HH:MM:SS or D-HH:MM:SS")
-    return total
-
-
-def output_of(job: Job, azure: Azure) -> str:
-    """Where checkpoints go: the same command line of the same person resumes from there, any other
-    has its own place.
-    """
-    if azure.output_uri:
-        return _remote("output_uri", azure.output_uri)
-    name = azure.job_name or job.run.recipe.name
-    words = [*(job.argv[:2] if job.run.recipe.files else ()), *job.argv[2:], *azure.data]
-    words += (
-        [azure_stage.config_path(job)] if job.config != str(launch_yaml(job.run.recipe, job.run["deepspeed"])) else []
-    )
-    if words and not azure.job_name:
-        name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
-    return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{_login()}/{name}"
-
-
-def _login() -> str:
-    """The name of whoever submits, as a path takes it."""
-    try:
-        return re.sub(r"[^\w.-]", "-", getpass.getuser())
-    except (KeyError, OSError):  # a container's user without a name
-        what = "has a default under your login name, which this machine does not know"
-        raise mistake("output_uri", what, "--output_uri with a datastore's path, or USER=you") from None
-
-
-_ASSET = re.compile(r"azureml:([^:@/\s]+[:@][^:@/\s]+|/subscriptions/.+)")
-_URI = re.compile(r"(azureml|https?|wasbs?|abfss?|adl)://.+")  # the storage that Azure ML's documentation names
+_ASSET = re.compile(r"azureml:([^:@/\s]+)(?::([^:@/\s]+)|@([^:@/\s]+))")
+# The storage that Azure ML's documentation names. The SDK takes any other text for a local path.
+_URI = re.compile(r"(azureml|https?|wasbs?|abfss?|adl)://.+|azureml:/subscriptions/.+")
 
 
 def _remote(name: str, uri: str) -> str:
     if _ASSET.fullmatch(uri) or _URI.fullmatch(uri):
         return uri
-    raise mistake(
-        name, f"{uri} is not a place in the cloud", "azureml:NAME:VERSION, or a uri: azureml://datastores/..."
-    )
+    fix = "azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
+    raise mistake(name, f"{uri} is not a place in the cloud", fix)
 
 
-def _command(job: Job, azure: Azure) -> str:
-    more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
-    text = _LAUNCH.format(config=shlex.quote(azure_stage.config_path(job)), more=more)
-    if azure.hf_token_secret:
-        text = _TOKEN.format(secret=_secret(azure)) + text
-    text = (_PREFLIGHT if job.preflight else "") + text
-    lines = [line.strip() for line in text.splitlines()]
-    lines += flag_lines(job.command[1:], _quoted)
-    mounted = [f"${{{{inputs.{name}}}}}" for name in _inputs(azure, {})]
-    lines += [" ".join(["--dataset_name", *mounted])] if mounted else []
-    lines += [] if job.run.explicit("report_to") else ["--report_to mlflow"]  # mlflow is installed there, not here
-    lines += ["--output_dir ${{outputs.run}}"]
-    return " \\\n  ".join(lines) + "\n"
+def _is_asset(uri: str) -> bool:
+    """True if the workspace alone knows what it is: an asset, by its name or its id."""
+    return uri.startswith("azureml:") and not re.match(r"azureml://(subscriptions/.*/)?datastores/", uri)
+
+
+def _present(content: Json) -> Json:
+    return {name: value for name, value in content.items() if value}
+
+
+def _named(name: str | None) -> str | None:
+    """A resource of the workspace, as a YAML refers to it."""
+    return f"azureml:{name.removeprefix('azureml:')}" if name else None
 
 
 def _quoted(word: str) -> str:
@@ -261,48 +345,13 @@ def _quoted(word: str) -> str:
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
 
-def _inputs(azure: Azure, kinds: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The data as the job mounts it, files under their own names, or folders: `data`, and for the
-    other parts of a mixture `data_2` and so on.
-    """
-    names = ["data", *(f"data_{number}" for number in range(2, len(azure.data) + 1))]
-    return {name: _input(data, azure.data_type or kinds.get(data)) for name, data in zip(names, azure.data)}  # noqa: B905
-
-
-def _input(data: str, kind: str | None) -> dict[str, str]:
-    if re.fullmatch(r"azureml:[^:@/\s]+", data):
-        what = f"{data} is not a version of a data asset"
-        raise mistake("data", what, f"{data}:VERSION or {data}@latest")
-    uri = _remote("data", data)
-    is_file = not _is_asset(uri) and file_kind(PurePosixPath(uri.partition("?")[0]))
-    return {"type": kind or ("uri_file" if is_file else "uri_folder"), "path": uri}
-
-
-def _is_asset(uri: str) -> bool:
-    """Whether the workspace alone knows what it is: an asset, by its name or its id."""
-    return uri.startswith("azureml:") and not re.match(r"azureml://(subscriptions/.*/)?datastores/", uri)
-
-
-def _secret(azure: Azure) -> str:
-    """The address of a secret.
-
-    Raises `UserError`, which never shows what was given: it may be the token itself.
-    """
-    if azure.identity == "user_identity":
-        what = "is read with the identity of the compute, which the image can use"
-        raise mistake("hf_token_secret", what, "--identity managed")
-    given = azure.hf_token_secret or ""
-    if found := re.fullmatch(r"([A-Za-z][A-Za-z0-9-]{1,22}[A-Za-z0-9])/([A-Za-z0-9-]{1,127})", given):
-        return f"https://{found[1]}.vault.azure.net/secrets/{found[2]}"
-    if re.fullmatch(r"https://[\w.-]+(:\d+)?/secrets/[A-Za-z0-9-]+(/\w+)?", given):
-        return given
-    what = "is not a key vault and the name of a secret in it"
-    raise mistake("hf_token_secret", what, "VAULT/SECRET, or the secret's identifier: https://VAULT.../secrets/SECRET")
-
-
-def _named(name: str) -> str:
-    """A resource of the workspace, as a YAML refers to it."""
-    return f"azureml:{name.removeprefix('azureml:')}"
+def _address(secret: str) -> str:
+    """The address of a secret. The error never shows what was given: it may be the token itself."""
+    found = re.fullmatch(r"(?:https://([\w.:-]+)/secrets|([\w-]+))/([\w-]+)", secret)
+    if found is None:
+        fix = "VAULT/SECRET, or the secret's identifier: https://VAULT.../secrets/SECRET"
+        raise mistake("hf_token_secret", "is not a key vault and the name of a secret in it", fix)
+    return f"https://{found[1] or f'{found[2]}.vault.azure.net'}/secrets/{found[3]}"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -310,90 +359,242 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
 _Dumper.add_representer(str, _text)
 
 
-# --- Checking and sending -------------------------------------------------------------------------
+# --- The files that a job uploads -----------------------------------------------------------------
 
 
-def check(text: str, job: Job, azure: Azure) -> None:
-    """What would be sent is read back as `recipes check --azureml` reads it.
+def _content(folder: Path) -> dict[Path, bytes]:
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
-    Raises `UserError` with every error.
+
+def _is_shipped(config: Path) -> bool:
+    return config.resolve().parent == shipped("").resolve()
+
+
+def _config(job: Job) -> str:
+    """The Accelerate YAML's path in the staged code."""
+    config = Path(job.config)
+    return f"accelerate_configs/{config.name}" if _is_shipped(config) else os.path.relpath(config.resolve())
+
+
+def own_files(job: Job) -> list[Path]:
+    """The user's files that the job reads, relative to the current folder.
+
+    Raises `UserError` with each one that would be missing on the nodes.
     """
-    _workspace(azure)
-    with tempfile.TemporaryDirectory() as folder:
-        azure_stage.stage(job, Path(folder))
-        _, problems = azure_read.read_text(text, Path(folder))
-    errors = [problem for problem in problems if problem.severity == "error"]
-    if errors:
-        raise UserError(*errors)
+    run, problems = job.run, []
+    named = [("recipe", file) for file in run.recipe.files]
+    yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
+    named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]
+    settings = "config deepspeed fsdp_config accelerator_config dataset_name model_name_or_path resume_from_checkpoint"
+    for name in filter(run.explicit, settings.split()):
+        is_data, value = name == "dataset_name", run[name]
+        texts = [part.name for part in parts_of(value)] if is_data else [value] if isinstance(value, str) else []
+        for text in texts:
+            if os.path.isfile(text):  # noqa: PTH113, Path.is_file raises for a long JSON
+                named.append((name, text))
+            elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
+                fix = "--data with an asset or uri" if is_data else "a name on the Hub, or a file in the current folder"
+                problems.append(Problem(name, f"{text} is on this machine only", fix))
+    files = [(name, Path(os.path.normpath(file))) for name, file in named]
+    for name, file in files:
+        if file.is_absolute() or file.parts[0] == "..":
+            what = f"{file} is not in the current folder, from which the job takes its files"
+            problems.append(Problem(name, what, f"copy it here, and name it {file.name}"))
+    if problems:
+        raise UserError(*problems)
+    return [file for _, file in files]
 
 
-def submit(text: str, job: Job, azure: Azure) -> int:
-    client = azure_workspace.connected(_workspace(azure))
-    if assets := _untold(azure):
-        text = render(job, azure, {asset: azure_workspace.data_type(client, asset) for asset in assets})
-    with tempfile.TemporaryDirectory() as folder:
-        azure_stage.stage(job, Path(folder))
-        name, address = azure_workspace.submit(client, text, Path(folder))
-    workspace = asdict(azure_workspace.workspace_of(client))
-    submission = Submission("azureml", job.title, address, name, workspace=workspace)
-    found_at = {"studio": address, "output": f"{output_of(job, azure)}: submit the same job again to resume from there"}
-    announce(Path("outputs") / name, submission, found_at, cancel=f"az ml job cancel --name {name}")
-    return 0
+# --- Reading a job's YAML -------------------------------------------------------------------------
+
+# A simple command of bash: up to a line's end or an operator outside quotes.
+_COMMAND = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\\.|[^\n;&|<>()])+", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{\{\s*(\w+)\.([^}\s]*)\s*\}\}")
 
 
-def _workspace(azure: Azure) -> Workspace | None:
-    """The workspace that the flags name; None if they name none.
+class Training(NamedTuple):
+    """A job's training: train.py's flags, the Accelerate YAML if any, and the world."""
 
-    Raises `UserError` if they name a part of it.
+    flags: list[str]
+    config: str | None
+    nodes: int
+    processes_per_node: int
+
+
+def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
+    """The run that a job's YAML starts, and its problems.
+
+    `rest` are train.py's flags beside the file: the YAML already holds them, so none is allowed.
+    Raises `UserError` with everything wrong with the YAML itself.
     """
-    names = {field.name: getattr(azure, field.name) for field in fields(Workspace)}
-    if not any(names.values()):
-        return None
-    for name, value in names.items():
-        if not value:
-            raise mistake(name, "is missing beside the rest of the workspace", f"--{name}, or a config.json for all")
-    return Workspace(**names)
+    if rest:
+        raise mistake(rest[0], "stands in the command of the YAML", f"leave it out beside --azureml {file}")
+    content, folder = read_yaml(file, "azureml"), file.resolve().parent
+    text = without_secrets(file.read_text(encoding="utf-8"))
+    if sdk_is_installed():
+        load(text, folder)
+    training = training_in(content)
+    if training is None:
+        raise mistake("command", "does not start launch/train.py", "as in azureml/fast.yaml")
+    if problems := list(_missed_by_azure(content, training)):
+        raise UserError(*problems)
+    node = Azure().node(training.processes_per_node)
+    with contextlib.chdir(_code(content, folder)):  # where the job's command runs
+        world = training.nodes * node.processes
+        place = here(world, training.config, node.processes, hardware=node.hardware, packages=node.packages)
+        run = resolve(training.flags, place)
+        return run, check(run)
 
 
-# --- A job that was submitted ---------------------------------------------------------------------
+def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
+    """What hangs or loses a run although Azure's SDK sends it."""
+    distribution = {"process_count_per_instance": 1, **_section(content, "distribution")}
+    if training.config and distribution != {"type": "pytorch", "process_count_per_instance": 1}:
+        what = "accelerate launch starts the processes of a node, and finds the other nodes where pytorch's are"
+        yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
+    name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
+    mode = _section(_section(content, "outputs"), name).get("mode", "rw_mount")
+    if not name or mode != "rw_mount":
+        what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
+        fix = "--output_dir ${{outputs.run}}, and there mode: rw_mount"
+        yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
 
 
-def state(submission: Submission) -> str:
-    return azure_workspace.state(_client(submission), submission.job)
+def _section(content: Json, name: str) -> Json:
+    """A mapping in the YAML; empty if missing or of another type, which Azure's parser reports."""
+    section = content.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def is_over(state: str) -> bool:
-    return azure_workspace.is_over(state)
+def _code(content: Json, folder: Path) -> Path:
+    """The folder that the job uploads. Raises `UserError` if train.py is not in it."""
+    code = str(content.get("code", ""))
+    found = SCRIPT.parents[1] if code.startswith("azureml:") else (folder / code).resolve()  # uploaded already
+    if not (found / "launch" / SCRIPT.name).is_file():
+        fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
+        raise mistake("code", f"there is no launch/train.py in {found}", fix)
+    return found
 
 
-def print_log(submission: Submission, folder: Path, following: bool) -> None:
-    """The SDK streams the log of a running job only, and downloads the log of an ended one only."""
-    client = _client(submission)
-    state = azure_workspace.state(client, submission.job)
-    if is_over(state):
-        for file in azure_workspace.download_logs(client, submission.job, folder):
-            print(file.read_text(encoding="utf-8", errors="replace"), end="")
-        print(f"{state}: {submission.log}")
-    elif following:
-        azure_workspace.stream(client, submission.job)
-    else:
-        raise mistake("logs", f"job {submission.job} is {state}", f"recipes logs -f {folder}, or {submission.log}")
+def training_in(content: Json) -> Training | None:
+    """The training in a job's command, inputs filled in; None if it does not start train.py."""
+    mounts = {("outputs", name): f"/mnt/outputs/{name}" for name in _section(content, "outputs")}
+    for name, given in (inputs := _section(content, "inputs")).items():
+        mounts["inputs", name] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
+    command = _REFERENCE.sub(lambda found: mounts.get((found[1], found[2]), found[0]), str(content.get("command", "")))
+    text = next((text for text in _COMMAND.findall(command) if "launch/train.py" in text), "")
+    # Everything between quotes is literal; elsewhere a backslash joins its line with the next.
+    joined = re.sub(r"('[^']*'|\"[^\"]*\")|\\\n", lambda found: found[1] or " ", text)
+    with contextlib.suppress(ValueError):  # a quotation that never ends, or no such word
+        words = shlex.split(joined)
+        script = [word.endswith("launch/train.py") for word in words].index(True)
+        before = " ".join(words[:script]).replace("=", " ").split()
+        config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
+        elastic = not (config or "").endswith("single.yaml")  # as `Job.command` writes them
+        flags = [word.replace("$$", "$") if elastic else word for word in words[script + 1 :]]
+        counts = (_section(content, "resources").get("instance_count"), inputs.get("processes_per_node"))
+        nodes, processes = (int(str(count)) if str(count).isdecimal() else 1 for count in counts)
+        return Training(flags, config, nodes or 1, processes or 1)
+    return None
 
 
-def last_line(submission: Submission) -> str:
-    return submission.log  # the job's address: the log itself is not here
+# --- Azure's SDK ----------------------------------------------------------------------------------
 
 
-def _client(submission: Submission) -> MLClient:
+def sdk_is_installed() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("azure", "azure.ai", "azure.ai.ml", "azure.identity"))
+
+
+def load(text: str, folder: Path) -> SdkJob:
+    """A YAML as Azure's SDK reads it; its relative paths start in `folder`.
+
+    Raises `UserError` with what Azure's parser says, which also stops at some mistakes with
+    a TypeError or the like. Only private names lead to the body of the request: the SDK's version
+    is pinned.
+    """
+    with silence():
+        from azure.ai.ml import load_job
+
+        try:
+            job = load_job(io.StringIO(text), relative_origin=str(folder / "job.yaml"))
+            job._to_job()._to_rest_object()  # type: ignore[attr-defined]
+        except Exception as error:
+            what = f"Azure's parser says: {_sentence(str(error))}"
+            raise mistake("azureml", what, "compare it with azureml/fast.yaml") from None
+    return job
+
+
+def _sentence(text: str) -> str:
+    """All errors of Azure's parser on one line: JSON, whose one error holds the JSON of all."""
+    with contextlib.suppress(ValueError):  # no JSON
+        found, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+        if "errors" in found:
+            return _sentence(found["errors"][0]["message"])
+        return re.sub(r'[][{}"]|_schema: |\\n', "", json.dumps(found).replace('"_schema": ', ""))
+    named = re.search(r"\(x\) (.+)", text)  # among advice of many lines
+    return named[1] if named else _first_line(text)
+
+
+def _first_line(text: str) -> str:
+    return re.sub(r"\x1b\[\d+m", "", text).strip().partition("\n")[0].rstrip(".:")
+
+
+def connected(workspace: Mapping[str, str]) -> MLClient:
+    """A client with the login of `az login`, of a managed identity, or of the environment.
+
+    It connects lazily. Without `workspace`, a config.json here or in a folder above names it.
+    """
+    if not sdk_is_installed():
+        fix = f"{INSTALL}; or --dry_run --output mine.yaml and `az ml job create -f mine.yaml`"
+        raise mistake("azureml", "Azure's SDK, azure-ai-ml, is not installed", fix)
+    with silence(), _asking():
+        from azure.ai.ml import MLClient
+        from azure.identity import DefaultAzureCredential
+
+        if not workspace:
+            return MLClient.from_config(DefaultAzureCredential())
+        missing = [name for name in _WORKSPACE if name not in workspace]
+        if missing:  # of which the SDK only says that a parameter is None
+            fix = f"--{missing[0]}, or a config.json"
+            raise mistake(missing[0], "is missing beside the rest of the workspace", fix)
+        return MLClient(DefaultAzureCredential(), *(workspace[name] for name in _WORKSPACE))
+
+
+def data_type(client: MLClient, asset: str) -> str:
+    """The type of a data asset, uri_file or uri_folder, as the workspace says.
+
+    Raises `UserError` for an mltable, which train.py does not read, and for an asset elsewhere.
+    """
+    named = _ASSET.fullmatch(asset)
+    if named is None:
+        raise mistake("data", f"{asset} is not an asset of this workspace", "--data_type uri_file or uri_folder")
+    name, version, label = named.groups()
+    with silence(), _asking():
+        kind = str(client.data.get(name, version=version, label=label).type)
+    if kind not in ("uri_file", "uri_folder"):
+        raise mistake("data", f"{asset} is of type {kind}, which train.py cannot read", "a uri_file or uri_folder")
+    return kind
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """Turns what the login or the service refuses into `UserError`."""
+    from azure.core.exceptions import AzureError, ClientAuthenticationError
+
     try:
-        workspace = Workspace(**submission.workspace)
-    except TypeError:
-        raise mistake(NAME, "does not name the workspace of the job", f"look at {submission.log}") from None
-    return azure_workspace.connected(workspace)
+        yield
+    except ClientAuthenticationError:
+        fix = "az login, or the variables of DefaultAzureCredential (AZURE_CLIENT_ID and others)"
+        raise mistake("azureml", "there is no login to Azure, or none for this workspace", fix) from None
+    except (AzureError, ValueError) as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # of a log that is streamed
+            raise KeyboardInterrupt from None
+        named = "config.json" in str(error)
+        fix = "--subscription_id, --resource_group and --workspace_name" if named else "correct what it names"
+        raise mistake("azureml", f"Azure says: {_first_line(str(error))}", fix) from None

@@ -1,18 +1,25 @@
-"""A job: one resolved run, and the nodes and processes that will run it.
+"""A job: one resolved run, the nodes and processes that will run it, and the targets it can go to.
 
 Every target renders the same job.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from launch.host.launcher import LAUNCHER
-from launch.host.secrets import refuse_secrets
+from launch.host.processes import last_lines
+from launch.host.secrets import refuse_secrets, without_secrets
+from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
@@ -23,7 +30,6 @@ from recipes.run.files import find_yaml
 from recipes.run.hardware import Gpu, Hardware
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
-THIS_ACCELERATE = (sys.executable, str(LAUNCHER))  # works without an activated environment
 
 # A node that cannot be looked at from here. train.py checks again on the node itself.
 ASSUMED_GPU = Gpu("GPU of compute capability 8.0", (8, 0), 80 << 30)
@@ -47,7 +53,6 @@ class Node:
 class Job:
     """`argv` is train.py's command line; `config` the Accelerate YAML.
 
-    `shutdown_seconds` is the time between a signal to stop and the kill.
     With `preflight` every node runs `recipes doctor` first; after a failed check nothing starts.
     """
 
@@ -57,7 +62,6 @@ class Job:
     argv: tuple[str, ...]
     config: str
     script: str = str(SCRIPT)
-    shutdown_seconds: int = 110
     preflight: bool = False
 
     @property
@@ -66,7 +70,7 @@ class Job:
 
     @property
     def launched(self) -> str:
-        """What `accelerate launch` starts: train.py may start another engine under it."""
+        """The engine that `accelerate launch` starts: train.py may start another under it."""
         return from_yaml(self.config).kind
 
     @property
@@ -94,61 +98,34 @@ def checked_job(
     preflight: bool = False,
     accelerate_config: str | None = None,
     says_advice: bool = True,
+    is_stored: bool = True,
 ) -> Job:
-    """The job of a legal run on `nodes` such nodes. Advice is printed, with `says_advice`: not
-    where train.py follows at once, which says it.
-
-    Raises `UserError` with every problem.
-    """
-    run = run_on(node, recipe, argv, nodes, accelerate_config)
-    advice = require_legal(run)
-    if advice and says_advice:
-        print_problems(advice, console(stderr=True))
-    return job_of(run, nodes, node.processes, argv, preflight, accelerate_config)
-
-
-def run_on(
-    node: Node, recipe: str | None, argv: Sequence[str], nodes: int = 1, accelerate_config: str | None = None
-) -> RunSpec:
-    """The run of train.py on `nodes` such nodes, not yet checked.
+    """The job of train.py with the command line `argv` on `nodes` such nodes, if the run is legal.
 
     `recipe` is None if --config's file names it, or if it is the default. `accelerate_config` is
-    the file or name of an Accelerate YAML that replaces the recipe's own.
+    the file or name of an Accelerate YAML that replaces the recipe's own. Advice is printed, with
+    `says_advice`: not where train.py follows at once, which says it.
+
+    Raises `UserError` with every problem of the run; for a world the engine cannot start; and for a
+    secret in `argv`, if the job's text `is_stored`.
     """
     words = ["--recipe", recipe, *argv] if recipe else list(argv)
     data = {"dataset_name": list(node.data)} if node.data else {}
-    place = here(
-        nodes * node.processes, accelerate_config, node.processes, hardware=node.hardware, packages=node.packages
-    )
-    return with_fit(resolve(words, place, data, "--data"))
-
-
-def job_of(
-    run: RunSpec,
-    nodes: int,
-    processes_per_node: int,
-    argv: Sequence[str],
-    preflight: bool = False,
-    accelerate_config: str | None = None,
-    is_stored: bool = True,
-) -> Job:
-    """The job of a legal run.
-
-    Raises `UserError` for a world the engine cannot start; and for a secret in `argv`, if the job's
-    text `is_stored`.
-    """
-    if run.engine.kind == "single" and run.world_size > 1:
-        raise mistake(
-            "processes_per_node",
-            f"{run.recipe.name} trains in one process, {run.world_size} are asked for",
-            "one process, or --recipe standard",
-        )
+    world = nodes * node.processes
+    place = here(world, accelerate_config, node.processes, hardware=node.hardware, packages=node.packages)
+    run = with_fit(resolve(words, place, data, "--data"))
+    advice = require_legal(run)
+    if advice and says_advice:
+        print_problems(advice, console(stderr=True))
+    if run.engine.kind == "single" and world > 1:
+        what = f"{run.recipe.name} trains in one process, {world} are asked for"
+        raise mistake("processes_per_node", what, "one process, or --recipe standard")
     argv = ("--recipe", run["recipe"], *argv)
     if is_stored:
         refuse_secrets(run, argv)
     own = launch_yaml(run.recipe, run["deepspeed"])
     config = find_yaml(accelerate_config).resolve() if accelerate_config else own
-    return Job(run, nodes, processes_per_node, argv, str(config), preflight=preflight)
+    return Job(run, nodes, node.processes, argv, str(config), preflight=preflight)
 
 
 def refuse_fresh(job: Job, fix: str) -> None:
@@ -157,42 +134,32 @@ def refuse_fresh(job: Job, fix: str) -> None:
         raise mistake("fresh", "would move the run aside again at every restart of the job", fix)
 
 
-def launch_command(job: Job, accelerate: Sequence[str], rank: str, address: str, port: str) -> list[str]:
-    """`accelerate launch` and its options, quoted for bash.
+# --- Commands, as bash takes them -----------------------------------------------------------------
 
-    `rank`, `address` and `port` are bash expressions.
+
+def launch_words(job: Job, python: str = sys.executable) -> list[str]:
+    """Our launcher and its options, as far as they are the same on every node.
+
+    It is started by its path, which works without an activated environment.
     """
-    argv = quoted(launch_words(job, accelerate))
-    if job.nodes > 1:
-        argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
-        argv += ["--rdzv_backend", "static", "--same_network"]
-        if job.launched == "deepspeed":
-            argv += ["--deepspeed_multinode_launcher", "standard"]  # the default, pdsh, logs in to the other nodes
-    return argv
-
-
-def launch_words(job: Job, accelerate: Sequence[str] = THIS_ACCELERATE) -> list[str]:
-    """`accelerate launch` and its options, as far as they are the same on every node."""
-    words = [*accelerate, "--config_file", job.config]
+    words = [python, str(LAUNCHER), "--config_file", job.config]
     words += ["--num_machines", str(job.nodes), "--num_processes", str(job.processes)]
     if job.nodes == 1 and job.launched != "single":
         words += ["--main_process_port", "0"]  # any free port: two runs may share a machine
     return words
 
 
-def preflight_command(job: Job, python: str, rank: str, address: str, port: str) -> list[str]:
+def preflight_command(job: Job, python: str, meeting: Sequence[str] = ()) -> list[str]:
     """`recipes doctor` for the job's world and `&&`, for bash; empty without a preflight.
 
-    `port` must differ from the launcher's, which another job on the node may hold already.
+    The port in `meeting`, the flags by which several nodes meet, must differ from the launcher's,
+    which another job on the node may hold already.
     """
     if not job.preflight:
         return []
     # `python launch` runs the folder, as a script: this package need not be installed on the nodes.
     argv = [*quoted([python, str(SCRIPT.parent)]), "doctor"]
-    argv += ["--nodes", str(job.nodes), "--num_processes", str(job.processes)]
-    if job.nodes > 1:
-        argv += ["--machine_rank", rank, "--main_process_ip", address, "--main_process_port", port]
-    return [*argv, "&&"]
+    return [*argv, "--nodes", str(job.nodes), "--num_processes", str(job.processes), *meeting, "&&"]
 
 
 def quoted(words: Sequence[str]) -> list[str]:
@@ -215,3 +182,104 @@ def arguments(job: Job) -> list[str]:
     """A bash array of the script and its arguments."""
     comment = ["    # torch elastic reads $$ as $"] if any("$$" in word for word in job.command) else []
     return ["command=(", *comment, *(f"    {line}" for line in flag_lines(job.command)), ")"]
+
+
+# --- Targets --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a job can go: a frozen dataclass of the target's flags, with these methods.
+
+    The class methods are asked about a job that was submitted. As they stand here, its log is a
+    file that this machine can read.
+    """
+
+    HELP: ClassVar[str]  # one line for `recipes submit --help`
+    WRITES_HERE: ClassVar[bool] = True  # the job writes to the output folder on this machine
+    ASK_EVERY: ClassVar[float] = 0.2  # seconds between two questions for a job's state
+
+    def node(self, processes: int | None) -> Node:
+        """A node of the target, with one process per GPU unless `processes` says otherwise."""
+        raise NotImplementedError
+
+    def render(self, job: Job) -> str:
+        """The job's text. A pure function: what a dry run prints is what would be sent."""
+        raise NotImplementedError
+
+    def stage(self, job: Job, folder: Path) -> Path | None:
+        """Write the files that the job uploads into a folder beside its text; None for nothing."""
+        return None
+
+    def check(self, text: str, job: Job) -> None:
+        """Raises `UserError` for what must not be sent."""
+        without_secrets(text)
+
+    def send(self, text: str, job: Job) -> int:
+        """Send the text, and note and announce the submission. Returns the exit code."""
+        raise NotImplementedError
+
+    @classmethod
+    def state(cls, submission: Submission) -> str:
+        """The job's state in the target's own words; empty if it has forgotten the job.
+
+        Raises `UserError` if the target cannot be asked.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def is_over(cls, state: str) -> bool:
+        """True if a job in this state neither waits nor runs."""
+        return not state
+
+    @classmethod
+    def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
+        """Print what the job has printed; with `following` until it has ended.
+
+        Raises `UserError` if there is no log, unless the job may still write one.
+        """
+        log = Path(submission.log)
+        if not log.exists():
+            state = cls.state(submission)
+            if cls.is_over(state) or not following:
+                fix = "submit it again" if cls.is_over(state) else f"recipes logs -f {shlex.quote(str(folder))}"
+                raise mistake("logs", f"there is no {log}: {state or 'the run has ended'}", fix)
+        follow(log, lambda: not following or cls.is_over(cls.state(submission)), ask_every=cls.ASK_EVERY)
+
+    @classmethod
+    def last_line(cls, submission: Submission) -> str:
+        """The last line of the job's log, or the log's address."""
+        return last_line(Path(submission.log))
+
+
+def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: float = 0.2) -> None:
+    """Copy the log to stdout from byte `start`, and what is added, until `ended()`.
+
+    The log may not exist yet. It is read more often than `ended`, every `ask_every` seconds.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can arrive in two parts
+    asked, done = float("-inf"), False
+    while True:
+        now = time.monotonic()
+        if now - asked >= ask_every:
+            asked, done = now, ended()  # before reading, so that the last lines are read too
+        added = b""
+        with contextlib.suppress(FileNotFoundError), log.open("rb") as stream:
+            stream.seek(start)
+            added = stream.read()
+        start += len(added)
+        print(decoder.decode(added, final=done), end="", flush=True)
+        if done:
+            return
+        time.sleep(min(0.2, ask_every))
+
+
+def last_line(log: Path, longest: int = 80) -> str:
+    """The last line about a step, else the last line with text, shortened; or an empty string."""
+    try:
+        lines = [line.strip() for line in last_lines(log, 1000) if line.strip()]
+    except OSError:
+        return ""
+    about_steps = [line for line in lines if re.search(r"\bstep \d+", line)]
+    last = (about_steps or lines or [""])[-1]
+    return last if len(last) <= longest else last[: longest - 3] + "..."

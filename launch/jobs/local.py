@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
+from types import FrameType
+from typing import IO
 
+from launch.host.processes import start
 from launch.host.secrets import without_secrets
 from launch.host.signals import EXIT_CODE
-from launch.jobs import here, tail
-from launch.jobs.job import THIS_ACCELERATE, Job, Node, arguments, checked_job, launch_command, preflight_command
-from launch.output.submission import Submission
+from launch.jobs.job import (
+    Job,
+    Node,
+    Target,
+    arguments,
+    checked_job,
+    follow,
+    launch_words,
+    preflight_command,
+    quoted,
+)
+from launch.output import record
+from launch.output.submission import LOCAL_LOG, Submission, note
 from launch.terminal import plural
 from launch.training.failure import next_flags
+from recipes.errors import UserError, mistake
 from recipes.run import Json, with_flags
-
-HELP = "this machine"
-WRITES_HERE = True
-STAGE: Callable[[Job, Path], Path] | None = None
+from recipes.run.hardware import read as read_hardware
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Target):
     """The flags of this target."""
+
+    HELP = "this machine"
 
     on_oom: str = field(
         default="stop",
@@ -34,126 +50,124 @@ class Local:
         },
     )
 
+    def node(self, processes: int | None = None) -> Node:
+        hardware = read_hardware()
+        return Node(hardware, processes or max(1, len(hardware.gpus)))
 
-FLAGS: type = Local
+    def render(self, job: Job) -> str:
+        """A bash script that becomes the launcher, which passes signals on to the ranks."""
+        if job.nodes > 1:
+            fix = "--processes_per_node for several processes here, or `recipes submit slurm` or `azureml`"
+            raise mistake("nodes", f"{job.nodes} are asked for, and this machine is one", fix)
+        lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
+        start = [*preflight_command(job, sys.executable), "exec", *quoted(launch_words(job)), '"${command[@]}"']
+        return "\n".join([*lines, "", *arguments(job), "", " ".join(start)]) + "\n"
 
-
-_TELL = """\
-launchers=()
-told=
-tell() {  # each process group: a launcher passes it on to its training processes
-    local pid
-    told=$1
-    for pid in "${launchers[@]}"; do kill -s "$1" -- "-$pid"; done 2>/dev/null
-}
-trap 'tell TERM' TERM USR1 HUP
-trap 'trap "tell QUIT" INT; echo "stopping, after the step in progress if any; Ctrl-C again kills" >&2; tell TERM' INT
-"""
-
-# Whoever fails first says why: the others then lose it, which is a 1, or wait for it in vain.
-_WAIT = """\
-set +m  # or bash reports their ends
-[ -z "$told" ] || tell "$told"  # while they were started
-
-code=0
-running=("${launchers[@]}")
-while true; do
-    failed=$code
-    still=()
-    for pid in "${running[@]}"; do
-        if kill -0 "$pid" 2>/dev/null; then
-            still+=("$pid")
-        else  # now `wait` returns at once, and no signal ends it before its process
-            wait "$pid" && ended=0 || ended=$?
-            ((failed || ended <= code)) || code=$ended
-        fi
-    done
-    ((${#still[@]})) || exit "$code"
-    running=("${still[@]}")
-    ((failed == code)) || tell TERM
-    sleep 0.5
-done
-"""
-
-
-def render(job: Job, flags: Local | None = None) -> str:
-    """A bash script. Several nodes all start on this machine, as a rehearsal."""
-    words = launch_command(job, THIS_ACCELERATE, '"$rank"', "127.0.0.1", '"$port"')
-    start = " ".join([*words, '"${command[@]}"'])
-    preflight = preflight_command(job, sys.executable, '"$rank"', "127.0.0.1", '"$((port - 10000))"')
-    start = f"({' '.join(preflight)} exec {start}) &" if preflight else f"{start} &"
-    lines = ["#!/usr/bin/env bash", f"# {job.title}, on {job.run.hardware}", "set -uo pipefail"]
-    lines += ["set -m  # a process group for each launcher"]
-    lines += ["", *arguments(job), "", *_TELL.splitlines(), ""]
-    if job.nodes == 1:
-        lines += [start, "launchers+=($!)"]
-    else:
+    def send(self, text: str, job: Job) -> int:
+        """Run the job to its end. Returns its exit code."""
         if not job.run.hardware.cuda:
-            share = max(1, job.run.hardware.cores // job.processes)
-            lines.append(f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{share}}}  # the nodes share these cores")
-        lines += [
-            "port=$((20000 + $$ % 20000))",
-            f"for rank in {{0..{job.nodes - 1}}}; do",
-            f"    {start}",
-            "    launchers+=($!)",
-            "done",
-        ]
-    return "\n".join(lines) + "\n" + _WAIT
+            print(f"no GPU here: {plural(job.processes, 'process')} on {job.run.hardware}", flush=True)
+        code = run_script(text, job)
+        return self._go_on_with_less(job, code) if self.on_oom == "next" else code
+
+    def _go_on_with_less(self, job: Job, code: int) -> int:
+        """Run again with less memory at the same global batch, until that is enough or
+        impossible.
+        """
+        tried: list[Json] = []
+        while code not in (0, EXIT_CODE):
+            attempt = next_flags(job.folder)
+            if attempt is None or attempt in tried:
+                if tried:
+                    print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
+                break
+            tried.append(attempt)
+            _, recipe, *argv = job.argv
+            again = Node(job.run.hardware, job.processes_per_node)
+            job = checked_job(recipe, with_flags(argv, attempt), again, 1, job.preflight, job.config)
+            print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
+            code = run_script(without_secrets(self.render(job)), job)
+        return code
+
+    @classmethod
+    def state(cls, submission: Submission) -> str:
+        """`running`, or empty if no process writes to the log any more."""
+        return "running" if is_written(Path(submission.log)) else ""
 
 
-def node(flags: Local, processes: int | None) -> Node:
-    return here.this_node(processes)
+# --- Running a job's script -----------------------------------------------------------------------
 
 
-def check(text: str, job: Job, flags: Local) -> None:
-    without_secrets(text)
+def run_script(text: str, job: Job) -> int:
+    """Run a job's script. Its output is kept in the output folder and shown here.
+
+    The output goes through a file and not a pipe: a run can outlive this process, and
+    `recipes logs` reads the file. Signals sent to this process reach the script's process group.
+    Returns the script's exit code.
+    Raises `UserError` if another run writes to the folder.
+    """
+    record.forget_out_of_memory(job.folder)  # of an earlier run
+    path = job.folder / LOCAL_LOG
+    with _locked_log(path) as log:
+        submission = Submission("local", job.title, str(path.resolve()))
+        note(job.folder, submission)
+        end = path.stat().st_size  # of what earlier runs have printed
+        process = start(["bash", "-c", text, "recipes"], log)
+
+    def pass_on(received: int, frame: FrameType | None) -> None:
+        """A run is told to stop. A second Ctrl-C kills it."""
+        if received == signal.SIGINT:
+            signal.signal(signal.SIGINT, lambda *_: _tell(process, signal.SIGQUIT))
+            print("stopping, after the step in progress if any; Ctrl-C again kills", file=sys.stderr, flush=True)
+        _tell(process, signal.SIGTERM)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    follow(path, lambda: process.poll() is not None, end)
+    note(job.folder, replace(submission, exit_code=process.returncode))
+    return process.returncode
 
 
-def submit(text: str, job: Job, flags: Local) -> int:
-    """Run the job to its end. Returns its exit code."""
-    if not job.run.hardware.cuda:
-        print(f"no GPU here: {plural(job.processes, 'process')} on {job.run.hardware}", flush=True)
-    code = here.run_script(text, job)
-    return _go_on_with_less(job, code) if flags.on_oom == "next" else code
+def _tell(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, number)
 
 
-def _go_on_with_less(job: Job, code: int) -> int:
-    """Run again with less memory at the same global batch, until that is enough or impossible."""
-    tried: list[Json] = []
-    while code not in (0, EXIT_CODE):
-        attempt = next_flags(job.folder)
-        if attempt is None or attempt in tried:
-            if tried:
-                print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
-            break
-        tried.append(attempt)
-        job = _with_flags(job, attempt)
-        print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
-        code = here.run_script(without_secrets(render(job)), job)
-    return code
+def is_written(path: Path) -> bool:
+    """True if a run writes to this log, or to this folder: its processes hold the lock."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:  # there is none
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
-def _with_flags(job: Job, flags: Json) -> Job:
-    _, recipe, *argv = job.argv
-    again = Node(job.run.hardware, job.processes_per_node)
-    return checked_job(recipe, with_flags(argv, flags), again, job.nodes, job.preflight, job.config)
+def _locked_log(path: Path) -> IO[bytes]:
+    """The log, opened to append. This process and those it starts hold its lock."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
+    except OSError as error:
+        what = f"{path.parent} cannot be written: {error.strerror}"
+        raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.close()
+        raise in_use(path.parent) from None
+    except OSError:  # a file system without locks
+        pass
+    return log
 
 
-# --- A job that was submitted ---------------------------------------------------------------------
-
-
-def state(submission: Submission) -> str:
-    """`running`, or empty if no process writes to the log any more."""
-    return "running" if here.is_written(Path(submission.log)) else ""
-
-
-def is_over(state: str) -> bool:
-    return not state
-
-
-def print_log(submission: Submission, folder: Path, following: bool) -> None:
-    tail.print_log(Path(submission.log), folder, following, lambda: state(submission), is_over, ask_every=0.2)
-
-
-def last_line(submission: Submission) -> str:
-    return tail.last_line(Path(submission.log))
+def in_use(folder: Path) -> UserError:
+    fix = f"another --output_dir, or wait: recipes logs -f {quote(str(folder))}"
+    return mistake("output_dir", f"another run is writing to {folder}", fix)

@@ -7,35 +7,30 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.host.launcher import LAUNCHER
-from launch.host.secrets import without_secrets
-from launch.jobs import container, tail
+from launch.flags import whole
 from launch.jobs.job import (
     ASSUMED_GPU,
+    SCRIPT,
     Job,
     Node,
+    Target,
     arguments,
-    launch_command,
+    launch_words,
     preflight_command,
     quoted,
     refuse_fresh,
 )
-from launch.jobs.slurm_flags import Slurm, ignored, require_valid
 from launch.output.submission import Submission, announce
-from launch.terminal import console, print_problems
-from recipes.errors import UserError, mistake
+from recipes.errors import mistake
+from recipes.flags import flag
 from recipes.run.files import expanded
 from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
-HELP = "a Slurm cluster, through sbatch"
-WRITES_HERE = True  # the nodes and this machine share a disk
-STAGE: Callable[[Job, Path], Path] | None = None
-FLAGS: type = Slurm
-
+_SBATCH = "as sbatch takes it"
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
 # sbatch lets its own arguments win over the script's. srun on too few nodes only warns, and the run
@@ -77,157 +72,222 @@ fi
 exit "$code"
 """
 
+_FOLDERS = """\
+export HF_HOME=${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}
+for folder in "$PWD" "$HOME" "$HF_HOME" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACHE-}"; do
+    [ -z "$folder" ] || folders+=("$folder")
+done
+mkdir -p "${folders[@]}" || exit 1
+binds=$(printf '%s\\n' "${folders[@]}" | sort -u | sed 's/.*/&:&/' | paste -sd ,)"""
 
-def node(slurm: Slurm, processes: int | None) -> Node:
-    """A node of the cluster, which cannot be looked at from here: its GPUs are assumed.
+_HOME = """\
+# Said again inside, where the image may say otherwise. Packages in the home folder are not the image's.
+printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME\""""
 
-    Raises `UserError` for flags that Slurm would refuse.
+_APPTAINER = """\
+runner=$(command -v apptainer || command -v singularity) || {
+    echo "neither apptainer nor singularity is on this node: load a module with it (--module)" >&2
+    exit 1
+}
+container=("$runner" exec --nv --pwd "$PWD" --bind "$binds" """
+
+
+@dataclass(frozen=True)
+class Slurm(Target):
+    """The flags of this target, under Slurm's own names, whose values sbatch judges.
+
+    `module` and `venv` prepare the environment of the job.
     """
-    require_valid(slurm)
-    processes = processes or max(1, slurm.gpus)
-    hardware = Hardware((ASSUMED_GPU,) * slurm.gpus, slurm.cpus_per_task or processes, liger=read_hardware().liger)
-    return Node(hardware, processes, frozenset() if slurm.prepares else None)
+
+    HELP = "a Slurm cluster, through sbatch"
+    ASK_EVERY = 10  # its controller serves many users
+
+    partition: str | None = flag(None, _SBATCH)
+    account: str | None = flag(None, _SBATCH)
+    qos: str | None = flag(None, _SBATCH)
+    time: str | None = flag(None, "time limit, as Slurm writes it: minutes, 8:00:00, 2-12, 2-12:00:00, UNLIMITED")
+    gpus_per_node: str | None = flag(None, "a count or type:count; also the processes of a node, unless they are given")
+    cpus_per_task: int | None = flag(
+        None, "cores of a node for its processes and their data loading [the cluster's default, often 1]"
+    )
+    mem: str | None = flag(None, "memory of a node: 64G, or 0 for all of it")
+    constraint: str | None = flag(None, _SBATCH)
+    reservation: str | None = flag(None, _SBATCH)
+    job_name: str | None = flag(None, "[the recipe]")
+    module: tuple[str, ...] = flag((), "environment modules to load, in this order")
+    venv: str | None = flag(None, "virtual environment to activate on the nodes, where no container runs")
+    container_image: str | None = flag(
+        None, "run in a container with python and accelerate: FILE.sif by apptainer, any other image by pyxis"
+    )
+    container_mounts: tuple[str, ...] = flag(
+        (), "SRC[:DST[:FLAGS]] for the container, besides what the run itself names, the home folder and this one"
+    )
+    signal_seconds: int = flag(120, "seconds before the time limit at which the run is told to save and stop [120]")
+    max_restarts: int = field(
+        default=10, metadata={"help": "how often a preempted or timed-out run is requeued [10]", "type": whole}
+    )
+
+    @property
+    def python(self) -> str:
+        """The nodes' own, if the job prepares one; or this interpreter, from a shared disk."""
+        return "python3" if self.venv or self.module or self.container_image else sys.executable
+
+    def node(self, processes: int | None) -> Node:
+        """A node of the cluster, which cannot be looked at from here: its GPUs are assumed."""
+        found = re.fullmatch(r"(?:[^:,=]+:)?(\d{1,4})", self.gpus_per_node or "0", re.ASCII)
+        if found is None:
+            what = f"{self.gpus_per_node!r} is not a count of GPUs of one type"
+            raise mistake("gpus_per_node", what, "--gpus_per_node 4, or a100:4")
+        gpus = int(found[1])
+        processes = processes or max(1, gpus)
+        hardware = Hardware((ASSUMED_GPU,) * gpus, self.cpus_per_task or processes, liger=read_hardware().liger)
+        return Node(hardware, processes, None if self.python == sys.executable else frozenset())
+
+    def render(self, job: Job) -> str:
+        """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
+        refuse_fresh(job, "another --output_dir")
+        directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
+        directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
+        directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
+        directives |= {"signal": f"B:USR1@{self.signal_seconds}", "open-mode": "append"}
+        lines = ["#!/bin/bash", *(f"#SBATCH --{key}={_plain(key, value)}" for key, value in directives.items())]
+        lines += [f"#SBATCH --{'requeue' if self.max_restarts else 'no-requeue'}", "", f"# {job.title}"]
+        # Before `set -u`: what modules and environments run reads variables that may not be set.
+        lines += [f"module load {' '.join(quoted(self.module))} || exit 1"] if self.module else []
+        if self.venv and not self.container_image:
+            lines.append(f"source {quoted([str(expanded(self.venv) / 'bin' / 'activate')])[0]} || exit 1")
+        lines += ["set -uo pipefail", f"max_restarts={self.max_restarts}"]
+        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, self.signal_seconds - 10)}"]
+        lines += [_AS_WRITTEN.format(nodes=job.nodes), "", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
+        lines += [*(self._container(job) if self.container_image else []), *self._step(job), _WAIT.rstrip()]
+        return "\n".join(lines) + "\n"
+
+    def _step(self, job: Job) -> list[str]:
+        """The srun command. It runs in the background, so that bash handles signals while it waits.
+
+        The launcher is ours on every node. accelerate's own dies of SIGUSR1, and with a single
+        process of SIGTERM too: Slurm then kills the rank, which has not saved yet.
+        """
+        launcher = quoted(launch_words(job, self.python))
+        if job.nodes > 1:
+            launcher += [*_meeting('"$MASTER_PORT"'), "--rdzv_backend", "static", "--same_network"]
+            if job.launched == "deepspeed":  # the default, pdsh, logs in to the other nodes
+                launcher += ["--deepspeed_multinode_launcher", "standard"]
+        meeting = _meeting('"$((MASTER_PORT - 10000))"') if job.nodes > 1 else []
+        inner = quoted([" ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])])[0]
+        options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
+        if self.cpus_per_task:
+            options.insert(2, f"--cpus-per-task={self.cpus_per_task}")  # srun has not inherited it since 22.05
+        inside = '"${container[@]}" ' if self.container_image else ""
+        home = "$home; " if self.container_image else ""
+        return [
+            f"launcher={inner}",
+            "# One word: srun reads a lone : among its own as the start of another job.",
+            f"srun {' '.join(options)} \\",
+            f'    {inside}bash -c "{home}$launcher$(printf \' %q\' "${{command[@]}}")" &',
+        ]
+
+    def _container(self, job: Job) -> list[str]:
+        """Bash that sets `container`, the words before srun's command, and `home` for inside it.
+
+        FILE.sif is run by apptainer (or singularity, with the same options), any other image by
+        pyxis, a plugin of srun. Both take folders as SRC:DST,SRC:DST, and every folder has the same
+        path inside as outside, so that no argument of the run has to change. Inside are the image's
+        own python and accelerate; this package is mounted as it is here. Read in their
+        documentation and source: only a site can show that its image and its settings go along.
+        """
+        image = self.container_image or ""
+        script = [f"folders=({' '.join(quoted(mounted(job)))})", _FOLDERS]
+        more = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in self.container_mounts)
+        script += [f"binds+={quoted([',' + more])[0]}"] if more else []
+        script.append(_HOME)
+        if image.endswith(".sif"):
+            return [*script, f"{_APPTAINER}{quoted([image])[0]})"]
+        words = f'--container-image={quoted([image])[0]} "--container-mounts=$binds" "--container-workdir=$PWD"'
+        return [*script, f"container=({words})"]
+
+    def send(self, text: str, job: Job) -> int:
+        """Hand the script to sbatch. Raises `UserError` with Slurm's own message if it refuses."""
+        # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
+        job_id = _ask(["sbatch", "--parsable"], text, environment).strip().partition(";")[0]
+        log = Path.cwd() / f"{self.job_name or job.run.recipe.name}-{job_id}.log"  # as `--output=%x-%j.log` says
+        submission = Submission("slurm", job.title, str(log), job_id)
+        announce(job.folder, submission, {"log": str(log)}, cancel=f"scancel {job_id}")
+        return 0
+
+    @classmethod
+    def state(cls, submission: Submission) -> str:
+        """`PENDING (Resources)`, `RUNNING`, ... Slurm forgets a job some minutes after its end."""
+        shown = _ask(["scontrol", "show", "job", "-o", submission.job], forgotten="Invalid job id")
+        fields = dict(word.split("=", 1) for word in shown.split() if "=" in word)
+        waits = fields.get("JobState") == "PENDING" and fields.get("Reason", "None") != "None"
+        return f"PENDING ({fields['Reason']})" if waits else fields.get("JobState", "")
+
+    @classmethod
+    def is_over(cls, state: str) -> bool:
+        waiting_or_running = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
+        return state.partition(" ")[0] not in waiting_or_running
 
 
-def render(job: Job, slurm: Slurm) -> str:
-    """An sbatch script: one task per node, which calls `accelerate launch` with the node's rank."""
-    refuse_fresh(job, "another --output_dir")
-    name = slurm.job_name or job.run.recipe.name
-    if not re.fullmatch(r"[\w.,:@+=-]+", name):  # the name of the log too: / is a folder there and % a pattern
-        raise mistake("job_name", f"{name!r} cannot name a log", "letters, digits and .,:@+=-")
-    directives = {"job-name": name, "output": "%x-%j.log", "nodes": job.nodes, "ntasks-per-node": 1}
-    directives |= {key.replace("_", "-"): getattr(slurm, key) for key in _DIRECTIVES if getattr(slurm, key)}
-    directives |= {"signal": f"B:USR1@{slurm.signal_seconds}", "open-mode": "append"}
-    lines = ["#!/bin/bash", *(f"#SBATCH --{key}={_plain(key, value)}" for key, value in directives.items())]
-    lines += [f"#SBATCH --{'requeue' if slurm.max_restarts else 'no-requeue'}", "", f"# {job.title}"]
-    lines += [*_prepared(slurm), "set -uo pipefail", f"max_restarts={slurm.max_restarts}"]
-    lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, slurm.signal_seconds - 10)}"]
-    lines += [_AS_WRITTEN.format(nodes=job.nodes), "", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
-    lines += [*(container.lines(job, slurm) if slurm.container_image else []), *_step(job, slurm), _WAIT.rstrip()]
-    return "\n".join(lines) + "\n"
-
-
-def _prepared(slurm: Slurm) -> list[str]:
-    """Before `set -u`: what modules and environments run reads variables that may not be set."""
-    lines = [f"module load {' '.join(quoted(slurm.module))} || exit 1"] if slurm.module else []
-    if slurm.venv and not slurm.container_image:
-        activate = expanded(slurm.venv) / "bin" / "activate"
-        lines.append(f"source {quoted([str(activate)])[0]} || exit 1")
-    return lines
-
-
-def _step(job: Job, slurm: Slurm) -> list[str]:
-    """The srun command. It runs in the background, so that bash handles signals while it waits.
-
-    The launcher is ours on every node. accelerate's own dies of SIGUSR1, and with a single process
-    of SIGTERM too: Slurm then kills the rank, which has not saved yet.
-    """
-    python = "python3" if slurm.prepares else sys.executable
-    launcher = launch_command(job, [python, str(LAUNCHER)], '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
-    preflight = preflight_command(job, python, '"$SLURM_NODEID"', '"$MASTER_ADDR"', '"$((MASTER_PORT - 10000))"')
-    inner = quoted([" ".join([*preflight, "exec", *launcher])])[0]
-    options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
-    if slurm.cpus_per_task:
-        options.insert(2, f"--cpus-per-task={slurm.cpus_per_task}")  # srun has not inherited it since 22.05
-    inside = '"${container[@]}" ' if slurm.container_image else ""
-    home = "$home; " if slurm.container_image else ""
-    return [
-        f"launcher={inner}",
-        "# One word: srun reads a lone : among its own as the start of another job.",
-        f"srun {' '.join(options)} \\",
-        f'    {inside}bash -c "{home}$launcher$(printf \' %q\' "${{command[@]}}")" &',
-    ]
+def _meeting(port: str) -> list[str]:
+    """The flags by which the nodes meet, for bash."""
+    return ["--machine_rank", '"$SLURM_NODEID"', "--main_process_ip", '"$MASTER_ADDR"', "--main_process_port", port]
 
 
 def _plain(key: str, value: object) -> str:
     """A directive's value. sbatch expands nothing in it, and reads up to the first blank."""
     text = str(value)
-    if re.fullmatch(r"[\w.,:/@%+=&|*()\[\]-]+", text):
+    # A job's name is that of its log too, where / is a folder and % a pattern.
+    if re.fullmatch(r"[\w.,:@+=-]+" if key == "job-name" else r"[\w.,:/@%+=&|*()\[\]-]+", text):
         return text
-    what = f"{text!r} holds characters that an #SBATCH line cannot have"
-    raise mistake(key.replace("-", "_"), what, "letters, digits and .,:/@%+=-")
+    fix = "letters, digits and .,:@+=-" if key == "job-name" else "letters, digits and .,:/@%+=-"
+    raise mistake(key.replace("-", "_"), f"{text!r} holds characters that an #SBATCH line cannot have", fix)
 
 
-def check(text: str, job: Job, slurm: Slurm) -> None:
-    without_secrets(text)
-    advice = list(ignored(slurm))
-    if advice:
-        print_problems(advice, console(stderr=True))
+def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = None, forgotten: str = "") -> str:
+    """The output of a command of Slurm's; empty if it fails and says `forgotten`.
 
-
-def submit(text: str, job: Job, slurm: Slurm) -> int:
-    job_id = sbatch(text)
-    log = Path.cwd() / f"{slurm.job_name or job.run.recipe.name}-{job_id}.log"  # as `--output=%x-%j.log` says
-    submission = Submission("slurm", job.title, str(log), job_id)
-    announce(job.folder, submission, {"log": str(log)}, cancel=f"scancel {job_id}")
-    return 0
-
-
-def sbatch(text: str) -> str:
-    """Hand the script to sbatch. Returns the job id.
-
-    Raises `UserError` with Slurm's own message if it refuses.
+    Raises `UserError` with Slurm's own message.
     """
-    if shutil.which("sbatch") is None:
-        raise mistake("slurm", "there is no sbatch on this machine", "a login node, or --dry_run and sbatch by hand")
-    # sbatch reads SBATCH_* variables too, and they would win over the script that was shown.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
-    done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, env=environment)
-    if done.returncode == 0:
-        return done.stdout.strip().partition(";")[0]
-    raise _refused(done.stderr)
+    if shutil.which(words[0]) is None:
+        fix = "a login node of the cluster, or --dry_run and sbatch by hand"
+        raise mistake("slurm", f"there is no {words[0]} on this machine", fix)
+    done = subprocess.run(words, input=text, capture_output=True, text=True, env=environment)
+    if done.returncode != 0 and not (forgotten and forgotten in done.stderr):
+        message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", done.stderr).split())
+        fix = "what this cluster has: `sinfo -o '%P %l %m %G %f'`; `scontrol ping` says whether it answers"
+        raise mistake("slurm", f"Slurm says: {message or 'nothing'}", fix)
+    return done.stdout
 
 
-_OTHERWISE = "correct what it names, or ask from a login node of the cluster"
+# --- What a container sees of the cluster's disks -------------------------------------------------
 
 
-def _refused(output: str) -> UserError:
-    message = " ".join(re.sub(r"(sbatch|scontrol): error:", "", output).split())
-    fixes = {
-        "partition": "--partition with one that `sinfo` lists",
-        "account": "--account with one of yours",
-        "qos": "--qos with one of yours",
-        "contact slurm controller": "wait for the controller: `scontrol ping` says whether it answers",
-        "feature": "--constraint with features that `sinfo -o %f` lists",
-        "reservation": "--reservation with one that `scontrol show reservation` lists",
-        "memory": "--mem with no more MB than `sinfo -o %m` lists",
-        "time limit": "--time with no more than `sinfo -o '%P %l'` lists",
-        "generic resource": "GPUs that `sinfo -o %G` lists, or no --gpus_per_node",
-        "configuration is not available": "fewer nodes, GPUs or CPUs: `sinfo` shows what there is",
-    }
-    fix = next((fix for word, fix in fixes.items() if word in message.lower()), _OTHERWISE)
-    return mistake("slurm", f"Slurm says: {message or 'nothing'}", fix)
+def mounted(job: Job) -> list[str]:
+    """The folders that a container must see besides those that the job finds out on its node.
 
-
-# --- A job that was submitted ---------------------------------------------------------------------
-
-
-def state(submission: Submission) -> str:
-    """What Slurm says of a job: `PENDING (Resources)`, `RUNNING`, ...
-
-    Empty once Slurm has forgotten the job, some minutes after its end.
-    Raises `UserError` if Slurm cannot be asked.
+    This package, and every folder that a setting of the run names by an absolute path or by one
+    that leaves the current folder. The output folder is made if it is not there.
     """
-    if shutil.which("scontrol") is None:
-        raise mistake("slurm", "there is no scontrol on this machine", "ask from a login node of the cluster")
-    words = ["scontrol", "show", "job", "-o", submission.job]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        raise _refused(done.stderr)
-    fields = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
-    waits = fields.get("JobState") == "PENDING" and fields.get("Reason", "None") != "None"
-    return f"PENDING ({fields['Reason']})" if waits else fields.get("JobState", "")
+    found = [SCRIPT.parent, SCRIPT.parents[1] / "recipes", Path(job.config).parent]
+    if _is_outside(job.folder):
+        found.append(_absolute(str(job.folder)))
+    named = [job.run[name] for name in job.run.given if name != "output_dir"]  # which need not exist yet
+    for value in [*named, *map(str, job.run.recipe.files)]:
+        for path in map(_absolute, filter(_is_outside, value if isinstance(value, list | tuple) else [value])):
+            folder = path if os.path.isdir(path) else path.parent  # noqa: PTH112, Path.is_dir raises for a long text
+            if os.path.isdir(folder) and folder != Path("/"):  # noqa: PTH112
+                found.append(folder)
+    outermost = (folder for folder in found if not any(other in folder.parents for other in found))
+    return list(dict.fromkeys(map(str, outermost)))
 
 
-def is_over(state: str) -> bool:
-    waiting_or_running = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED")
-    return state.partition(" ")[0] not in waiting_or_running
+def _is_outside(value: object) -> bool:
+    """True for a path that leads out of the current folder, wherever that is."""
+    return str(value).startswith(("/", "~/", ".."))
 
 
-def print_log(submission: Submission, folder: Path, following: bool) -> None:
-    """Slurm is asked every ten seconds only: its controller serves many users."""
-    tail.print_log(Path(submission.log), folder, following, lambda: state(submission), is_over, ask_every=10)
-
-
-def last_line(submission: Submission) -> str:
-    return tail.last_line(Path(submission.log))
+def _absolute(text: str) -> Path:
+    """The path without `..`. Links in it stay: inside the container it must be the same text."""
+    return Path(os.path.normpath(Path.cwd() / expanded(text)))

@@ -1,26 +1,35 @@
-"""Submitting: the same run on this machine, on Slurm or on Azure ML.
+"""Submitting: the same run on this machine, on Slurm or on Azure ML; and how it is doing there.
 
 Everything is checked before it is sent.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
+from typing import Any
 
-from launch.jobs.here import refuse_while_written
-from launch.jobs.job import Job, checked_job
-from launch.jobs.site import commented
-from launch.jobs.targets import TARGETS, Target, submitted
-from recipes.errors import UserError, mistake
+from launch.flags import add_fields, given
+from launch.jobs.azure import Azure
+from launch.jobs.job import Job, Target, checked_job
+from launch.jobs.local import Local, in_use, is_written
+from launch.jobs.slurm import Slurm
+from launch.output import record
+from launch.output.submission import LOCAL_LOG, NAME, Submission, noted
+from recipes.errors import Problem, UserError, mistake
 from recipes.rules.probe import probe_in_child
+from recipes.run.files import existing_path, nearest, read_yaml
+
+TARGETS: dict[str, type[Target]] = {"local": Local, "slurm": Slurm, "azureml": Azure}
 
 
 def submit(
     target: Target,
-    flags: object,
     argv: Sequence[str],
     *,
     recipe: str | None = None,
@@ -34,28 +43,31 @@ def submit(
 ) -> int:
     """Submit train.py with the command line `argv`, or show what would be sent.
 
-    `flags` are the target's own. `accelerate_config` is an Accelerate YAML that replaces the
-    recipe's own, `comment` lines for the top of the job's text. Returns the exit code. Raises
-    `UserError` with everything that is wrong with the run or the job. What would go to another
-    machine is also constructed here first; a dry run is not, which takes no seconds.
+    `accelerate_config` is an Accelerate YAML that replaces the recipe's own, `comment` a line for
+    the top of the job's text. Returns the exit code. Raises `UserError` with everything that is
+    wrong with the run or the job. What would go to another machine is also constructed here first;
+    a dry run is not, which takes no seconds.
     """
     if output and not dry_run:
         raise mistake("output", "is for a dry run; this would be submitted, not written", "--dry_run, or no --output")
-    job = checked_job(recipe, argv, target.node(flags, processes_per_node), nodes, preflight, accelerate_config)
-    text = commented(target.render(job, flags), comment)
-    target.check(text, job, flags)
+    job = checked_job(recipe, argv, target.node(processes_per_node), nodes, preflight, accelerate_config)
+    text = target.render(job)
+    first, _, rest = text.partition("\n")  # `#!` must be the first line
+    text = f"{first}\n{comment}{rest}" if first.startswith("#!") else comment + text
+    target.check(text, job)
     if dry_run:
         return _show(text, job, target, output)
     if target.WRITES_HERE:
         refuse_while_in_use(job.folder)
-    if target is not TARGETS["local"] and (problems := probe_in_child(job.run)):  # here train.py says it at once
+    if not isinstance(target, Local) and (problems := probe_in_child(job.run)):  # here train.py says it at once
         raise UserError(*problems)
-    return target.submit(text, job, flags)
+    return target.send(text, job)
 
 
 def refuse_while_in_use(folder: Path) -> None:
     """Raises `UserError` if a run writes to the folder: a second one would only fail later."""
-    refuse_while_written(folder)
+    if is_written(folder / LOCAL_LOG):
+        raise in_use(folder)
     earlier = submitted(folder)
     if earlier is None or not earlier.job:  # a run on this machine was found above
         return
@@ -71,15 +83,148 @@ def _show(text: str, job: Job, target: Target, file: str | None) -> int:
         return 0
     path = Path(file)
     try:
-        if target.STAGE and not path.exists():
-            print(f"its code is in {target.STAGE(job, path.parent)}")
-        with path.open(
-            "x", encoding="utf-8", errors="surrogateescape"
-        ) as stream:  # "x": an existing file is never overwritten
+        if not path.exists() and (code := target.stage(job, path.parent)):
+            print(f"its code is in {code}")
+        with path.open("x", encoding="utf-8", errors="surrogateescape") as stream:  # an existing file stays
             stream.write(text)
-    except FileExistsError:
-        raise mistake("output", f"{file} exists already", "another name") from None
     except OSError as error:
-        raise mistake("output", f"{file} cannot be written: {error.strerror}", "choose a writable folder") from None
+        fix = "another name, or a writable folder"
+        raise mistake("output", f"{file} cannot be written: {error.strerror}", fix) from None
     print(f"written to {file}")
     return 0
+
+
+# --- The site file --------------------------------------------------------------------------------
+
+
+def site_file() -> Path:
+    """Where the flags that are the same for every job of a site stand, or would stand. Such as
+
+    slurm: {partition: gpu, account: lab, module: [cuda/12.6], venv: /shared/venv}
+    azureml: {compute: gpu-cluster, workspace_name: lab}
+
+    The command line wins over it. A dry run says which values came from it.
+    """
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path(os.environ.get("HOME", "/")) / ".config"
+    return Path(folder) / "accelerate-recipes" / "site.yaml"
+
+
+def site_defaults(target: str) -> dict[str, Any]:
+    """A target's flags in the site file, read as the command line would be; empty without a file.
+
+    The names of other targets are checked too. Raises `UserError` for what is wrong in the file.
+    """
+    file = existing_path(str(site_file()))
+    content = read_yaml(file, "site.yaml", as_text=True) if file else {}
+    section = content.get(target) or {}
+    if not isinstance(section, Mapping):
+        fix = "`name: value` on each line below it, indented"
+        raise mistake(target, "holds no flags", fix, str(file))
+    known = {field.name: field for field in fields(TARGETS[target])}
+    named = {name.replace("-", "_"): value for name, value in section.items() if value not in ("", "null", "~")}
+    kind = f"flag of `recipes submit {target}`"
+    if problems := [*_unknown(content, TARGETS, "target"), *_unknown(named, known, kind)]:
+        raise UserError(*problems)
+    words: list[str] = []
+    for name, value in named.items():
+        if isinstance(known[name].default, bool) and str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
+            words += [f"--{name}"] if value.lower() in ("true", "yes", "on") else []
+        else:
+            words += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    add_fields(parser, TARGETS[target])
+    try:
+        options, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).partition("/")[0].strip("-")
+        raise mistake(name, error.message, "what the command line takes", str(file)) from None
+    if rest:
+        raise mistake(rest[0], "is more than its flag takes", "what the command line takes", str(file))
+    return given(TARGETS[target], options)
+
+
+def _unknown(names: Mapping[str, Any], known: Mapping[str, Any], kind: str) -> Iterator[Problem]:
+    for name in names.keys() - known.keys():
+        fix = nearest(name, known) or "one of " + ", ".join(known)
+        yield Problem(name, f"is not a {kind}", fix, str(site_file()))
+
+
+def from_site(site: Mapping[str, Any]) -> str:
+    """A comment line with flags from the site file; empty without any."""
+    words: list[str] = []
+    for name, value in site.items():
+        words += [f"--{name}", *map(str, value)] if isinstance(value, tuple | list) else [f"--{name}", str(value)]
+    return f"# From {site_file()}: {' '.join(join(words).splitlines())}\n" if site else ""
+
+
+# --- How runs are doing ---------------------------------------------------------------------------
+
+
+def submitted(folder: Path) -> Submission | None:
+    """The last submission into this folder; None if there is none, or its note is damaged."""
+    submission = noted(folder)
+    return submission if submission and submission.target in TARGETS else None
+
+
+def rows(folder: Path) -> list[list[str]]:
+    """For each run, the newest first: its folder, where it runs, its state, its log's last line."""
+    return [[str(run), *_described(run)] for run in _runs_in(folder)]
+
+
+def newest(folder: Path) -> tuple[Path, Submission]:
+    """The folder and the submission of the newest submitted run in a folder.
+
+    Raises `UserError` if there is none.
+    """
+    for run in _runs_in(folder):
+        if submission := submitted(run):
+            return run, submission
+    what = f"the run in {folder} was started without `recipes submit`"
+    raise mistake("FOLDER", what, "read its output where you started it")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The folder itself if a run writes to it, and those in it, the newest first."""
+    inside = [folder, *(folder.iterdir() if folder.is_dir() else [])]
+    runs = [run for run in inside if (run / NAME).is_file() or (run / record.NAME).is_file()]
+    if not runs:
+        raise mistake("FOLDER", f"no run was submitted or started in {folder}", "the --output_dir of one")
+    return sorted(runs, key=_begun, reverse=True)
+
+
+def _begun(folder: Path) -> str:
+    submission = submitted(folder)
+    return submission.submitted if submission else str(record.read(folder).get("started", ""))
+
+
+def _described(folder: Path) -> tuple[str, str, str]:
+    """Where it runs, its state, and the last line of its log."""
+    submission = submitted(folder)
+    outcome = _outcome(folder, submission)
+    if submission is None:
+        if outcome == "running" and not is_written(folder):
+            outcome = "ended unexpectedly (killed?), or runs on another machine"
+        return "started by hand", outcome, ""
+    target, where = TARGETS[submission.target], submission.target
+    if submission.job and submission.job != folder.name:
+        where += f" {submission.job}"
+    try:
+        state = target.state(submission)
+    except UserError as error:  # the other runs can still be described
+        return where, outcome or "unknown", str(error)
+    if target.is_over(state):
+        if outcome == "running":  # the run could not write anything else any more
+            outcome = "ended unexpectedly (killed?)"
+        state = ", ".join(word for word in (state, outcome) if word) or "ended, outcome unknown"
+    return where, state, target.last_line(submission)
+
+
+def _outcome(folder: Path, submission: Submission | None) -> str:
+    """The status in run.json: running, finished, preempted, failed, ...
+
+    Empty if run.json is missing, or older than this submission.
+    """
+    content = record.read(folder)
+    if submission and str(content.get("ended", content.get("started", ""))) < submission.submitted:
+        return "failed before it trained" if submission.exit_code else ""
+    return str(content.get("status", ""))

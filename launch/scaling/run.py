@@ -24,9 +24,8 @@ from typing import IO
 from launch.flags import Commands, count
 from launch.host import processes
 from launch.host.secrets import without_secrets
-from launch.jobs import local as local_job
-from launch.jobs.here import job_here
-from launch.jobs.job import Job
+from launch.jobs.job import Job, checked_job
+from launch.jobs.local import Local
 from launch.output import record
 from launch.terminal import plural
 from recipes import legal
@@ -155,7 +154,7 @@ def points(
     sizes = sorted(set(sizes or _all_sizes()))
     found = []
     for recipe in recipes or ["standard"]:
-        batch = job_here(recipe, argv, 1).run.batch.total
+        batch = checked_job(recipe, argv, Local().node(1)).run.batch.total
         if "weak" in scaling and batch % sizes[-1]:
             what = f"a global batch of {batch} cannot be shared by {sizes[-1]} processes"
             raise mistake("global_batch_size", what, f"a multiple of {sizes[-1]}")
@@ -175,7 +174,7 @@ def _all_sizes() -> list[int]:
 
 def _model_name(argv: Sequence[str]) -> str:
     """The last part of the model's name, as the rows of train.py have it."""
-    return name_of(job_here(None, argv, 1).run)
+    return name_of(checked_job(None, argv, Local().node(1)).run)
 
 
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
@@ -209,7 +208,7 @@ def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
         "measure": folder / TIMINGS,
         **point.changed,
     }
-    return job_here(point.recipe, with_flags(argv, flags), point.num_processes)
+    return checked_job(point.recipe, with_flags(argv, flags), Local().node(point.num_processes))
 
 
 def _measure_in_turns(
@@ -253,7 +252,7 @@ def _measure(point: Point, argv: Sequence[str], steps: int, folder: Path, name: 
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
         job = _job(point, argv, steps, Path(place))
         with log.open("wb") as stream:
-            code = _run(without_secrets(local_job.render(job)), stream)
+            code = _run(without_secrets(Local().render(job)), stream)
         if (Path(place) / record.NAME).exists():
             shutil.copy(Path(place) / record.NAME, folder / "runs" / f"{name}.json")
         if code == 0:

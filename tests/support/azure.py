@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import jwt
-
 NAMES = {
     "subscription_id": "00000000-0000-0000-0000-000000000000",
     "resource_group": "group",
@@ -31,7 +29,7 @@ _BLOB_HEADERS = {"ETag": '"1"', "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"
 
 
 class Workspace:
-    """`jobs` are the bodies that were sent, `blobs` the uploads, `tracked` the calls of MLflow.
+    """`jobs` are the bodies that were sent, `blobs` the uploads.
 
     The test sets a job's `status` and `log`. With `refuse` the service answers every job with
     that error. `assets` are data assets, by name: the type of version 1. `secrets` are those of a
@@ -41,8 +39,8 @@ class Workspace:
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.blobs: dict[str, bytes] = {}
-        self.tracked: list[tuple[str, dict[str, Any]]] = []
         self.status, self.log, self.refuse = "Running", b"", ""
+        self.log_was_read = threading.Event()
         self.assets: dict[str, str] = {}
         self.secrets: dict[str, str] = {}
         self.port = 0
@@ -54,8 +52,6 @@ class Workspace:
             return 200, {"access_token": "t", "expires_on": str(int(time.time()) + 3600), "token_type": "Bearer"}
         if path.startswith(_ARM):
             return self._resource(method, path.removeprefix(_ARM), body)
-        if path.startswith("/mlflow/"):
-            return 200, self._tracking(path, body)
         if path.startswith("/secrets/"):
             name = path.removeprefix("/secrets/")
             return (200, {"value": self.secrets[name]}) if name in self.secrets else (404, {"error": {}})
@@ -79,7 +75,6 @@ class Workspace:
         kind, _, name = path.strip("/").partition("/")
         if path == "":
             addresses = {"discoveryUrl": f"https://localhost:{self.port}/discovery"}
-            addresses["mlFlowTrackingUri"] = f"azureml://localhost:{self.port}/mlflow/v1.0{_ARM}"
             return 200, {"properties": addresses, "name": "lab"}
         if kind == "jobs" and self.refuse:
             return 400, {"error": {"code": "UserError", "message": self.refuse}}
@@ -126,6 +121,7 @@ class Workspace:
         if path == "/discovery":
             return 200, {"api": f"https://localhost:{self.port}", "history": f"https://localhost:{self.port}"}
         if path == "/log":
+            self.log_was_read.set()
             return 200, self.log
         if path == "/box" and "comp" in query:
             return 200, self._listed(query["prefix"][0])
@@ -138,12 +134,6 @@ class Workspace:
             return 200, b""
         self.blobs[name] = body
         return 201, b""
-
-    def _tracking(self, path: str, body: bytes) -> dict[str, Any]:
-        self.tracked.append(("/".join(path.split("/")[-2:]), json.loads(body or b"{}")))
-        info = {"run_id": "job", "run_uuid": "job", "experiment_id": "0", "status": "RUNNING", "artifact_uri": "x"}
-        experiment = {"experiment_id": "0", "name": "lab", "lifecycle_stage": "active"}
-        return {"run": {"info": {**info, "lifecycle_stage": "active"}, "data": {}}, "experiment": experiment}
 
     def _listed(self, prefix: str) -> bytes:
         blobs = "".join(
@@ -175,18 +165,6 @@ def loopback(folder: Path, monkeypatch: Any) -> Iterator[Workspace]:
         monkeypatch.setenv("IDENTITY_HEADER", "any")
         monkeypatch.setattr(socket, "getaddrinfo", _only_here)
         yield workspace
-
-
-def in_a_job(workspace: Workspace) -> dict[str, str]:
-    """What Azure ML sets in a job's environment for MLflow."""
-    token = jwt.encode({"exp": time.time() + 3600}, "not a secret of anybody, and long enough")
-    return {
-        "MLFLOW_TRACKING_URI": f"azureml://localhost:{workspace.port}/mlflow/v1.0{_ARM}",
-        "MLFLOW_RUN_ID": "job",
-        "MLFLOW_EXPERIMENT_NAME": "lab",
-        "MLFLOW_TRACKING_TOKEN": token,
-        "AZUREML_RUN_TOKEN": token,
-    }
 
 
 @contextlib.contextmanager

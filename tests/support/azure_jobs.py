@@ -12,21 +12,10 @@ from pathlib import Path
 import pytest
 
 from launch.host.processes import free_port
-from launch.jobs import azure, azure_stage
 from launch.jobs.azure import Azure
-from launch.jobs.job import Job, job_of
-from recipes.run import here, resolve
-from recipes.run.hardware import Gpu, Hardware
+from launch.jobs.job import Job
+from tests.support.jobs import job
 from tests.support.waiting import PATIENCE
-
-
-def job(recipe="standard", nodes=1, processes=4, argv=()) -> Job:
-    hardware = Hardware((Gpu("GPU", (8, 0), 80 << 30),) * processes, cores=8)
-    world = nodes * processes
-    run = resolve(
-        ["--recipe", recipe, *argv], here(world, local_world_size=processes, hardware=hardware, environment={})
-    )
-    return job_of(run, nodes, processes, argv)
 
 
 def written(training: Job, flags: Azure, folder: Path) -> Path:
@@ -34,8 +23,8 @@ def written(training: Job, flags: Azure, folder: Path) -> Path:
     a test's model may be anywhere.
     """
     file = folder / "job.yaml"
-    file.write_text(azure.render(training, flags), encoding="utf-8")
-    azure_stage.stage(job(), folder)
+    file.write_text(flags.render(training), encoding="utf-8")
+    flags.stage(job(), folder)
     return file
 
 

@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from launch.jobs import local, slurm
-from launch.jobs.job import Job, job_of
+from launch.jobs.job import Job
+from launch.jobs.local import Local
 from launch.jobs.slurm import Slurm
-from recipes.run import here, resolve
-from recipes.run.hardware import Hardware
+from tests.support.jobs import job
 
 _AWKWARD = [
     'a b', ' a', 'b ', 'a  b', '', "'", '"', "''", '"\'"', '\\', '\\\\', '\\n', 'a\nb', '\n', 'a\tb', '\r', '$HOME',
@@ -35,13 +34,11 @@ def hostile_job(words: list[str], folder: Path) -> Job:
     """A job whose script writes its arguments to a file, those of the recipe first."""
     script = folder / "note the words.py"
     script.write_text(_NOTE.format(file=str(folder / "words.json")))
-    job = job_of(resolve(["--recipe", "standard"], here(hardware=Hardware(cores=2), environment={})), 1, 1, words)
-    return replace(job, script=str(script))
+    return replace(job(gpu=False), argv=("--recipe", "standard", *words), script=str(script))
 
 
 def script_that_prints_its_words(target: str, words: list[str], folder: Path) -> str:
-    job = hostile_job(words, folder)
-    return local.render(job) if target == "local" else slurm.render(job, Slurm())
+    return {"local": Local(), "slurm": Slurm()}[target].render(hostile_job(words, folder))
 
 
 def received(folder: Path) -> list[str]:

@@ -99,13 +99,13 @@ def _run(case: Case) -> int:
 
 def _end_where_something_starts(to_the_end: bool) -> None:
     from launch.host import processes
-    from launch.jobs import here
+    from launch.jobs import local
 
     def starts(*arguments: Any, **options: Any) -> NoReturn:
         raise SystemExit(TAKEN)
 
     os.execv = starts
-    for module, names in {processes: ("start",), here: ("run_script",)}.items():
+    for module, names in {processes: ("start",), local: ("run_script",)}.items():
         _replace(module, names, starts)
     if "launch.training.model" in sys.modules and not to_the_end:
         sys.modules["launch.training.model"].load_model = starts

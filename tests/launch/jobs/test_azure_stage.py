@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import main
-from launch.jobs.azure_stage import CODE
+from launch.jobs.azure import CODE
 from tests.support.running import ROOT
 
 RECIPE = """\
@@ -60,18 +60,6 @@ def test_two_jobs_share_their_code(project, capsys):
     assert main([*SUBMIT, "--output", "three.yaml"]) == 2
     assert "another folder" in capsys.readouterr().err
     assert not (project / "three.yaml").exists()
-
-
-def test_caches_are_left_out(project):
-    assert main([*SUBMIT, "--output", "mine.yaml"]) == 0
-    assert sorted(path.name for path in (project / CODE).iterdir()) == [
-        "accelerate_configs",
-        "azureml",
-        "launch",
-        "recipes",
-    ]
-    names = [path.name for path in (project / CODE).rglob("*")]
-    assert not [name for name in names if name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")]
 
 
 def test_a_job_without_its_code_is_refused(project, capsys):

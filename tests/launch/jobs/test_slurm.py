@@ -154,19 +154,19 @@ def test_a_run_that_fails_is_not_requeued(cluster, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "fix"),
+    ("flags", "what"),
     [
-        ("--partition nowhere", "--partition with one that `sinfo` lists"),
-        ("--constraint a100", "--constraint with features that `sinfo -o %f` lists"),
-        ("--reservation nowhere", "`scontrol show reservation` lists"),
-        ("--mem 999T", "no more MB than `sinfo -o %m` lists"),
-        ("--gpus_per_node h100:2", "fewer nodes, GPUs or CPUs"),
+        ("--partition nowhere", "invalid partition specified: nowhere"),
+        ("--constraint a100", "Invalid feature specification"),
+        ("--gpus_per_node gpu:2", "Requested node configuration is not available"),
+        ("--time 8h", "Invalid --time specification"),
+        ("--mem 64GiB", "Invalid --mem specification"),
     ],
 )
-def test_what_this_cluster_does_not_have_is_one_line(flags, fix, cluster, tmp_path):
+def test_what_slurm_refuses_is_its_own_sentence_in_one_line(flags, what, cluster, tmp_path):
     job, outcome = submit(cluster, tmp_path, *flags.split())
     assert (job, outcome.code) == ("", 2)
-    assert "Slurm says" in outcome.output and fix in " ".join(outcome.output.split())
+    assert "Slurm says: " in outcome.output and what in outcome.output
 
 
 def test_a_silent_controller_is_one_line(cluster, tmp_path):

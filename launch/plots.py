@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
 
@@ -12,30 +12,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
-
-
-def rising_colours(count: int) -> list[Any]:
-    """Colours whose order is seen, on paper without colours too: the first is the darkest."""
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.85 * place / max(1, count - 1)) for place in range(count)]
-
-
-def families(text: str) -> tuple[list[str], str]:
-    """Names of installed fonts that have the characters of `text` together, and what none has."""
-    from matplotlib import font_manager, ft2font
-
-    found, missing = [], {ord(character) for character in text if character.isprintable()}
-    for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name != "DejaVu Sans"):
-        if not missing:
-            break
-        if font.name.startswith("Last Resort"):  # a box for every character there is
-            continue
-        own = missing & ft2font.FT2Font(font.fname).get_charmap().keys()
-        if own:
-            found.append(font.name)
-        missing -= own
-    return found or ["DejaVu Sans"], "".join(map(chr, sorted(missing)))
 
 
 def installed() -> bool:

@@ -35,11 +35,9 @@ from recipes.run import Settings, nearest, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.run.hardware import usable_cores
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
+from recipes.scaling.analyse import Series, Size, analyse
 from recipes.scaling.causes import milliseconds
-from recipes.scaling.row import Timing, with_columns
-from recipes.scaling.sizes import Size
-from recipes.scaling.timings import WARM_UP_STEPS, append, name_of, read, require_room
-from recipes.scaling.verdicts import Series, analyse
+from recipes.scaling.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
@@ -109,7 +107,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
         series, size = _chosen(
             analyse(read([file])), options.scaling, options.num_processes, options.recipe, options.name
         )
-        name, argv = size.typical.name, shlex.split(size.typical.setup.command)
+        name, argv = size.typical.name, shlex.split(size.typical.command)
         found = _before_and_after(size, _find(options.apply, advise(size, series), size))
     for point in found:  # all are checked before one starts
         _job(point, argv, options.steps, folder)
@@ -183,7 +181,7 @@ def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None
 
     Raises `UserError` if the file has this name for another.
     """
-    earlier = {row.setup.command for row in read([file]) if row.name == name} if file.exists() else set()
+    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
         then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
         what = f"{file} holds timings of {name} with {then}, not {now}"
@@ -232,8 +230,7 @@ def _measure_in_turns(
             if row is None:
                 failed.append(point)
                 continue
-            row = with_columns(row, name=name, command=shlex.join(argv))
-            row = replace(row, applied=point.applied, predicted=point.predicted)
+            row = replace(row, name=name, command=shlex.join(argv), applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
             print(f"{at}{_measured_words(row)}", flush=True)
     return failed
@@ -299,7 +296,7 @@ def _slug(point: Point) -> str:
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
     """Two points: the training as it was measured, and with the advice."""
-    row, batch = size.typical, size.typical.batch.total
+    row, batch = size.typical, size.typical.global_batch
     if not batch:
         raise mistake("apply", "the timings have no column global_batch", "timings of recipes scale run")
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")

@@ -21,8 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback, TrainerState
 
 from launch.training.trainer import RecipeTrainer
-from recipes.scaling.row import PARTS
-from recipes.scaling.timings import WARM_UP_STEPS
+from recipes.scaling.timings import PARTS, WARM_UP_STEPS
 
 _MICRO_STEP = "micro-step"
 

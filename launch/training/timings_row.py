@@ -28,8 +28,7 @@ from launch.training.step_timing import TimedTrainer, busy_cores
 from recipes.run import Json, RunSpec, with_flags
 from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
-from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Slowest, Timing
-from recipes.scaling.timings import append, name_of
+from recipes.scaling.timings import PARTS, Timing, append, name_of
 
 T = TypeVar("T")
 
@@ -65,16 +64,17 @@ def add_timings_row(run: RunSpec, world: World, trainer: TimedTrainer, results: 
 def _row(run: RunSpec, trainer: TimedTrainer, results: Json) -> Timing:
     steps = trainer.timed_steps
     everyones = _gathered({part: trainer.timer.seconds[part] / steps for part in PARTS})
-    parts = _means(everyones)
+    parts: Json = _means(everyones)
     step_time = sum(parts.values())
     _count_writing_once(parts, everyones)
     repeated = _repeated(run, trainer, step_time)
-    no_sync = None
+    no_sync: Json = {}
     if repeated:
         parts["communication"] = min(repeated.exchange, parts["backward"])
         parts["backward"] -= parts["communication"]
         optimizer = parts["optimizer"]
-        no_sync = NoSync(median_low(repeated.bare) + optimizer, max(repeated.bare) + optimizer)
+        no_sync = {"no_sync_step": median_low(repeated.bare) + optimizer}
+        no_sync |= {"no_sync_step_max": max(repeated.bare) + optimizer}
     else:
         del parts["communication"]  # unknown
     overhead = _pass_overhead(run, trainer)
@@ -88,23 +88,25 @@ def _row(run: RunSpec, trainer: TimedTrainer, results: Json) -> Timing:
         samples=steps * run.batch.total,
         accuracy=results.get("eval_accuracy"),
         recipe=run["recipe"],
-        batch=Batch(run.batch.total, run.batch.micro, run.batch.accumulation),
+        global_batch=run.batch.total,
+        micro_batch=run.batch.micro,
+        accumulation=run.batch.accumulation,
         tokens=round(tokens * results["step_time"] * steps) if tokens else None,
         loss=results.get("eval_loss"),
         step_time=step_time,
-        parts=Parts(**parts),
+        **parts,
         data_wait_max=max(rank["data_wait"] for rank in everyones),
-        no_sync=no_sync,
+        **no_sync,
         pass_overhead=overhead,
-        exchange=_exchange(run, trainer, parts.get("communication"), link),
-        link=link,
+        **_exchange(run, trainer, parts.get("communication"), link),
+        **link,
         peak_memory=max(_gathered(results["peak_memory_bytes"])),
-        setup=_setup(run, trainer),
+        **_setup(run, trainer),
         timed=f"{steps} steps",
         step_p50=max(_gathered(_percentile(trainer.timer.steps, 50))),
         step_p99=max(_gathered(_percentile(trainer.timer.steps, 99))),
         other_load=_other_load(trainer),
-        slowest=_slowest(trainer, repeated, [rank["data_wait"] for rank in everyones]),
+        **_slowest(trainer, repeated, [rank["data_wait"] for rank in everyones]),
     )
 
 
@@ -122,16 +124,16 @@ def _other_load(trainer: TimedTrainer) -> float:
     return max(max(0.0, max(total for total, _ in ranks) - sum(own for _, own in ranks)) for ranks in nodes.values())
 
 
-def _slowest(trainer: TimedTrainer, repeated: Repeated | None, waits: list[float]) -> Slowest | None:
-    """The slowest process by its rank, host and device; None for a single process."""
+def _slowest(trainer: TimedTrainer, repeated: Repeated | None, waits: list[float]) -> Json:
+    """The slowest process by its rank, host and device; empty for a single process."""
     places = _gathered((platform.node(), _device_name(trainer.args.device)))
     if len(places) == 1:
-        return None
-    data_rank = waits.index(max(waits)) if max(waits) else None
-    if not repeated:
-        return Slowest(data_rank=data_rank)
-    rank = repeated.bare.index(max(repeated.bare))
-    return Slowest(rank, *places[rank], data_rank)
+        return {}
+    found: Json = {"data_wait_rank": waits.index(max(waits)) if max(waits) else None}
+    if repeated:
+        rank = repeated.bare.index(max(repeated.bare))
+        found |= {"slowest_rank": rank, "slowest_host": places[rank][0], "slowest_device": places[rank][1]}
+    return found
 
 
 def _device_name(device: torch.device) -> str:
@@ -150,17 +152,17 @@ def _count_writing_once(parts: dict[str, float], everyones: list[dict[str, float
         parts[part] = longest
 
 
-def _setup(run: RunSpec, trainer: TimedTrainer) -> Setup:
-    return Setup(
-        hardware=str(run.hardware),
-        engine=run.engine.kind,
-        workers=run["dataloader_num_workers"],
-        cores=max(1, run.hardware.cores // run.local_world_size),
-        logging_steps=trainer.state.logging_steps,
-        save_steps=trainer.state.save_steps if run["save_strategy"] == "steps" else None,
-        eval_steps=trainer.state.eval_steps if run["eval_strategy"] == "steps" else None,
-        command=_training_flags(run),
-    )
+def _setup(run: RunSpec, trainer: TimedTrainer) -> Json:
+    return {
+        "hardware": str(run.hardware),
+        "engine": run.engine.kind,
+        "workers": run["dataloader_num_workers"],
+        "cores": max(1, run.hardware.cores // run.local_world_size),
+        "logging_steps": trainer.state.logging_steps,
+        "save_steps": trainer.state.save_steps if run["save_strategy"] == "steps" else None,
+        "eval_steps": trainer.state.eval_steps if run["eval_strategy"] == "steps" else None,
+        "command": _training_flags(run),
+    }
 
 
 def _training_flags(run: RunSpec) -> str:
@@ -170,15 +172,15 @@ def _training_flags(run: RunSpec) -> str:
     return shlex.join(with_flags([], flags))
 
 
-def _exchange(run: RunSpec, trainer: TimedTrainer, communication: float | None, link: Link | None) -> Exchange | None:
-    """None for a single process: it is asked for exchanges too, and sends nothing."""
+def _exchange(run: RunSpec, trainer: TimedTrainer, communication: float | None, link: Json) -> Json:
+    """Empty for a single process: it is asked for exchanges too, and sends nothing."""
     sent = trainer.sent
     if not sent or run.world_size == 1:
-        return None
+        return {}
     overlap = None
-    if link and link.bandwidth and communication is not None:
-        overlap = max(0.0, 1 - communication / wire_time(sent.bytes, link.bandwidth, run.world_size))
-    return Exchange(overlap, sent.syncs, sent.collectives, sent.bytes)
+    if link and link["link_bandwidth"] and communication is not None:
+        overlap = max(0.0, 1 - communication / wire_time(sent.bytes, link["link_bandwidth"], run.world_size))
+    return {"overlap": overlap, "syncs": sent.syncs, "collectives": sent.collectives, "sync_bytes": sent.bytes}
 
 
 def _gathered(value: T) -> list[T]:
@@ -270,18 +272,18 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _link(run: RunSpec, trainer: TimedTrainer) -> Link | None:
-    """The link, timed while nothing else runs; None if no gradients were exchanged.
+def _link(run: RunSpec, trainer: TimedTrainer) -> Json:
+    """The link, timed while nothing else runs; empty if no gradients were exchanged.
 
     Bus bandwidth as nccl-tests define it (doc/PERFORMANCE.md): S/t x 2(p-1)/p.
     """
     sent, world, device = trainer.sent, run.world_size, trainer.args.device
     if not sent or not sent.syncs or world == 1:
-        return None
+        return {}
     size = sent.bytes // sent.collectives
     large = _all_reduce_time(torch.zeros(max(1, size // 4), device=device))
     small = _all_reduce_time(torch.zeros(_FEW_BYTES // 4, device=device))
-    return Link(bandwidth=size / large * 2 * (world - 1) / world, latency=small)
+    return {"link_bandwidth": size / large * 2 * (world - 1) / world, "link_latency": small}
 
 
 def _all_reduce_time(tensor: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from itertools import combinations
 from math import sqrt
 from statistics import median
 
-from recipes.scaling.row import Timing
+from recipes.scaling.timings import Timing
 
 # The median of |x - y| of two normal values, in standard deviations.
 _PAIR = 0.954
@@ -33,7 +33,7 @@ def uncertain(of: Callable[[Timing], float | None], own: Sequence[Timing], same:
     for row in same:
         value = of(row)
         if value is not None and (row.num_processes > 1) == (own[0].num_processes > 1):
-            groups.setdefault((row.num_processes, row.scaling, row.batch.total), []).append(value)
+            groups.setdefault((row.num_processes, row.scaling, row.global_batch), []).append(value)
     return max(of_median(values), _SURE * _MEDIAN * _scatter(groups.values()) / sqrt(len(values)))
 
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/run": 2060,
     "recipes/rules": 2530,
     "recipes/planner": 4370,
-    "recipes/scaling": 1450,
+    "recipes/scaling": 1440,
     "launch": 530,
     "launch/commands": 1970,
     "launch/data": 3030,
@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/host": 2200,
     "launch/jobs": 2590,
     "launch/output": 2280,
-    "launch/scaling": 1120,
+    "launch/scaling": 1060,
     "launch/training": 3260,
 }
 

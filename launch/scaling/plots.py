@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import log2
-from statistics import median
 from textwrap import fill, shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, new_figure
-from launch.terminal import plural
 from recipes.quiet import silence
 from recipes.scaling.analyse import EXCELLENT, GOOD, NEGATIVE, Series, Size, Spread
 from recipes.scaling.timings import PARTS, Timing
@@ -227,45 +225,11 @@ def _draw_throughput(figure: Figure, lines: Sequence[Line]) -> None:
 
 def _draw_accuracy(figure: Figure, lines: Sequence[Line]) -> None:
     axes = figure.subplots()
+    _curves(axes, lines, lambda size: None if size.accuracy is None else Spread(*[size.accuracy] * 3), "{:.4g}")
     for line in lines:
-        found = [(size.num_processes, size.accuracy) for size in line.sizes if size.accuracy is not None]
-        look: Any = {"color": line.colour, "marker": line.marker, "markerfacecolor": "white", "markersize": 9}
-        axes.plot(*zip(*found, strict=True), label=line.label, linewidth=1.2, **look)
         _dots(axes, line, lambda row: row.accuracy)
     axes.set_ylabel("accuracy: each row (dots) and the best")
     _process_axis(axes, lines, from_zero=False)
-
-
-def _draw_quality(figure: Figure, lines: Sequence[Line]) -> None:
-    """Lines that lie on each other show that quality is kept."""
-    known = [quality for quality in _QUALITIES if any(_learned(line.series, quality) for line in lines)]
-    for axes, quality in zip(figure.subplots(1, len(known), squeeze=False)[0], known, strict=True):
-        for line, style in zip(lines, cycle(("-", "--", ":", "-.")), strict=False):
-            for number, (world, found) in enumerate(_learned(line.series, quality).items()):
-                label = plural(world, "process")
-                look: Any = {"label": label if len(lines) == 1 else f"{line.label}, {label}", "linestyle": style}
-                # Later ones are smaller, so that each is seen where all are the same.
-                look |= {"color": _COLOURS[number % len(_COLOURS)], "markersize": max(4, 10 - 2 * number)}
-                axes.plot([*found], [*found.values()], marker=line.marker, **look)
-        axes.set_xlabel("epoch")
-        axes.set_ylabel(f"{quality}, the median of repeats")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-_QUALITIES = ("accuracy", "loss")
-
-
-def _learned(series: Series, quality: str) -> dict[int, dict[float, float]]:
-    """By world size: the accuracy or loss after each epoch, if two or more are known."""
-    every: dict[int, dict[float, list[float]]] = {size.num_processes: {} for size in series.sizes}
-    for row in series.rows:
-        if row.epoch is not None and (value := getattr(row, quality)) is not None:
-            every[row.num_processes].setdefault(row.epoch, []).append(value)
-    return {
-        world: {epoch: median(values) for epoch, values in sorted(found.items())}
-        for world, found in every.items()
-        if len(found) > 1
-    }
 
 
 def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> None:
@@ -325,18 +289,10 @@ _KINDS = {
     ),
     "accuracy": _Kind(
         "accuracy",
-        "Dots: rows of timings; hollow markers: the best at each size.",
+        "Dots: rows of timings; markers: the best at each size.",
         "the column accuracy",
         lambda series: any(size.accuracy is not None for size in series.sizes),
         _draw_accuracy,
-    ),
-    "quality": _Kind(
-        "accuracy and loss by epoch",
-        "A line for each world size: where they lie on each other, quality is kept. Where an epoch was repeated, its "
-        "median.",
-        "the columns epoch and accuracy or loss, of two epochs",
-        lambda series: any(_learned(series, quality) for quality in _QUALITIES),
-        _draw_quality,
     ),
     "step_time": _Kind(
         "parts of a step",

@@ -103,14 +103,13 @@ def _for(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
     if cause.key == "communication" and row.engine == "ddp":  # ZeRO and FSDP have an exchange of their own
         yield from _communication(row, step, cause.seconds)
     elif cause.key == "contention":
-        why = "cores, memory or the GPUs' host are shared: `recipes doctor` lists what else runs there; "
-        why += "fewer processes per node help too"
+        why = "`recipes doctor` lists what else uses cores, memory or the GPUs' host; fewer processes per node help too"
         yield _advice("uncontended", "give each process cores of its own", why, row, step, cause.saves)
-    elif cause.key == "data":
-        yield _faster_data(row, step, cause.seconds)
     elif cause.key == "straggler":
         why = "all processes wait for the slowest: `recipes doctor` finds its device; exclude or repair its node"
         yield _advice("straggler", "replace the slow process's device", why, row, step, cause.saves)
+    elif cause.key == "data":
+        yield _faster_data(row, step, cause.seconds)
     elif cause.key == "work" and not row.hardware.startswith("CPU") and row.hardware:
         if "torch_compile" not in row.command:
             why = "fewer and larger kernels; this gain is the most that it can save"
@@ -203,9 +202,6 @@ def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
             why = f"one exchange for {accumulation * times} micro-batches, not {accumulation}, brings communication to "
             why += f"{waits / longer:.0%} of a step. This is a different training: the global "
             why += f"batch is {batch * times}, not {batch}, so tune the learning rate again"
-            if row.workers:
-                faster = 1 - longer / times / step
-                why += f". The workers must load {faster:.0%} faster than now, or they set the pace"
             gain, title = times * step / longer, f"{times} times the accumulation"
             yield Advice("accumulation", title, why, gain, row.num_processes, flags, same_training=False)
             return
@@ -292,15 +288,14 @@ class Applied:
 
     @property
     def words(self) -> str:
-        text = f"predicted {self.predicted:.2f} times the throughput, measured {self.measured.median:.2f}"
-        if self.measured.low != self.measured.high:
-            text += f" ({self.measured.low:.2f} to {self.measured.high:.2f})"
-        text += f": {self.judged}"
+        measured, quartiles = self.measured, ""
+        if measured.low != measured.high:
+            quartiles = f" ({measured.low:.2f} to {measured.high:.2f})"
+        text = f"predicted {self.predicted:.2f} times the throughput, measured {measured.median:.2f}{quartiles}: "
         if self.judged != TOO_NOISY:
-            return text
-        if abs(self.since - 1) > _CLOSE:
-            text += f", the present settings are {self.since:.2f} times as fast as when that was predicted"
-        return f"{text}; the repeats leave {self.off:.0%} open. Measure both on a quiet machine, or more often"
+            return text + self.judged
+        text += f"{TOO_NOISY}, the present settings are {self.since:.2f} times as fast as when that was predicted; "
+        return f"{text}the repeats leave {self.off:.0%} open. Measure both on a quiet machine, or more often"
 
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:

@@ -7,7 +7,6 @@ of other programs are what they say, or strong scaling.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -139,13 +138,15 @@ def _flags(row: Timing) -> frozenset[str]:
 def _named(rows: Sequence[Timing]) -> list[Timing]:
     """The rows, those of jobs under the name of their training.
 
-    Where one name has several trainings, with the flags in which they differ.
+    Jobs are often named after their size: where names never meet at one size, the first stands for
+    all. Where one name has several trainings, it gets the flags in which they differ.
     """
     jobs = [row for row in rows if _is_of_a_job(row)]
     names: dict[int, str] = {}  # by the row's id
     for own in _grouped(jobs, lambda row: (row.recipe, _flags(row))).values():
-        common = _common_name(own)
-        names |= {id(row): common or row.name for row in own}
+        points = {(row.name, row.num_processes, row.global_batch) for row in own}
+        by_size = len({point[1:] for point in points}) == len(points)
+        names |= {id(row): own[0].name if by_size else row.name for row in own}
     trainings = _grouped(jobs, lambda row: (names[id(row)], row.recipe))
     shared = {key: frozenset.intersection(*map(_flags, alike)) for key, alike in trainings.items()}
     found = []
@@ -155,18 +156,6 @@ def _named(rows: Sequence[Timing]) -> list[Timing]:
             row = replace(row, name=f"{name} ({', '.join(own_flags)})" if own_flags else name)
         found.append(row)
     return found
-
-
-def _common_name(own: Sequence[Timing]) -> str:
-    """What the names of one training's rows begin with, empty if they say more than a size.
-
-    Jobs are often named after their size: their names never meet at one size.
-    """
-    names = {row.name for row in own}
-    points = {(row.name, row.num_processes, row.global_batch) for row in own}
-    if len(names) == 1 or len({point[1:] for point in points}) < len(points):
-        return ""
-    return os.path.commonprefix([*names]).rstrip(" -_.") or min(names)  # noqa: RUF071 (names, not paths)
 
 
 def _with_scaling(training: Sequence[Timing]) -> list[Timing]:

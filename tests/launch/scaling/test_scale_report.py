@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from launch.cli import main
+from launch.plots import new_figure
 from launch.scaling import report as scale_report
 from launch.scaling.report import as_json, file_stems, summary_csv
 from launch.scaling.words import commands, find, results, sections, step_parts, suggestions
@@ -22,7 +23,7 @@ from recipes.errors import UserError
 from recipes.scaling.analyse import analyse
 from recipes.scaling.timings import Timing
 
-KINDS = ["epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy", "quality", "step_time"]
+KINDS = ["epoch_time_detailed", "speedup_efficiency", "throughput", "accuracy", "step_time"]
 TABLES = ["comprehensive_summary.csv", "summary_table.tex", "performance_report.txt", "report.html"]
 ODD = "a/b_c% $x$ & \\{y} #1 ~^ <script>\"'| é"
 # Seconds of a step's parts: data_wait, forward, backward, communication, optimizer.
@@ -366,3 +367,16 @@ def test_a_table_of_runs_is_not_called_one_of_epochs():
 
 def test_a_table_leaves_out_what_was_not_measured():
     assert [*step_parts(find([Timing(1, 10)]).series[0]).cells] == ["processes"]
+
+
+def test_negative_scaling_is_marked_and_named_once(monkeypatch):
+    from launch.scaling import plots
+
+    drawn = []
+    monkeypatch.setattr(plots, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
+    slow = [series for series in analyse(ROWS) if series.recipe == "standard"]
+    plots.pictures("bert", slow, [])
+    labels = [text.get_text() for text in drawn[1].legends[0].get_texts()]
+    crosses = [line for line in drawn[1].axes[0].lines if line.get_marker() == "x"]
+    assert labels == ["standard", "negative scaling", "ideal"]
+    assert [list(cross.get_xdata()) for cross in crosses] == [[4]]

@@ -297,7 +297,7 @@ FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
         ([job(1, 8), job(2, 16), job(4, 32)], ["gpt2, weak scaling"]),
         ([job(1, 16), job(2, 16), job(1, 8)], ["gpt2, strong scaling", "gpt2, weak scaling"]),
         ([job(2, 8), job(2, 16)], [f"gpt2, global batch {batch}, strong scaling" for batch in (8, 16)]),
-        ([job(1, 16, name="gpt2-1gpu"), job(2, 16, name="gpt2-2gpu")], ["gpt2, strong scaling"]),
+        ([job(1, 16, name="gpt2-1gpu"), job(2, 16, name="gpt2-2gpu")], ["gpt2-1gpu, strong scaling"]),
         (
             [job(world, 16, name=name) for world in (1, 2) for name in ("before", "after")],
             ["before, strong scaling", "after, strong scaling"],

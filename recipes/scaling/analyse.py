@@ -138,7 +138,7 @@ def _flags(row: Timing) -> frozenset[str]:
 def _named(rows: Sequence[Timing]) -> list[Timing]:
     """The rows, those of jobs under the name of their training.
 
-    Jobs are often named after their size: where names never meet at one size, the first stands for
+    Jobs are often named after their size: where names never meet at one size, one stands for
     all. Where one name has several trainings, it gets the flags in which they differ.
     """
     jobs = [row for row in rows if _is_of_a_job(row)]
@@ -146,7 +146,7 @@ def _named(rows: Sequence[Timing]) -> list[Timing]:
     for own in _grouped(jobs, lambda row: (row.recipe, _flags(row))).values():
         points = {(row.name, row.num_processes, row.global_batch) for row in own}
         by_size = len({point[1:] for point in points}) == len(points)
-        names |= {id(row): own[0].name if by_size else row.name for row in own}
+        names |= {id(row): min(one.name for one in own) if by_size else row.name for row in own}
     trainings = _grouped(jobs, lambda row: (names[id(row)], row.recipe))
     shared = {key: frozenset.intersection(*map(_flags, alike)) for key, alike in trainings.items()}
     found = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
 
@@ -15,16 +14,13 @@ BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 YELLOW, PURPLE, VERMILION, GREY = "#F0E442", "#CC79A7", "#D55E00", "#999999"
 
 
-def rising_colours(count: int) -> list[Any]:
-    """Colours whose order is seen, on paper without colours too: the first is the darkest."""
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.85 * place / max(1, count - 1)) for place in range(count)]
-
-
 def installed() -> bool:
     """True if matplotlib, the extra `plot`, is installed."""
-    return find_spec("matplotlib") is not None
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -32,7 +32,7 @@ class RunFlags:
         None, "GB (10^9 bytes) that a process may use: of its GPU, or without one of RAM (to within 5 %)"
     )
     measure: str | None = flag(
-        None, ".jsonl or .csv file to add a row to: how long each part of a step took (for `recipes scale report`)"
+        None, ".jsonl file to add a row to: how long each part of a step took (for `recipes scale report`)"
     )
     early_stopping_patience: int | None = flag(None, "stop after this many evaluations without improvement")
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "recipes/run": 2050,
     "recipes/rules": 2490,
     "recipes/planner": 4370,
-    "recipes/scaling": 2020,
+    "recipes/scaling": 1440,
     "launch": 550,
     "launch/commands": 1410,
     "launch/data": 3030,
@@ -55,7 +55,7 @@ BUDGETS = {
     "launch/host": 1590,
     "launch/jobs": 1590,
     "launch/output": 2140,
-    "launch/scaling": 1630,
+    "launch/scaling": 1060,
     "launch/training": 2700,
 }
 

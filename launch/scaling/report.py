@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import re
 import shlex
 import sys
-import unicodedata
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from textwrap import fill
 
 from launch import plots
 from launch.flags import Commands, whole
 from launch.host.files import write_whole
-from launch.scaling import page as scale_page
 from launch.scaling import plots as scale_plots
-from launch.scaling.plots import NEEDS, Picture
-from launch.scaling.tables import summary_csv, summary_tex
-from launch.scaling.words import (
-    Findings,
-    Table,
-    also,
-    commands,
-    find,
-    gain_words,
-    losses,
-    results,
-    serial_words,
-    step_parts,
-    suggestions,
-    summary,
-    tried,
-)
+from launch.scaling.plots import Picture
+from launch.scaling.words import Findings, commands, find, results, sections, suggestions, tables, text
 from recipes.errors import mistake
 from recipes.run import Json
-from recipes.scaling import timings
-from recipes.scaling.row import to_columns
-from recipes.scaling.verdicts import Series
+from recipes.scaling import sentences, timings
+from recipes.scaling.analyse import Series, Size
+from recipes.scaling.causes import CAUSES
+from recipes.scaling.timings import OF_ONE_PROCESS, PARTS
 
-_WIDTH = 110  # of the text's lines
 _STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
 
 
@@ -80,7 +63,7 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({**as_json(found), "written": [str(file) for file in written]}, indent=2))
         return 0
-    print(summary(found))
+    print(text(found))
     print("\nwritten:", *written, sep="\n  ")
     return 0
 
@@ -92,13 +75,17 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
     Raises `UserError` if the folder cannot be written.
     """
-    drawn = _pictures(found, formats) if plots.installed() else {}
-    notes = _not_drawn(found)
+    drawn: dict[str, Picture] = {}
+    notes = [] if plots.installed() else ["No pictures: matplotlib is not installed (pip install matplotlib)."]
+    for name, stem in file_stems(found.names).items() if plots.installed() else ():
+        of_name = [series for series in found.series if series.name == name]
+        drawn |= {f"{stem}_{picture.kind}": picture for picture in scale_plots.pictures(name, of_name, formats)}
+        notes += [f"{name}: {note}" for note in scale_plots.not_drawn(of_name)]
     texts = {
         "comprehensive_summary.csv": summary_csv(found),
         "summary_table.tex": summary_tex(found),
-        "performance_report.txt": text(found, notes),
-        "report.html": scale_page.page(found, list(drawn.values()), notes),
+        "performance_report.txt": _text(found, notes),
+        "report.html": _page(found, list(drawn.values()), notes),
     }
     content = {f"{stem}.{one}": data for stem, picture in drawn.items() for one, data in picture.files.items()}
     # The name of a folder need not be UTF-8.
@@ -111,6 +98,47 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
     return [folder / name for name in content]
 
 
+def file_stems(names: Sequence[str]) -> dict[str, str]:
+    """How the files of each training begin: letters, digits, `-`, `.` and `_`.
+
+    No two differ only in case.
+    """
+    stems: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^\w.-]+", "_", name).strip("._")[:_STEM] or "training"
+        stem, count = plain, 1
+        while stem.casefold() in {taken.casefold() for taken in stems.values()}:
+            count += 1
+            stem = f"{plain}-{count}"
+        stems[name] = stem
+    return stems
+
+
+# --- For reading ---------------------------------------------------------------------------------
+
+
+def _text(found: Findings, notes: Sequence[str]) -> str:
+    shown = [f"{table.caption}\n{table.cells.to_string(index=False)}" for table in tables(found)]
+    return "\n\n".join([text(found), "\n".join(notes), *shown, f"written by: {found.command}"]) + "\n"
+
+
+def _page(found: Findings, pictures: Sequence[Picture], notes: Sequence[str]) -> str:
+    """One HTML page that sends no request and runs no script.
+
+    Everything that a file or a user named is escaped.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    look = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    look.filters["base64"] = lambda data: base64.b64encode(data).decode()
+    known = {"sections": sections(found), "tables": tables(found)}
+    return look.get_template("page.html").render(found=found, pictures=pictures, notes=notes, **known)
+
+
+# --- For other programs --------------------------------------------------------------------------
+
+
 def as_json(found: Findings) -> Json:
     """Every number of the report, in seconds, samples, bytes and ratios."""
     return {
@@ -120,102 +148,75 @@ def as_json(found: Findings) -> Json:
 
 
 def _series(found: Findings, series: Series) -> Json:
-    sizes = [{**asdict(size), "typical": to_columns(size.typical)} for size in series.sizes]
-    whole = {**asdict(series), "sizes": sizes, "serial_fraction": series.serial_fraction}
-    return {**whole, "law_in_words": serial_words(series), "advice": _advice(found, series)}
-
-
-def _advice(found: Findings, series: Series) -> list[Json]:
-    return [
+    sizes = [{**asdict(size), "cause": size.cause, "words": sentences.verdict(size, series)} for size in series.sizes]
+    advice = [
         {"at": size.num_processes, **asdict(advice), "commands": commands(found, series, size, advice)}
         for size, advice in suggestions(series)
     ]
+    known = {"sizes": sizes, "law_in_words": sentences.law(series), "advice": advice}
+    return {**asdict(replace(series, rows=())), **known}
 
 
-# --- Pictures ------------------------------------------------------------------------------------
+def summary_csv(found: Findings) -> str:
+    """A row for each series and size, with the names and units of the timings."""
+    from pandas import DataFrame
+
+    rows = [_flat(series, size) for series in found.series for size in series.sizes]
+    return DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n")  # object: counts stay whole
 
 
-def _pictures(found: Findings, formats: Sequence[str]) -> dict[str, Picture]:
-    drawn = {}
-    for name, stem in file_stems(found.names).items():
-        of_name = [series for series in found.series if series.name == name]
-        for picture in scale_plots.pictures(name, of_name, found.rows, formats):
-            drawn[f"{stem}_{picture.kind}"] = picture
-    return drawn
+def _flat(series: Series, size: Size) -> dict[str, object]:
+    spreads: dict[str, object] = {}
+    for name in ("epoch_time", "samples_per_second", "speedup", "efficiency"):
+        spread = getattr(size, name)
+        for suffix, field in (("", "median"), ("_low_quartile", "low"), ("_high_quartile", "high")):
+            spreads[name + suffix] = getattr(spread, field) if spread else None
+    losses, typical = size.losses, vars(size.typical)
+    names = ["samples", "global_batch", "micro_batch", "accumulation", "step_time", "step_p50", "step_p99", *PARTS]
+    names += ["loss", "peak_memory", "other_load", *OF_ONE_PROCESS, "engine", "hardware"]
+    return {
+        **{name: getattr(series, name) for name in ("name", "recipe", "scaling")},
+        "num_processes": size.num_processes,
+        "repeats": size.repeats,
+        "timed": typical["timed"] or "epoch",
+        **spreads,
+        "tokens_per_second": size.tokens_per_second,
+        "band": size.band,
+        "cause": size.cause,
+        "undecided": losses.undecided,
+        "slower_than": size.slower_than,
+        "accuracy": size.accuracy,
+        "serial_fraction": series.serial_fraction,
+        "best_size": series.best.num_processes,
+        **{name: typical[name] for name in names},
+        **dict.fromkeys((f"lost_to_{key}" for key in CAUSES), None),
+        **{f"lost_to_{cause.key}": cause.seconds for cause in losses.causes},
+        "bound_on_communication": losses.bound.seconds if losses.bound else None,
+        "lost": losses.lost,
+        "unexplained": losses.unexplained,
+        "verdict": sentences.verdict(size, series),
+    }
 
 
-def _not_drawn(found: Findings) -> list[str]:
-    if not plots.installed():
-        return ["No pictures: matplotlib is not installed (pip install matplotlib)."]
-    notes = []
-    for name in found.names:
-        of_name = [series for series in found.series if series.name == name]
-        lacking = {
-            kind: needs for kind, needs in NEEDS.items() if not scale_plots.has_numbers(kind, of_name, found.rows)
-        }
-        notes += [f"{name}: no picture of {kind.replace('_', ' ')}: needs {needs}." for kind, needs in lacking.items()]
-    return notes
-
-
-def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """How the files of each training begin: letters, digits, `-`, `.` and `_`.
-
-    No two differ only in case.
-    """
-    stems: dict[str, str] = {}
-    taken: set[str] = set()
-    for name in names:
-        plain = re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", name)).strip("._")[:_STEM] or "training"
-        stem, count = plain, 1
-        while stem.casefold() in taken:
-            count += 1
-            stem = f"{plain}-{count}"
-        taken.add(stem.casefold())
-        stems[name] = stem
-    return stems
-
-
-# --- performance_report.txt ----------------------------------------------------------------------
-
-
-def text(found: Findings, notes: Sequence[str] = ()) -> str:
-    """The report as plain text."""
-    lines = [found.title, "", f"hardware: {found.hardware}", f"written by: {found.command}"]
-    for series in found.series:
-        lines += ["", "", series.title, "=" * len(series.title), ""]
-        for verdict in series.verdicts:
-            lines += [_wrapped(line) for line in (verdict.words, *also(verdict))]
-        lines += [_wrapped(serial_words(series)), ""]
-        lines += _advice_lines(found, series)
-        for table in (results(series), step_parts(series), losses(series)):
-            lines += [*aligned(table), ""] if table else []
-    table = tried(found)
-    lines += ["", *aligned(table), ""] if table else []
-    return "\n".join([*lines, *notes]).rstrip() + "\n"
-
-
-def _advice_lines(found: Findings, series: Series) -> list[str]:
-    lines = []
-    for size, advice in suggestions(series):
-        lines.append(_wrapped(f"Advice at {size.num_processes}: {advice.title}: {gain_words(advice)}: {advice.why}."))
-        lines += [f"  {words}" for words in commands(found, series, size, advice)]
-        lines.append("")
-    return lines
-
-
-def _wrapped(line: str) -> str:
-    return fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def aligned(table: Table) -> list[str]:
-    """A table in a fixed-width font, with numbers to the right."""
-    columns = list(zip(table.headings, *table.rows, strict=True))
-    widths = [max(map(len, cells)) for cells in columns]
-    lines = [table.caption]
-    for cells in (table.headings, *table.rows):
-        padded = [
-            cell.rjust(width) if table.numeric(place) else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append(("  " + "  ".join(padded)).rstrip())
-    return lines
+def summary_tex(found: Findings) -> str:
+    r"""A table for a paper for each series. It needs no package, so its rules are \hline."""
+    lines = [
+        f"% Written by: {' '.join(found.command.split())}",
+        r"% Include with \input{summary_table.tex}, refer to with \ref{tab:scaling}, \ref{tab:scaling-2}, ...",
+    ]
+    for number, series in enumerate(found.series, 1):
+        cells = results(series).cells.drop(columns=["repeats", "tokens/s", "main cause"], errors="ignore")
+        style = cells.style.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
+        style.set_table_styles([{"selector": f"{rule}rule", "props": ":hline;"} for rule in ("top", "mid", "bottom")])
+        title = re.sub(r"([&%$#_{}])", r"\\\1", re.sub(r"[\\^~]", " ", series.title))
+        lines.append(
+            style.to_latex(
+                column_format="r" * len(cells.columns),
+                position="htbp",
+                position_float="centering",
+                caption=f"{title}: the median time, with quartiles in brackets where it is repeated. Speedup and "
+                "efficiency are relative to the smallest number of processes.",
+                label=f"tab:scaling-{number}" if number > 1 else "tab:scaling",
+            ).replace(r"\centering", r"\centering\footnotesize\setlength{\tabcolsep}{3pt}")
+        )
+    return "\n".join(lines)

@@ -34,11 +34,9 @@ from recipes.run import Settings, nearest, with_flags
 from recipes.run.hardware import read as read_hardware
 from recipes.run.hardware import usable_cores
 from recipes.scaling.advice import BEFORE, Advice, advise, applied
+from recipes.scaling.analyse import Series, Size, analyse
 from recipes.scaling.causes import milliseconds
-from recipes.scaling.row import Timing, with_columns
-from recipes.scaling.sizes import Size
-from recipes.scaling.timings import WARM_UP_STEPS, append, name_of, read, require_room
-from recipes.scaling.verdicts import Series, analyse
+from recipes.scaling.timings import WARM_UP_STEPS, Timing, append, name_of, read, require_room
 
 TIMINGS = "timings.jsonl"
 _LAST_LINES = 15
@@ -97,7 +95,7 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
     folder = Path(options.output)
     file = folder / TIMINGS
     if options.apply is None:
-        name = options.name or _model_name(argv)
+        name = options.name or name_of(checked_job(None, argv, Local().node(1)).run)
         found = points(argv, options.scaling, sizes=options.num_processes, recipes=options.recipe)
         _refuse_another_training(file, name, argv)
     else:
@@ -105,21 +103,21 @@ def scale_run(options: argparse.Namespace, argv: Sequence[str]) -> int:
             raise mistake(argv[0], "does not go with --apply, which repeats what was measured", f"leave {argv[0]} out")
         if not file.exists():
             raise mistake("apply", f"there is no {file} yet", f"first recipes scale run --output {folder}")
-        series, size = _chosen(
-            analyse(read([file])), options.scaling, options.num_processes, options.recipe, options.name
-        )
-        name, argv = size.typical.name, shlex.split(size.typical.setup.command)
+        series, size = _chosen(analyse(read([file])), options)
+        name, argv = size.typical.name, shlex.split(size.typical.command)
         found = _before_and_after(size, _find(options.apply, advise(size, series), size))
     for point in found:  # all are checked before one starts
         _job(point, argv, options.steps, folder)
-    _fill(folder)
+    require_room(file)
+    for kept in ("logs", "runs"):
+        (folder / kept).mkdir(exist_ok=True)
     print(f"{len(found)} x {options.repeats} runs of {options.steps} steps, in turns; timings go to {file}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = _measure_in_turns(found, argv, name, folder, steps=options.steps, repeats=options.repeats)
     except KeyboardInterrupt:
-        kept = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
-        print(f"\ninterrupted; {kept}", file=sys.stderr)
+        measured = f"what was measured is in {file}" if file.stat().st_size else "nothing was measured yet"
+        print(f"\ninterrupted; {measured}", file=sys.stderr)
         return 130
     if not file.stat().st_size:
         print("\nnothing was measured: every run failed", file=sys.stderr)
@@ -172,31 +170,16 @@ def _all_sizes() -> list[int]:
     return [size for size in (1, 2, 4, 8, 16) if size <= max(2, gpus)] if gpus != 1 else [1]
 
 
-def _model_name(argv: Sequence[str]) -> str:
-    """The last part of the model's name, as the rows of train.py have it."""
-    return name_of(checked_job(None, argv, Local().node(1)).run)
-
-
 def _refuse_another_training(file: Path, name: str, argv: Sequence[str]) -> None:
     """Rows with one name are taken for one training.
 
     Raises `UserError` if the file has this name for another.
     """
-    earlier = {row.setup.command for row in read([file]) if row.name == name} if file.exists() else set()
+    earlier = {row.command for row in read([file]) if row.name == name} if file.exists() else set()
     if earlier - {shlex.join(argv)}:
-        then, now = _flag_words(next(iter(earlier))), _flag_words(shlex.join(argv))
-        what = f"{file} holds timings of {name} with {then}, not {now}"
+        then, now = next(iter(earlier)), shlex.join(argv)
+        what = f"{file} holds timings of {name} with {then or 'no flags'}, not {now or 'no flags'}"
         raise mistake("output", what, "another --output, or --name for another training")
-
-
-def _flag_words(words: str) -> str:
-    return words or "no flags"
-
-
-def _fill(folder: Path) -> None:
-    require_room(folder / TIMINGS)
-    for name in ("logs", "runs"):
-        (folder / name).mkdir(exist_ok=True)
 
 
 def _job(point: Point, argv: Sequence[str], steps: int, folder: Path) -> Job:
@@ -231,8 +214,7 @@ def _measure_in_turns(
             if row is None:
                 failed.append(point)
                 continue
-            row = with_columns(row, name=name, command=shlex.join(argv))
-            row = replace(row, applied=point.applied, predicted=point.predicted)
+            row = replace(row, name=name, command=shlex.join(argv), applied=point.applied, predicted=point.predicted)
             append(folder / TIMINGS, [replace(row, scaling=kind) for kind in point.series])
             print(f"{at}{_measured_words(row)}", flush=True)
     return failed
@@ -298,7 +280,7 @@ def _slug(point: Point) -> str:
 
 def _before_and_after(size: Size, advice: Advice) -> list[Point]:
     """Two points: the training as it was measured, and with the advice."""
-    row, batch = size.typical, size.typical.batch.total
+    row, batch = size.typical, size.typical.global_batch
     if not batch:
         raise mistake("apply", "the timings have no column global_batch", "timings of recipes scale run")
     before = Point(row.recipe, row.num_processes, batch, (row.scaling,), {}, f"{BEFORE}: {advice.title}")
@@ -308,22 +290,16 @@ def _before_and_after(size: Size, advice: Advice) -> list[Point]:
     return [before, after]
 
 
-def _chosen(
-    every: list[Series],
-    scaling: Sequence[str],
-    sizes: Sequence[int] | None,
-    recipes: Sequence[str] | None,
-    name: str | None,
-) -> tuple[Series, Size]:
+def _chosen(every: list[Series], options: argparse.Namespace) -> tuple[Series, Size]:
     """The series and size that the flags choose: the largest of strong scaling by default."""
     found = [
         (series, size)
         for series in every
         for size in series.sizes
-        if series.scaling == ("strong" if "strong" in scaling else "weak")
-        and (not recipes or series.recipe in recipes)
-        and (not sizes or size.num_processes in sizes)
-        and (not name or series.name == name)
+        if series.scaling == ("strong" if "strong" in options.scaling else "weak")
+        and (not options.recipe or series.recipe in options.recipe)
+        and (not options.num_processes or size.num_processes in options.num_processes)
+        and (not options.name or series.name == options.name)
     ]
     if not found:
         there = ", ".join(f"{series.title} at {size.num_processes}" for series in every for size in series.sizes)

@@ -1,23 +1,25 @@
-"""The sentences and tables of a scaling report, for the terminal, the text and the page."""
+"""The report as sentences and tables, in one order for the terminal, the text and the page."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
 
 from launch.scaling.run import TIMINGS
-from launch.terminal import plural
+from recipes.scaling import sentences
 from recipes.scaling.advice import Advice, Applied, advise, applied
+from recipes.scaling.analyse import Series, Size, Spread, analyse
 from recipes.scaling.causes import CAUSES
-from recipes.scaling.laws import Law
-from recipes.scaling.pairing import paired
-from recipes.scaling.row import PARTS, Timing
-from recipes.scaling.sizes import Size, Spread, Verdict
-from recipes.scaling.verdicts import Series, analyse
+from recipes.scaling.timings import PARTS, Timing
 
-_FAR = 10  # times the measured sizes: a limit further away would be a guess
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_WIDTH = 110  # of the text's lines
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,6 @@ class Findings:
     be tried. None if they come from elsewhere.
     """
 
-    rows: Sequence[Timing]
     series: list[Series]
     applied: list[Applied]
     command: str
@@ -44,77 +45,41 @@ class Findings:
 
     @property
     def hardware(self) -> str:
-        named = dict.fromkeys(row.setup.hardware for row in self.rows if row.setup.hardware)
+        named = dict.fromkeys(row.hardware for one in self.series for row in one.rows if row.hardware)
         return "; ".join(named) or "not stated in the timings"
 
 
 def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
     """The analysis of `rows`, which were read from `files`."""
-    folders = [Path(file).parent for file in files if Path(file).name == TIMINGS]
-    by_jobs = any(not row.scaling for row in rows)
-    measured_in = folders[0] if len(files) == len(folders) == 1 and not by_jobs else None
-    rows = paired(rows)
-    return Findings(rows, analyse(rows), applied(rows), command, measured_in)
-
-
-@dataclass(frozen=True)
-class Table:
-    """`rows` of text; `headings` name each column with its unit."""
-
-    caption: str
-    headings: list[str]
-    rows: list[list[str]]
-
-    def numeric(self, column: int) -> bool:
-        return all(row[column] == "" or row[column][0].isdigit() for row in self.rows)
+    here = len(files) == 1 and Path(files[0]).name == TIMINGS and all(row.scaling for row in rows)
+    return Findings(analyse(rows), applied(rows), command, Path(files[0]).parent if here else None)
 
 
 # --- Sentences -----------------------------------------------------------------------------------
 
 
-def serial_words(series: Series) -> str:
-    """The law that the speedups follow and what follows from it, or why there is none."""
-    smallest, largest = series.sizes[0].num_processes, series.sizes[-1].num_processes
-    if series.scaling == "weak":
-        return "No serial fraction: Amdahl's law describes a fixed amount of work, not weak scaling."
-    law = series.law
-    if law is None:
-        return "No serial fraction: Amdahl's law describes a fixed amount of work, and these sizes differ in samples."
-    if law.kind == "unknown":
-        return f"No serial fraction: Amdahl's law needs at least three world sizes, and there are {len(series.sizes)}."
-    if law.kind == "turns":
-        return _turn_words(series, law)
-    if law.serial is None:
-        first, last = (f"{share:.1%}" for share in (law.karp_flatt[0], law.karp_flatt[-1]))
-        grows = "overhead grows with the processes" if law.kind == "growing overhead" else "it is not level"
-        return (
-            "No serial fraction: Amdahl's law does not describe these sizes. The fraction of Karp and Flatt goes from "
-            f"{first} at {series.sizes[1].num_processes} to {last} at {largest} processes: {grows}."
-        )
-    if law.serial == 0:
-        return f"No serial fraction is visible in {len(series.sizes)} world sizes (Amdahl's law)."
-    words = f"Serial fraction {law.serial:.1%} (Amdahl's law, {len(series.sizes)} world sizes)"
-    if 1 / law.serial > _FAR * largest / smallest:
-        return f"{words}: too small for a limit to follow from sizes up to {largest}."
-    return (
-        f"{words}: that part of the time on {plural(smallest, 'process')} does not shrink, so no number of processes "
-        f"can be more than {1 / law.serial:.3g} times as fast."
-    )
+@dataclass(frozen=True)
+class Section:
+    """What is said of one series: sentences, and each advice with its commands."""
+
+    title: str
+    sentences: list[str]
+    advice: list[tuple[str, list[str]]]
 
 
-def _turn_words(series: Series, law: Law) -> str:
-    best = next(size for size in series.sizes if size.num_processes == law.best)
-    text = "No serial fraction: Amdahl's law does not describe these sizes, since more processes are slower. "
-    text += f"Of the measured sizes {law.best} is the best, {best.speedup.median:.2f} times as fast as "
-    text += f"{series.sizes[0].num_processes}"
-    if law.peak is None:
-        return f"{text}."
-    return f"{text}; the universal scalability law, fitted, is highest at {law.peak:.3g} processes."
-
-
-def also(verdict: Verdict) -> list[str]:
-    """The causes besides the main one that are worth naming."""
-    return [f"Also {CAUSES[cause.key]}: {cause.evidence}." for cause in verdict.named[1:]]
+def sections(found: Findings) -> list[Section]:
+    """Those of the series, then what was tried."""
+    every = []
+    for series in found.series:
+        lines = [line for size in series.sizes for line in (sentences.verdict(size, series), *sentences.also(size))]
+        advice = [
+            (_advice_words(size, advice), commands(found, series, size, advice)) for size, advice in suggestions(series)
+        ]
+        every.append(Section(series.title, [*lines, sentences.law(series)], advice))
+    if found.applied:
+        tried = [f"At {one.num_processes}: {one.title}: {one.words}." for one in found.applied]
+        every.append(Section("Advice that was tried: throughput after over throughput before", tried, []))
+    return every
 
 
 def suggestions(series: Series) -> list[tuple[Size, Advice]]:
@@ -122,9 +87,10 @@ def suggestions(series: Series) -> list[tuple[Size, Advice]]:
     return [(size, advice) for size in series.sizes for advice in advise(size, series)]
 
 
-def gain_words(advice: Advice) -> str:
+def _advice_words(size: Size, advice: Advice) -> str:
     different = "" if advice.same_training else "; a different training"
-    return f"{advice.gain:.2f} times the throughput (predicted{different})"
+    gain = f"{advice.gain:.2f} times the throughput (predicted{different})"
+    return f"Advice at {size.num_processes}: {advice.title}: {gain}: {advice.why}."
 
 
 def commands(found: Findings, series: Series, size: Size, advice: Advice) -> list[str]:
@@ -132,8 +98,8 @@ def commands(found: Findings, series: Series, size: Size, advice: Advice) -> lis
 
     Empty if there are none.
     """
-    processes = ["--num_processes", str(advice.num_processes)] if advice.num_processes != size.num_processes else []
-    flags = " ".join([*processes, *filter(None, [advice.shown_flags])])
+    processes = [f"--num_processes {advice.num_processes}"] if advice.num_processes != size.num_processes else []
+    flags = " ".join(filter(None, [*processes, advice.shown_flags]))
     if not flags or found.measured_in is None:
         return [flags] if flags else []
     words = ["recipes", "scale", "run", "--apply", advice.key, "--num_processes", str(size.num_processes)]
@@ -141,118 +107,91 @@ def commands(found: Findings, series: Series, size: Size, advice: Advice) -> lis
     return [flags, shlex.join([*words, "--output", str(found.measured_in)])]
 
 
-def summary(found: Findings) -> str:
-    """For the terminal: the verdicts and the best advice at each world size."""
-    lines = []
-    for series in found.series:
-        lines += [series.title, *(f"  {verdict.words}" for verdict in series.verdicts), f"  {serial_words(series)}"]
-        best = {size.num_processes: (size, advice) for size, advice in reversed(suggestions(series))}
-        for world, (size, advice) in sorted(best.items()):
-            lines.append(f"  advice at {world}: {advice.title}: {gain_words(advice)}")
-            lines += [f"    {words}" for words in commands(found, series, size, advice)]
-        lines.append("")
-    for tried in found.applied:
-        lines += [f"tried at {tried.num_processes}: {tried.title}:", f"  {tried.words}"]
-    return "\n".join(lines).rstrip()
+def text(found: Findings) -> str:
+    """The sections as plain text, for the terminal and the beginning of the text file."""
+    lines = [found.title, "", f"hardware: {found.hardware}"]
+    for section in sections(found):
+        lines += ["", section.title, "=" * len(section.title), *map(_wrapped, section.sentences)]
+        for words, flags in section.advice:
+            lines += [_wrapped(words), *(f"    {line}" for line in flags)]
+    return "\n".join(lines)
 
 
-def timed(series: Series) -> str:
-    """What `epoch_time` covers: "epoch", "20 steps", "1000 samples"; "stretch" if sizes differ."""
-    found = {size.typical.timed or "epoch" for size in series.sizes}
-    return found.pop() if len(found) == 1 else "stretch"
+def _wrapped(line: str) -> str:
+    return fill(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 # --- Tables --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Table:
+    """`cells` are text; their headings name each column with its unit."""
+
+    caption: str
+    cells: DataFrame
+
+
+def tables(found: Findings) -> list[Table]:
+    every = [make(series) for series in found.series for make in (results, step_parts, losses)]
+    return [table for table in every if len(table.cells.columns) > 1]
+
+
 def results(series: Series) -> Table:
     """A row for each world size; empty columns are left out."""
-    columns: dict[str, Callable[[Size, Verdict], str]] = {
-        "processes": lambda size, _: str(size.num_processes),
-        "repeats": lambda size, _: str(size.repeats),
-        f"{timed(series)} (s)": lambda size, _: number(size.epoch_time.median),
-        "quartiles (s)": lambda size, _: _quartiles(size),
-        "samples/s": lambda size, _: number(size.samples_per_second.median if size.samples_per_second else None),
-        "tokens/s": lambda size, _: number(size.tokens_per_second),
-        "speedup": lambda size, _: f"{size.speedup.median:.2f}",
-        "efficiency": lambda size, _: f"{size.efficiency.median:.1%}",
-        "band": lambda _, verdict: verdict.band or "reference",
-        "main cause": lambda _, verdict: CAUSES[verdict.cause] if verdict.cause else "",
-        "accuracy": lambda size, _: number(size.accuracy),
+    sizes = series.sizes
+    stretches = {size.typical.timed or "epoch" for size in sizes}  # what epoch_time covers
+    timed = stretches.pop() if len(stretches) == 1 else "stretch"
+    rates = [size.samples_per_second.median if size.samples_per_second else None for size in sizes]
+    columns = {
+        "repeats": [str(size.repeats) for size in sizes],
+        f"{timed} (s)": [_with_quartiles(size.epoch_time) for size in sizes],
+        "samples/s": [*map(_number, rates)],
+        "tokens/s": [_number(size.tokens_per_second) for size in sizes],
+        "speedup": [f"{size.speedup.median:.2f}" for size in sizes],
+        "efficiency": [f"{size.efficiency.median:.1%}" for size in sizes],
+        "band": [size.band or "reference" for size in sizes],
+        "main cause": [CAUSES[size.cause] if size.cause else size.losses.undecided for size in sizes],
+        "accuracy": [_number(size.accuracy) for size in sizes],
     }
-    pairs = list(zip(series.sizes, series.verdicts, strict=True))
-    return _filled(series.title, {name: [cell(*pair) for pair in pairs] for name, cell in columns.items()})
+    return _table(series.title, series, columns)
 
 
-def step_parts(series: Series) -> Table | None:
-    """The parts of a step, in milliseconds; None if they were not measured."""
-    sizes = [size for size in series.sizes if size.typical.parts.known()]
-    if not sizes:
-        return None
-    columns = {"processes": [str(size.num_processes) for size in sizes]}
-    columns["step"] = [_milliseconds(size.typical.step_time) for size in sizes]
-    columns["p50"] = [_milliseconds(size.typical.step_p50) for size in sizes]
-    columns["p99"] = [_milliseconds(size.typical.step_p99) for size in sizes]
-    for part in PARTS:
-        columns[part.replace("_", " ")] = [_milliseconds(size.typical.parts.known().get(part)) for size in sizes]
-    columns["longest data wait"] = [_longest_wait(size.typical) for size in sizes]
-    return _filled(f"{series.title}: parts of an optimizer step, ms", columns)
+def step_parts(series: Series) -> Table:
+    """The parts of a step, in milliseconds, where they were measured."""
+    names = ("step_time", "step_p50", "step_p99", *PARTS, "data_wait_max")
+    columns = {name.replace("_", " "): [getattr(size.typical, name) for size in series.sizes] for name in names}
+    return _in_milliseconds(f"{series.title}: parts of an optimizer step, ms", series, columns)
 
 
-def _longest_wait(row: Timing) -> str:
-    """Of the process that waits most for data, with its rank if it is the same in every repeat."""
-    if row.num_processes == 1 or not row.data_wait_max:
-        return ""
-    rank = row.slowest.data_rank if row.slowest else None
-    return _milliseconds(row.data_wait_max) + ("" if rank is None else f" (rank {rank})")
+def losses(series: Series) -> Table:
+    """The time that a step loses to each cause, in milliseconds, where it is known."""
+    every = [size.losses for size in series.sizes]
+    seconds = [{cause.key: cause.seconds for cause in one.causes} for one in every]
+    columns = {title: [of_size.get(key) for of_size in seconds] for key, title in CAUSES.items()}
+    bounds = [one.bound.seconds if one.bound else None for one in every]
+    columns["at most communication, contention, stragglers"] = bounds
+    columns |= {"lost in total": [one.lost for one in every], "unexplained": [one.unexplained for one in every]}
+    return _in_milliseconds(f"{series.title}: time lost in an optimizer step, ms", series, columns)
 
 
-def losses(series: Series) -> Table | None:
-    """The time that a step loses to each cause, in milliseconds; None if no losses are known."""
-    verdicts = [verdict for verdict in series.verdicts if verdict.causes or verdict.bound]
-    if not verdicts:
-        return None
-    columns = {"processes": [str(verdict.num_processes) for verdict in verdicts]}
-    for key, title in CAUSES.items():
-        of_key = [{cause.key: cause.seconds for cause in verdict.causes}.get(key) for verdict in verdicts]
-        columns[title] = [_milliseconds(seconds) for seconds in of_key]
-    bounds = [verdict.bound.seconds if verdict.bound else None for verdict in verdicts]
-    columns["at most communication, contention, stragglers"] = [_milliseconds(seconds) for seconds in bounds]
-    columns["lost in total"] = [_milliseconds(verdict.lost) for verdict in verdicts]
-    columns["unexplained"] = [_milliseconds(verdict.unexplained) for verdict in verdicts]
-    return _filled(f"{series.title}: time lost in an optimizer step, ms", columns)
+def _in_milliseconds(caption: str, series: Series, columns: dict[str, list[float | None]]) -> Table:
+    return _table(caption, series, {name: [*map(_milliseconds, seconds)] for name, seconds in columns.items()})
 
 
-def tried(found: Findings) -> Table | None:
-    """Predicted and measured throughput for advice that was tried; None if none was."""
-    if not found.applied:
-        return None
-    headings = ["change", "processes", "predicted throughput (times)", "measured (times, quartiles)", "prediction"]
-    rows = [
-        [one.title, str(one.num_processes), f"{one.predicted:.2f}", _with_quartiles(one.measured, ".2f"), one.judged]
-        for one in found.applied
-    ]
-    return Table("Advice that was tried: throughput after over throughput before", headings, rows)
+def _table(caption: str, series: Series, columns: dict[str, list[str]]) -> Table:
+    from pandas import DataFrame
+
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
+    return Table(caption, DataFrame({"processes": [str(size.num_processes) for size in series.sizes], **filled}))
 
 
-def _filled(caption: str, columns: dict[str, list[str]]) -> Table:
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
-    return Table(caption, list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
+def _with_quartiles(spread: Spread) -> str:
+    quartiles = "" if spread.low == spread.high else f" [{_number(spread.low)}, {_number(spread.high)}]"
+    return _number(spread.median) + quartiles
 
 
-def _quartiles(size: Size) -> str:
-    if size.repeats == 1:
-        return ""
-    return f"{number(size.epoch_time.low)} to {number(size.epoch_time.high)}"
-
-
-def _with_quartiles(spread: Spread, form: str) -> str:
-    if spread.low == spread.high:
-        return f"{spread.median:{form}}"
-    return f"{spread.median:{form}} ({spread.low:{form}} to {spread.high:{form}})"
-
-
-def number(value: float | None) -> str:
+def _number(value: float | None) -> str:
     """Four significant digits, or all digits before the point; empty for None."""
     if value is None:
         return ""

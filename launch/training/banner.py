@@ -23,7 +23,7 @@ from recipes.catalog import RECIPES
 from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.run.metrics import METRICS, PER_CLASS
-from recipes.scaling.row import Timing
+from recipes.scaling.timings import Timing
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,7 @@ from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
 from recipes.scaling.noise import of_median
-from recipes.scaling.row import PARTS
-from recipes.scaling.timings import WARM_UP_STEPS
+from recipes.scaling.timings import PARTS, WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from rich.console import Console

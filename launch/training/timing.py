@@ -13,7 +13,6 @@ import platform
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean, median, median_low
 
@@ -32,8 +31,7 @@ from recipes.planner.speed import exchanges, flops_are_known, model_flops
 from recipes.run import Json, RunSpec, with_flags
 from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
-from recipes.scaling.row import PARTS, Batch, Exchange, Link, NoSync, Parts, Setup, Slowest, Timing
-from recipes.scaling.timings import append, name_of
+from recipes.scaling.timings import PARTS, Timing, append, name_of
 
 _FEWEST_PAIRS, _MOST_PAIRS = 3, 6
 # The shorter a step, the more a disturbance changes it: as many pairs as fit into a second.
@@ -73,7 +71,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
             }
         ]
     )
-    parts = {part: fmean(rank[part] for rank in ranks) for part in PARTS}
+    parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS}
     step_time = sum(parts.values())
     for part in ("logging", "saving"):  # one process writes, and the time that others wait for it is not `other`
         longest = max(rank[part] for rank in ranks)
@@ -81,7 +79,7 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
         parts[part] = longest
 
     del parts["communication"]  # unknown under ZeRO and FSDP, whose models cannot run without their exchange
-    no_sync, overhead, slowest = None, None, Slowest()
+    known: Json = {}
     if run.engine.kind in ("single", "ddp") and timing.first_batches[0]:
         exchanging, bare = _repeated(trainer, step_time)
         pairs = zip(_slowest(exchanging), _slowest(bare), strict=True)
@@ -89,23 +87,24 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
         parts["communication"] = min(exposed, parts["backward"])
         parts["backward"] -= parts["communication"]
         alone = [median(tries) for tries in bare]
-        no_sync = NoSync(median_low(alone) + parts["optimizer"], max(alone) + parts["optimizer"])
-        overhead = _pass_overhead(trainer, run.batch.micro)
-        rank = alone.index(max(alone))
-        slowest = Slowest(rank, ranks[rank]["host"], ranks[rank]["device"])
+        known |= {"no_sync_step": median_low(alone) + parts["optimizer"]}
+        known |= {"no_sync_step_max": max(alone) + parts["optimizer"]}
+        known |= {"pass_overhead": _pass_overhead(trainer, run.batch.micro)}
+        if world > 1:
+            rank = alone.index(max(alone))
+            known |= {f"slowest_{name}": ranks[rank][name] for name in ("host", "device")} | {"slowest_rank": rank}
     waits = [rank["data_wait"] for rank in ranks]
-    if max(waits):
-        slowest = replace(slowest, data_rank=waits.index(max(waits)))
+    if world > 1 and max(waits):
+        known |= {"data_wait_rank": waits.index(max(waits))}
 
-    link = exchange = None
     if timing.sent and world > 1:  # a single process is asked for exchanges too, and sends nothing
-        (syncs, collectives, size), overlap = timing.sent, None
+        syncs, collectives, size = timing.sent
+        known |= {"syncs": syncs, "collectives": collectives, "sync_bytes": size}
         if syncs:
             bandwidth, latency = _link(size // collectives, world, device)
-            link = Link(bandwidth, latency)
+            known |= {"link_bandwidth": bandwidth, "link_latency": latency}
             if "communication" in parts:
-                overlap = max(0.0, 1 - parts["communication"] / wire_time(size, bandwidth, world))
-        exchange = Exchange(overlap, syncs, collectives, size)
+                known |= {"overlap": max(0.0, 1 - parts["communication"] / wire_time(size, bandwidth, world))}
 
     tokens = results.get("tokens_per_second")
     return Timing(
@@ -116,23 +115,21 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
         samples=steps * run.batch.total,
         accuracy=results.get("eval_accuracy"),
         recipe=run["recipe"],
-        batch=Batch(run.batch.total, run.batch.micro, run.batch.accumulation),
+        global_batch=run.batch.total,
+        micro_batch=run.batch.micro,
+        accumulation=run.batch.accumulation,
         tokens=round(tokens * results["step_time"] * steps) if tokens else None,
         loss=results.get("eval_loss"),
         step_time=step_time,
-        parts=Parts(**parts),
+        **parts,
         data_wait_max=max(waits),
-        no_sync=no_sync,
-        pass_overhead=overhead,
-        exchange=exchange,
-        link=link,
+        **known,
         peak_memory=max(rank["peak"] for rank in ranks),
-        setup=_setup(run, trainer.state),
+        **_setup(run, trainer.state),
         timed=f"{steps} steps",
         step_p50=max(rank["percentiles"][0] for rank in ranks),
         step_p99=max(rank["percentiles"][1] for rank in ranks),
         other_load=_other_load(ranks),
-        slowest=slowest if world > 1 else None,
     )
 
 
@@ -187,20 +184,20 @@ def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
     return size / median(_slowest(large)) * 2 * (world - 1) / world, median(_slowest(small))
 
 
-def _setup(run: RunSpec, state: TrainerState) -> Setup:
+def _setup(run: RunSpec, state: TrainerState) -> Json:
     # The flags that make this training what it is at any size: rows with the same are paired.
     given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
     flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
-    return Setup(
-        hardware=str(run.hardware),
-        engine=run.engine.kind,
-        workers=run["dataloader_num_workers"],
-        cores=max(1, run.hardware.cores // run.local_world_size),
-        logging_steps=state.logging_steps,
-        save_steps=state.save_steps if run["save_strategy"] == "steps" else None,
-        eval_steps=state.eval_steps if run["eval_strategy"] == "steps" else None,
-        command=shlex.join(with_flags([], flags)),
-    )
+    return {
+        "hardware": str(run.hardware),
+        "engine": run.engine.kind,
+        "workers": run["dataloader_num_workers"],
+        "cores": max(1, run.hardware.cores // run.local_world_size),
+        "logging_steps": state.logging_steps,
+        "save_steps": state.save_steps if run["save_strategy"] == "steps" else None,
+        "eval_steps": state.eval_steps if run["eval_strategy"] == "steps" else None,
+        "command": shlex.join(with_flags([], flags)),
+    }
 
 
 def _other_load(ranks: list[Json]) -> float:

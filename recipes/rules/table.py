@@ -457,8 +457,8 @@ _OF_TRAIN_PY = (
               "{label_names} are not in the batches of train.py", "leave it out",
               "`KeyError: ... 'eval_loss', which is not found`, after the first evaluation."),
     error_row("timings_go_to_a_table", "measure",
-              lambda run: run["measure"] is not None and not run["measure"].endswith((".jsonl", ".csv")),
-              "'{measure}' is not a table", "a name that ends in .jsonl or .csv", "The suffix decides the format."),
+              lambda run: run["measure"] is not None and not run["measure"].endswith(".jsonl"),
+              "'{measure}' is not a .jsonl", "a name that ends in .jsonl", "Rows of JSON are added to it."),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from itertools import combinations
 from math import sqrt
 from statistics import median
 
-from recipes.scaling.row import Timing
+from recipes.scaling.timings import Timing
 
 # The median of |x - y| of two normal values, in standard deviations.
 _PAIR = 0.954
@@ -33,19 +33,19 @@ def uncertain(of: Callable[[Timing], float | None], own: Sequence[Timing], same:
     for row in same:
         value = of(row)
         if value is not None and (row.num_processes > 1) == (own[0].num_processes > 1):
-            groups.setdefault((row.num_processes, row.scaling, row.batch.total), []).append(value)
-    return max(of_median(values), _SURE * _MEDIAN * _scatter(groups.values()) / sqrt(len(values)))
+            groups.setdefault((row.num_processes, row.scaling, row.global_batch), []).append(value)
+    return max(of_median(values), _off(groups.values(), len(values)))
 
 
 def of_median(values: Sequence[float]) -> float:
     """By how much the median of these values may be off."""
-    return _SURE * _MEDIAN * _scatter([values]) / sqrt(len(values))
+    return _off([values], len(values))
 
 
-def _scatter(groups: Iterable[Sequence[float]]) -> float:
-    """The standard deviation of repeats, from the differences of all pairs in each group."""
+def _off(groups: Iterable[Sequence[float]], count: int) -> float:
+    """By how much a median of `count` may be off: repeats scatter as all pairs in each group do."""
     pairs = [abs(one - other) for values in groups for one, other in combinations(values, 2)]
-    return median(pairs) / _PAIR if pairs else 0.0
+    return _SURE * _MEDIAN * median(pairs) / _PAIR / sqrt(count) if pairs else 0.0
 
 
 def together(*parts: float | None) -> float | None:

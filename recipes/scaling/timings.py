@@ -1,30 +1,115 @@
-"""Files of timings, .csv or .jsonl: `recipes scale run` writes them, and so can anyone else."""
+"""Timings: a row for each epoch, or measured stretch, of a training, and the files that hold them.
+
+`train.py --measure` and `recipes scale run` add rows to a .jsonl. Anyone else can write these files
+too, also as .csv. A field of `Timing` is a column of a file.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unicodedata import category
 
 from recipes.errors import Problem, UserError, mistake
 from recipes.run import Settings
-from recipes.scaling.row import COLUMNS, PARTS, Cells, Timing, from_columns, to_columns
 
-SUFFIXES = (".csv", ".jsonl")
 WARM_UP_STEPS = 3  # of each run, which are not timed
-_LONGER = 1.001  # what rounding may add to a sum of times
-_ROUNDED = 1.02  # and to the parts of a step, which people round to milliseconds
-# Columns of a throughput, and what it counts.
-_RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}
-_OF_A_RATE = 1000
-_SHOWN = 200  # characters of a file's first line
-_LARGEST = 1e15  # of any number in a file, and 1/_LARGEST the smallest
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row. Times are in seconds, sizes in bytes.
+
+    Only `num_processes` and `epoch_time` are required: a number is None if unknown, text is empty.
+    """
+
+    num_processes: int
+    epoch_time: float
+    name: str = "training"
+    epoch: float | None = None
+    samples: int | None = None  # examples of all processes in epoch_time
+    accuracy: float | None = None
+    recipe: str = ""
+    scaling: str = ""  # "strong": the same global batch at every size, "weak": the same batch per process
+
+    global_batch: int | None = None  # examples of an optimizer step
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    tokens: int | None = None  # in epoch_time
+    loss: float | None = None  # of the evaluation
+    step_time: float | None = None  # of an optimizer step, as are the times below
+
+    # The parts of a step, in the order in which they happen: they add up to it, and are means over
+    # the processes. Only `logging` and `saving` are those of the process that writes. The others
+    # wait for it, and that wait is not counted as `other`.
+    data_wait: float | None = None
+    forward: float | None = None
+    backward: float | None = None  # without the communication that it waits for
+    communication: float | None = None  # exposed, without the wait for slower processes
+    optimizer: float | None = None
+    logging: float | None = None
+    saving: float | None = None  # checkpoints and evaluations
+    other: float | None = None
+    data_wait_max: float | None = None  # of the slowest process
+
+    # A step without exchange of gradients, of the median and of the slowest process. The median of
+    # two is the faster one: their mean would count half of a slow process against both.
+    no_sync_step: float | None = None
+    no_sync_step_max: float | None = None
+    pass_overhead: float | None = None  # of a forward and backward pass, whatever the number of its examples
+
+    # What a process sends in a step, and the link between the processes while nothing else runs:
+    # the bus bandwidth in bytes/s of an all-reduce as large as those of a step, and the time of one
+    # of a few bytes.
+    overlap: float | None = None  # share of the communication that the backward pass hides, 0 to 1
+    syncs: float | None = None  # backward passes that exchanged gradients
+    collectives: float | None = None
+    sync_bytes: int | None = None
+    link_bandwidth: float | None = None
+    link_latency: float | None = None
+    peak_memory: int | None = None  # of the process that needs most
+
+    hardware: str = ""
+    engine: str = ""  # "ddp", "deepspeed", ...
+    workers: int | None = None  # dataloader_num_workers
+    cores: int | None = None  # of each process
+    logging_steps: int | None = None
+    save_steps: int | None = None
+    eval_steps: int | None = None
+    command: str = ""  # train.py's flags
+    applied: str = ""  # the recommendation that this run tries, or "before: ..." in the run beside it
+    predicted: float | None = None  # throughput over the run before that the recommendation promised
+
+    timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
+    step_p50: float | None = None  # half of the steps were faster, and 99 of 100 than the next
+    step_p99: float | None = None
+    other_load: float | None = None  # cores that other programs of the machine kept busy meanwhile
+    slowest_rank: int | None = None  # the process whose step without exchange takes longest
+    slowest_host: str = ""
+    slowest_device: str = ""
+    data_wait_rank: int | None = None  # the process that waits most for data
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of those parts of a step that are known."""
+        return {name: seconds for name in PARTS if (seconds := getattr(self, name)) is not None}
+
+
+PARTS = ("data_wait", "forward", "backward", "communication", "optimizer", "logging", "saving", "other")
+OF_ONE_PROCESS = ("slowest_rank", "slowest_host", "slowest_device", "data_wait_rank")
+COLUMNS = {one.name: str(one.type) for one in fields(Timing)}  # with their types
+
+_RATES = {"samples_per_second": "samples", "tokens_per_second": "tokens"}  # columns instead of epoch_time
+_OF_A_RATE = 1000  # a throughput alone is the time of so many
+_POSITIVE = ("num_processes", "epoch_time", "samples", "step_time", "global_batch", *_RATES)
+_LARGEST = 1e15  # of any number in a file
+_ROUNDED = 1.001  # what rounding may add to a sum of times
+_EXAMPLE = "a .csv whose first line is num_processes,epoch_time,samples, or the .jsonl of recipes scale run"
 
 
 def name_of(run: Settings) -> str:
@@ -33,96 +118,78 @@ def name_of(run: Settings) -> str:
     return run["run_name"] or (str(model).rstrip("/").rpartition("/")[2] if model else "demonstration")
 
 
+# --- Reading -------------------------------------------------------------------------------------
+
+
 def read(files: Iterable[str | Path]) -> list[Timing]:
     """The rows of all files; a row without a name gets the file's.
 
-    Raises `UserError` with every mistake in them.
+    Raises `UserError` with the first mistake of each row.
     """
     rows: list[Timing] = []
     problems: list[Problem] = []
     for file in map(Path, files):
-        with _gathered(problems):
-            for number, line in _lines(file):
-                with _gathered(problems):
-                    source = f"{file}, line {number}"
-                    rows.append(parse_row({"name": file.stem, **_cells(line, source)}, source))
+        for number, cells in _cells(file):
+            try:
+                rows.append(parse_row({"name": file.stem, **cells}, f"{file}, line {number}"))
+            except UserError as error:
+                problems += error.problems
     if problems:
         raise UserError(*problems)
     if not rows:
-        raise mistake("FILE", "holds no timings", "a .csv with num_processes and epoch_time, or run recipes scale run")
+        raise mistake("FILE", "holds no timings", _EXAMPLE)
     return rows
 
 
-@contextlib.contextmanager
-def _gathered(problems: list[Problem]) -> Iterator[None]:
+def _cells(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a file that are not empty, with the numbers of their lines."""
+    number = 0
     try:
-        yield
-    except UserError as error:
-        problems += error.problems
+        text = file.read_text(encoding="utf-8-sig")
+        if file.suffix == ".jsonl":
+            found = []
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    found.append((number, {**json.loads(line)}))
+            return found
+        lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+        rows = [(lines.line_num, {str(name).strip(): cell for name, cell in row.items()}) for row in lines]
+    except (OSError, ValueError, TypeError, RecursionError, csv.Error) as error:
+        at = f", line {number}," if number else ""
+        raise mistake("FILE", f"{file}{at} cannot be read: {error}", _EXAMPLE) from None
+    if rows and "num_processes" not in rows[0][1]:
+        raise mistake("FILE", f"{file} has no column num_processes, but {', '.join(rows[0][1])[:200]}", _EXAMPLE)
+    return [(number, row) for number, row in rows if any(row.values())]
 
 
-def parse_row(row: Cells, source: str) -> Timing:
-    """A row as a Timing, without unknown columns.
-
-    Raises `UserError` with every value that is not possible.
-    """
+def parse_row(row: Mapping[str, Any], source: str) -> Timing:
+    """A row of a file as a Timing, without unknown columns. Raises `UserError`."""
     known = {*COLUMNS, *_RATES}
-    filled = {name: value for name, value in row.items() if name in known and value not in (None, "")}
-    rated = any(name in filled for name in _RATES)
-    values: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for name in dict.fromkeys(["num_processes", *([] if rated else ["epoch_time"]), *filled]):
-        with _gathered(problems):
-            if name not in filled:
-                or_rate = " or samples_per_second" if name == "epoch_time" else ""
-                raise mistake(name, "is missing", f"a column {name}{or_rate}, filled in each row", source)
-            values[name] = _value(name, filled[name], source)
-    if problems:
-        raise UserError(*problems)
-    _from_rates(values)
-    _require_possible(values, source)
-    return from_columns(values)
-
-
-def _from_rates(values: dict[str, Any]) -> None:
-    """Throughput as the time of so many samples or tokens, in the columns that a row has.
-
-    A throughput alone is the time of 1000. What `epoch_time` covers is then `timed`.
-    """
-    for rate_name, name in _RATES.items():
+    values = {
+        name: _value(name, value, source) for name, value in row.items() if name in known and value not in (None, "")
+    }
+    for rate_name, counted in _RATES.items():
         rate = values.pop(rate_name, None)
         if rate is None:
             continue
         if "epoch_time" not in values:
-            if name not in values:
-                values |= {name: _OF_A_RATE, "timed": f"{_OF_A_RATE} {name}"}
-            values["epoch_time"] = values[name] / rate
-        values.setdefault(name, max(1, round(rate * values["epoch_time"])))
-
-
-def _require_possible(values: dict[str, Any], source: str) -> None:
-    """Raises `UserError` for a part that is longer than what it is a part of."""
-    step = values.get("step_time")
-    if step is None:
-        return
-    if step > _LONGER * values["epoch_time"]:
-        what = f"a step of {step:g} s does not fit into an epoch_time of {values['epoch_time']:g} s"
+            if counted not in values:
+                values |= {counted: _OF_A_RATE, "timed": f"{_OF_A_RATE} {counted}"}
+            values["epoch_time"] = values[counted] / rate
+        values.setdefault(counted, max(1, round(rate * values["epoch_time"])))
+    for name in ("num_processes", "epoch_time"):
+        if name not in values:
+            or_rate = " or samples_per_second" if name == "epoch_time" else ""
+            raise mistake(name, "is missing", f"a column {name}{or_rate}, filled in each row", source)
+    step, whole = values.get("step_time", 0.0), values["epoch_time"]
+    if step > _ROUNDED * whole:
+        what = f"a step of {step:g} s does not fit into an epoch_time of {whole:g} s"
         raise mistake("step_time", what, "both in seconds, epoch_time for all steps together", source)
-    for name in (*PARTS, "data_wait_max"):
-        if values.get(name, 0.0) > _ROUNDED * step:
-            what = f"{values[name]:g} s do not fit into a step_time of {step:g} s"
-            raise mistake(name, what, "seconds of one optimizer step, as step_time is", source)
-    # Logging and saving are those of the process that writes: the others' parts run beside them.
-    together = sum(values.get(name, 0.0) for name in PARTS if name not in ("logging", "saving"))
-    if together > _ROUNDED * step:
-        what = f"the parts of a step take {together:g} s, more than the step itself: {step:g} s"
-        raise mistake("step_time", what, "parts that add up to the step", source)
+    return Timing(**values)
 
 
-def _value(name: str, value: Any, source: str) -> str | float:
-    kind = "float" if name in _RATES else COLUMNS[name].kind
-    if isinstance(value, list | dict):  # which may be nested too deeply to be shown
-        raise mistake(name, "is a list or an object", "one number or text", source)
+def _value(name: str, value: Any, source: str) -> Any:
+    kind = COLUMNS.get(name, "float")
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
             raise mistake(name, f"{value!r} is neither strong nor weak", "strong or weak", source)
@@ -133,20 +200,13 @@ def _value(name: str, value: Any, source: str) -> str | float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise mistake(name, f"{value!r:.40} is not a number", "a number, such as 12.5", source) from None
-    positive = name in ("num_processes", "epoch_time", "samples", "step_time", "global_batch", *_RATES)
-    if math.isfinite(number) and (number > _LARGEST or 0 < number < 1 / _LARGEST):
-        raise mistake(name, f"{value!r} is out of range", "a number in seconds, bytes or counts", source)
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
-        raise mistake(
-            name, f"{value!r} is not possible", f"a number {'above' if positive else 'of at least'} 0", source
-        )
-    if name == "overlap" and number > 1:
-        raise mistake(name, f"{value!r} is not possible", "a share of the communication, from 0 to 1", source)
-    if kind.startswith("int"):
-        if number != int(number):
-            raise mistake(name, f"{value!r} is not a whole number", "a count", source)
-        return int(number)
-    return number
+    smallest, largest = 1 / _LARGEST if name in _POSITIVE else 0.0, 1.0 if name == "overlap" else _LARGEST
+    whole = kind.startswith("int")
+    if not smallest <= number <= largest or (whole and number != int(number)):
+        possible = "whole number" if whole else "number"
+        fix = f"a {possible} {'above' if smallest else 'of at least'} 0{' and at most 1' * (name == 'overlap')}"
+        raise mistake(name, f"{value!r} is not possible", fix, source)
+    return int(number) if whole else number
 
 
 def without_warm_up(rows: Sequence[Timing], count: int) -> list[Timing]:
@@ -156,7 +216,7 @@ def without_warm_up(rows: Sequence[Timing], count: int) -> list[Timing]:
     """
     groups: dict[tuple, list[Timing]] = {}
     for row in rows:
-        key = (row.name, row.num_processes, row.recipe, row.scaling, row.batch.total, row.applied)
+        key = (row.name, row.num_processes, row.recipe, row.scaling, row.global_batch, row.applied)
         groups.setdefault(key, []).append(row)
     for (name, world, *_), group in groups.items():
         if len(group) <= count:
@@ -166,88 +226,22 @@ def without_warm_up(rows: Sequence[Timing], count: int) -> list[Timing]:
     return [row for row in rows if id(row) in kept]
 
 
-def _lines(file: Path) -> list[tuple[int, str | Cells]]:
-    """The lines that are not empty, with their numbers; those of a .csv are split into cells."""
-    if file.suffix not in SUFFIXES:
-        raise mistake("FILE", f"{file} is neither .csv nor .jsonl", "a .csv or .jsonl file")
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise mistake("FILE", f"{file} cannot be read: {error}", "a readable .csv or .jsonl file") from None
-    if file.suffix == ".jsonl":
-        return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    try:
-        return _csv_rows(file, text)
-    except csv.Error as error:  # such as a text above 131,072 letters, where a quotation is not closed
-        raise mistake("FILE", f"{file} cannot be read: {error}", "each row on a line, with closed quotes") from None
-
-
-def _csv_rows(file: Path, text: str) -> list[tuple[int, str | Cells]]:
-    lines = csv.DictReader(io.StringIO(text), skipinitialspace=True)
-    columns = [name.strip() for name in lines.fieldnames or ()]
-    needed = ["num_processes", *([] if any(name in columns for name in _RATES) else ["epoch_time"])]
-    lacking = [name for name in needed if name not in columns]
-    if columns and lacking:
-        what = f"{file} has no column {' and no column '.join(lacking)}, but {', '.join(columns)[:_SHOWN]}"
-        raise mistake("FILE", what, "a first line such as num_processes,epoch_time,samples, separated by commas")
-    rows = [(lines.line_num, {str(key).strip(): value for key, value in row.items()}) for row in lines]
-    return [(number, row) for number, row in rows if any(row.values())]
-
-
-def _cells(line: str | Cells, source: str) -> Cells:
-    if not isinstance(line, str):
-        return line
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise mistake("FILE", f"is not JSON: {error}", "one JSON object per line", source) from None
-    if not isinstance(row, dict):
-        raise mistake("FILE", f"{line[:40]!r} is not a JSON object", "one JSON object per line", source)
-    return row
+# --- Writing -------------------------------------------------------------------------------------
 
 
 def append(file: str | Path, rows: Iterable[Timing]) -> None:
-    """Add rows to a .csv or .jsonl, which is created if missing.
-
-    Raises `UserError` if it cannot be written, or is a .csv without the columns that the rows have.
-    """
-    file = Path(file)
-    filled = [{name: value for name, value in to_columns(row).items() if value not in (None, "")} for row in rows]
-    columns = require_room(file, {name for row in filled for name in row})
-    with file.open("a", encoding="utf-8", newline="") as stream:
-        if columns is None:
-            stream.write("".join(json.dumps(row) + "\n" for row in filled))
-            return
-        writer = csv.DictWriter(stream, columns)
-        if not stream.tell():
-            writer.writeheader()
-        writer.writerows(filled)
+    """Add rows to a .jsonl; makes it if missing. Raises `UserError` if it cannot be written."""
+    require_room(file)
+    with Path(file).open("a", encoding="utf-8") as stream:
+        for row in rows:
+            known = {name: value for name, value in vars(row).items() if value not in (None, "")}
+            stream.write(json.dumps(known) + "\n")
 
 
-def require_room(file: str | Path, names: Iterable[str] = tuple(COLUMNS)) -> list[str] | None:
-    """The columns of a .csv, None for a .jsonl.
-
-    Raises `UserError` if rows with these columns cannot be added.
-    """
-    file = Path(file)
+def require_room(file: str | Path) -> None:
+    """Begin a file of timings. Raises `UserError` if rows cannot be added to it."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as stream:
-            begun = stream.tell() > 0
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).open("a").close()
     except OSError as error:
         raise mistake("FILE", f"{file} cannot be written: {error.strerror}", "choose a writable folder") from None
-    if file.suffix == ".jsonl":
-        return None
-    columns = _header(file) if begun else list(COLUMNS)
-    lacking = sorted(set(names) - set(columns))
-    if lacking:
-        raise mistake("FILE", f"{file} has no column {lacking[0]}", "another file, or a .jsonl")
-    return columns
-
-
-def _header(file: Path) -> list[str]:
-    try:
-        with file.open(encoding="utf-8", newline="") as stream:
-            return next(csv.reader(stream), [])
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise mistake("FILE", f"{file} cannot be read: {error}", "another file, or a .jsonl") from None

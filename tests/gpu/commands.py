@@ -60,8 +60,7 @@ def doctor(setup: Setup) -> Figures:
 def parts_of_a_step(recipe: str, processes: int, setup: Setup) -> Figures:
     """Milliseconds of each part of a step, from the row that `train.py --measure` writes."""
     from recipes.catalog import RECIPES
-    from recipes.scaling.row import PARTS
-    from recipes.scaling.timings import WARM_UP_STEPS
+    from recipes.scaling.timings import PARTS, WARM_UP_STEPS
 
     size, length, steps = ("tiny", 64, 6) if setup.rehearse else ("0.5B", speed.LENGTH, STEPS)
     model, data = material(setup, size, [length] * speed.GLOBAL_BATCH * (steps + WARM_UP_STEPS))

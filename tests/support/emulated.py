@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.scaling.row import Timing
-from recipes.scaling.timings import read
+from recipes.scaling.timings import Timing, read
 
 _PAUSE = """\
 seconds = float(os.environ["PACE"]) * len(input_ids)

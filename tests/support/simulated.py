@@ -15,7 +15,7 @@ from itertools import count
 from random import Random
 from statistics import fmean, median_low
 
-from recipes.scaling.row import Batch, Exchange, Link, NoSync, Parts, Setup, Timing
+from recipes.scaling.timings import Timing
 
 WARM_UP, STEPS = 20, 20  # simulated steps; logs and checkpoints come every so many that divide 20
 EPOCH = 50  # steps
@@ -264,15 +264,10 @@ def _row(
     trained, synced, alone = stretches
     first, second, third = off
     step = first * trained.step
-    parts = Parts(
-        data_wait=first * fmean(trained.waits),
-        forward=first * trained.forward,
-        backward=first * (fmean(trained.own) - trained.forward - trained.optimizer),
-        optimizer=first * trained.optimizer,
-        logging=first * trained.logging,
-        saving=first * trained.saving,
-    )
-    known = sum(parts.known().values())
+    waits = first * fmean(trained.waits)
+    backward = first * (fmean(trained.own) - trained.forward - trained.optimizer)
+    writing = first * (trained.logging + trained.saving)
+    known = waits + first * (trained.forward + trained.optimizer) + backward + writing
     left = max(0.0, step - known)
     slowest = third * max(alone.own)
     communication = min(left, max(0.0, second * synced.step - slowest)) if world > 1 else 0.0
@@ -283,22 +278,34 @@ def _row(
         epoch_time=step * EPOCH,
         samples=batch * EPOCH,
         scaling=scaling,
-        batch=Batch(batch, batch // world // micro_batches, micro_batches),
+        global_batch=batch,
+        micro_batch=batch // world // micro_batches,
+        accumulation=micro_batches,
         step_time=known + left,
-        parts=replace(parts, communication=communication, other=left - communication),
+        data_wait=waits,
+        forward=first * trained.forward,
+        backward=backward,
+        communication=communication,
+        optimizer=first * trained.optimizer,
+        logging=first * trained.logging,
+        saving=first * trained.saving,
+        other=left - communication,
         data_wait_max=first * max(trained.waits),
-        no_sync=NoSync(third * median_low(alone.own), slowest),
-        exchange=Exchange(syncs=syncs, collectives=syncs * training.buckets, bytes=round(syncs * training.gradients)),
-        link=_link(training, world) if world > 1 else None,
-        setup=Setup(workers=training.workers),
+        no_sync_step=third * median_low(alone.own),
+        no_sync_step_max=slowest,
+        syncs=syncs,
+        collectives=syncs * training.buckets,
+        sync_bytes=round(syncs * training.gradients),
+        workers=training.workers,
+        **(_link(training, world) if world > 1 else {}),
     )
 
 
-def _link(training: Training, world: int) -> Link:
+def _link(training: Training, world: int) -> dict[str, float]:
     """The link as an all-reduce of a bucket's size and one of a few bytes measure it."""
     bucket = training.gradients / training.buckets
     bandwidth = 2 * (world - 1) / world * bucket / _collective(training, world, bucket)
-    return Link(bandwidth, _collective(training, world, 0))
+    return {"link_bandwidth": bandwidth, "link_latency": _collective(training, world, 0)}
 
 
 # --- What is tried -------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from recipes.scaling.advice import Advice, advise, applied
-from recipes.scaling.row import Setup, Timing, with_columns
-from recipes.scaling.timings import append, read
-from recipes.scaling.verdicts import Verdict, analyse
+from recipes.scaling.analyse import Size, analyse
+from recipes.scaling.timings import Timing, append, read
 from tests.support import emulated
 from tests.support.running import ROOT, run
 
@@ -48,8 +47,8 @@ def on_a_slow_link(measured) -> Timing:
         return measured(2, 16, namespace=namespace)
 
 
-def verdict(alone: list[Timing], row: Timing) -> Verdict:
-    return analyse([*alone, row])[0].verdicts[-1]
+def verdict(alone: list[Timing], row: Timing) -> Size:
+    return analyse([*alone, row])[0].sizes[-1]
 
 
 def advice(alone: list[Timing], row: Timing) -> list[Advice]:
@@ -96,7 +95,7 @@ def test_contention_is_named(alone, measured):
 def test_straggler_is_named(alone, measured):
     slow = measured(2, 16, PACE_OF_RANK_1="2.5")
     assert verdict(alone, slow).cause == "straggler"
-    assert (slow.slowest.rank, slow.slowest.host) == (1, platform.node())
+    assert (slow.slowest_rank, slow.slowest_host) == (1, platform.node())
 
 
 # --- What is counted -----------------------------------------------------------------------------
@@ -104,13 +103,13 @@ def test_straggler_is_named(alone, measured):
 
 @pytest.mark.slow
 def test_accumulation_exchanges_gradients_once_a_step(healthy):
-    assert (healthy.batch.accumulation, healthy.exchange.syncs) == (2, 1)
+    assert (healthy.accumulation, healthy.syncs) == (2, 1)
 
 
 @pytest.mark.slow
 def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
     each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
-    assert measured(2, 16, "--accelerator_config", each).exchange.syncs == 2
+    assert measured(2, 16, "--accelerator_config", each).syncs == 2
 
 
 @pytest.mark.slow
@@ -128,7 +127,7 @@ def test_rows_of_jobs_at_two_sizes_are_paired(alone, healthy):
 
 @pytest.mark.slow
 def test_parts_of_a_step_add_up_to_it(healthy):
-    assert sum(healthy.parts.known().values()) == pytest.approx(healthy.step_time)
+    assert sum(healthy.parts.values()) == pytest.approx(healthy.step_time)
 
 
 @pytest.mark.slow
@@ -137,7 +136,7 @@ def test_bytes_of_an_exchange_are_those_of_the_gradients(healthy, tiny_model):
 
     with safe_open(tiny_model / "model.safetensors", "pt") as weights:
         parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
-    assert healthy.exchange.bytes == pytest.approx(4 * parameters, rel=0.01)
+    assert healthy.sync_bytes == pytest.approx(4 * parameters, rel=0.01)
 
 
 def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
@@ -145,10 +144,10 @@ def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
 
     flags = ["--max_steps", "6", "--logging_steps", "1"]
     plain = train_here(tiny_model, texts, tmp_path / "plain", *flags)
-    measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.csv"))
+    measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.jsonl"))
     assert losses(measured) == losses(plain)
     assert (tmp_path / "measured/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
-    assert read([tmp_path / "t.csv"])[0].samples == 3 * 16
+    assert read([tmp_path / "t.jsonl"])[0].samples == 3 * 16
 
 
 # --- The command ---------------------------------------------------------------------------------
@@ -160,9 +159,9 @@ def recipes(*words: str, folder: Path):
 
 @pytest.mark.slow
 def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model, texts, tmp_path):
-    slow = with_columns(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
+    slow = dataclasses.replace(healthy, communication=healthy.step_time, step_time=2 * healthy.step_time)
     command = f"--model_name_or_path {tiny_model} --dataset_name {texts} --max_length 64"
-    rows = [with_columns(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
+    rows = [dataclasses.replace(row, command=command, link_bandwidth=1e3) for row in [*alone, slow]]
     append(tmp_path / "timings.jsonl", rows)
 
     words = ["--apply", "compression", "--repeats", "1", "--steps", "1", "--output", str(tmp_path)]
@@ -217,7 +216,7 @@ def test_timings_of_another_training_are_not_mixed(alone_row, tmp_path, capsys):
 
 @pytest.fixture
 def alone_row() -> Timing:
-    return Timing(1, 10.0, name="demonstration", setup=Setup(command="--seed 1"))
+    return Timing(1, 10.0, name="demonstration", command="--seed 1")
 
 
 def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():

@@ -1,0 +1,326 @@
+"""Which rows are one training, how well it scales, why no better, and what cannot be told."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.scaling import sentences
+from recipes.scaling.advice import advise
+from recipes.scaling.analyse import Series, Size, analyse
+from recipes.scaling.causes import losses_of
+from recipes.scaling.timings import PARTS, Timing
+from tests.support import simulated
+
+quickly = settings(max_examples=50, deadline=None)
+seeds = st.integers(0, 10**6)
+
+
+def last(rows: list[Timing]) -> Size:
+    """The largest size of the first series."""
+    return analyse(rows)[0].sizes[-1]
+
+
+def words_of(rows: list[Timing]) -> str:
+    series = analyse(rows)[0]
+    return sentences.verdict(series.sizes[-1], series)
+
+
+def of_rates(throughputs: dict[int, float]) -> Series:
+    (series,) = analyse([Timing(world, 1000 / rate, samples=1000) for world, rate in throughputs.items()])
+    return series
+
+
+# --- What holds for any timings ------------------------------------------------------------------
+
+
+def some_rows(seed: int) -> list[Timing]:
+    random = Random(seed)
+    return simulated.measured(*simulated.draw(random), 3, random)
+
+
+def scaled(row: Timing, factor: float) -> Timing:
+    """The row of a machine on which everything takes `factor` times as long."""
+    times = [*PARTS, "epoch_time", "step_time", "data_wait_max", "no_sync_step", "no_sync_step_max"]
+    return replace(row, **{name: factor * getattr(row, name) for name in times})
+
+
+@quickly
+@given(seeds, st.floats(1e-3, 1e3))
+def test_a_machine_on_which_all_takes_longer_gets_the_same_verdict(seed, factor):
+    rows = some_rows(seed)
+    before, after = (
+        [size for series in analyse(some) for size in series.sizes]
+        for some in (rows, [scaled(row, factor) for row in rows])
+    )
+    assert [size.speedup.median for size in after] == pytest.approx([size.speedup.median for size in before])
+    assert [size.cause for size in after] == [size.cause for size in before]
+    assert [size.speedup.median for size in after if not size.band] == pytest.approx([1, 1])
+
+
+@quickly
+@given(seeds, st.randoms(use_true_random=False))
+def test_the_order_of_rows_changes_nothing(seed, random):
+    def of(rows):
+        return {series.title: replace(series, rows=()) for series in analyse(rows)}
+
+    rows = some_rows(seed)
+    assert of(random.sample(rows, len(rows))) == of(rows)
+
+
+@quickly
+@given(
+    st.lists(st.integers(2, 64), unique=True, max_size=5).map(lambda found: [1, *sorted(found)]),
+    st.floats(0, 1),
+    st.floats(1e-3, 1e6),
+)
+def test_amdahls_serial_fraction_is_found_again_from_three_sizes_on(worlds, serial, alone):
+    (series,) = analyse([Timing(world, alone * (serial + (1 - serial) / world)) for world in worlds])
+    assert series.serial_fraction == (pytest.approx(serial, abs=1e-9) if len(worlds) >= 3 else None)
+
+
+times = [*PARTS, "step_time", "data_wait_max", "no_sync_step", "no_sync_step_max"]
+any_row = st.fixed_dictionaries(
+    {"num_processes": st.sampled_from([1, 2, 4]), "epoch_time": st.floats(1e-6, 1e6)},
+    optional={"global_batch": st.sampled_from([4, 8]), **{name: st.floats(0, 1e6) for name in times}},
+).map(lambda values: Timing(**values))
+
+
+@quickly
+@given(any_row, st.lists(any_row, max_size=6))
+def test_no_loss_is_negative_and_none_against_a_reference_exceeds_the_lost_time(row, others):
+    found = losses_of(row, others)
+    assert all(cause.seconds >= 0 for cause in found.causes)
+    assert (found.lost or 0) >= 0 and (found.unexplained or 0) >= 0
+    referred = sum(cause.seconds for cause in found.causes if cause.key in ("contention", "work"))
+    assert found.lost is None or referred <= found.lost * (1 + 1e-9)
+
+
+# --- How fast ------------------------------------------------------------------------------------
+
+
+def test_slower_than_any_smaller_size_is_negative():
+    found = of_rates({1: 255, 4: 691, 8: 666})
+    words = sentences.verdict(found.sizes[-1], found)
+    assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
+    assert "2.61 times as fast as 1, 32.6% efficiency: negative scaling (one timing)" in words
+    assert "It is 0.96 times as fast as 4 processes." in words
+    assert "Of the measured sizes 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
+
+
+def test_a_size_that_is_as_fast_as_a_smaller_one_is_not_negative():
+    assert [size.band for size in of_rates({1: 100, 2: 180, 4: 180}).sizes[1:]] == ["excellent", "poor"]
+
+
+def test_a_difference_that_repeats_leave_open_is_not_negative_and_no_reason_for_fewer_processes():
+    times = {1: (100, 101, 99), 2: (60, 66, 55), 4: (61, 67, 54)}
+    (series,) = analyse([Timing(world, time) for world, repeats in times.items() for time in repeats])
+    assert [size.band for size in series.sizes[1:]] == ["good", "poor"]
+    assert advise(series.sizes[-1], series) == []
+
+
+@pytest.mark.parametrize(("speedup", "says"), [(3.492, "87.3% efficiency: excellent"), (0.46, "11.5% efficiency: neg")])
+def test_the_published_cases_get_their_band_and_no_cause(speedup, says):
+    """IMDB and AG News on 4 GPUs: only ratios were published."""
+    rows = [Timing(1, 100), Timing(4, 100 / speedup)]
+    assert says in words_of(rows) and last(rows).cause is None
+    assert ("measure the parts of a step with `recipes scale run`" in words_of(rows)) == (speedup < 1)
+
+
+def test_a_verdict_says_how_certain_it_is():
+    noisy = [Timing(1, time) for time in (100, 110, 90)] + [Timing(2, time) for time in (58, 66, 54)]
+    assert "between good and excellent" in words_of(noisy)
+
+
+def test_weak_scaling_without_samples_assumes_as_many_per_process():
+    rows = [Timing(1, 100, scaling="weak"), Timing(2, 105, scaling="weak")]
+    assert "95.2% efficiency: excellent" in words_of(rows)
+    shorter = words_of([rows[0], replace(rows[1], num_processes=8, epoch_time=13)])
+    assert "Superlinear: " in shorter and "rows without samples share an epoch and say weak scaling" in shorter
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ({1: 100, 2: 166}, "needs at least three world sizes, and there are 2."),
+        ({w: 100 * w / (1 + 0.01 * w * w) for w in (1, 2, 4, 8)}, "overhead grows with the processes."),
+        ({1: 100, 2: 150, 4: 380, 8: 790}, "it is not level."),
+        ({w: 100 / (0.05 + 0.95 / w) for w in (1, 2, 4, 8)}, "can be more than 20 times as fast."),
+        ({w: 100 / (0.001 + 0.999 / w) for w in (1, 2, 4)}, "too small for a limit to follow from sizes up to 4."),
+        ({1: 100, 2: 200, 4: 400}, "No serial fraction is visible in 3 world sizes (Amdahl's law)."),
+    ],
+)
+def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):
+    assert sentences.law(of_rates(rates)).endswith(says)
+
+
+def test_amdahls_law_is_not_fitted_to_a_growing_number_of_samples():
+    (series,) = analyse([Timing(world, 100 + world, samples=1000 * world) for world in (1, 2, 4)])
+    assert series.serial_fraction is None and "differ in samples" in sentences.law(series)
+
+
+def test_counts_stay_whole_in_the_median_of_two():
+    size = last([Timing(2, 10, micro_batch=4), Timing(2, 11, micro_batch=4)])
+    assert repr(size.typical.micro_batch) == "4"
+
+
+# --- Why -----------------------------------------------------------------------------------------
+
+WAITING = Timing(2, 100, step_time=1.0, data_wait=0.2, communication=0.4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "first"),
+    [
+        ({"workers": 0}, "communication"),
+        ({"workers": None}, "communication"),
+        ({"workers": 2}, "data"),  # without communication it would wait 0.6 s for them
+        ({"workers": 2, "data_wait": 0.05}, "communication"),
+        ({"workers": 2, "communication": 0.0, "saving": 0.4}, "saving"),
+        ({"workers": 2, "accumulation": 4}, "data"),  # a step's micro-batches are held ahead
+        ({"workers": 1, "accumulation": 16}, "communication"),  # their queues are full long before
+    ],
+)
+def test_loading_comes_before_what_it_runs_beside(changed, first):
+    rows = [replace(WAITING, **changed)]
+    assert last(rows).cause == first
+    assert ("Data loading sets the pace: 200 ms of a 1 s step (20%)" in words_of(rows)) == (first == "data")
+
+
+def test_contention_shows_without_weak_rows_at_the_same_micro_batch():
+    one = Timing(1, 60, global_batch=16, micro_batch=4, step_time=0.6, no_sync_step=0.6, no_sync_step_max=0.6)
+    two = replace(one, num_processes=2, epoch_time=57, step_time=0.57, no_sync_step=0.57, no_sync_step_max=0.57)
+    assert last([one, two]).cause == "contention"
+
+
+def row(world: int, step: float, communication: float = 0.0, **known) -> Timing:
+    passes = step - communication
+    parts = {"forward": passes / 3, "backward": passes * 2 / 3, "communication": communication}
+    known = {"engine": "ddp", "no_sync_step": passes, "no_sync_step_max": passes, **parts, **known}
+    return Timing(world, 100 * step, samples=1600, global_batch=16, micro_batch=16 // world, step_time=step, **known)
+
+
+ALONE = [row(1, time) for time in (1.0, 1.01, 0.99)]
+
+
+def repeats(waits: list[float], **known) -> list[Timing]:
+    return [row(2, 0.5 + wait, wait, **known) for wait in waits]
+
+
+def test_a_wait_that_every_repeat_has_is_a_cause():
+    found = last(ALONE + repeats([0.2, 0.21, 0.19]))
+    assert (found.cause, found.losses.undecided) == ("communication", "")
+
+
+def test_where_repeats_differ_by_more_than_the_effect_there_is_no_cause_and_no_advice():
+    rows = ALONE + repeats([0.0, 0.15, 0.5], other_load=3.25)
+    (series,) = analyse(rows)
+    assert (series.sizes[-1].cause, series.sizes[-1].losses.undecided) == (None, "noise")
+    assert advise(series.sizes[-1], series) == []
+    assert "Too noisy to name a cause: communication seems to take 23% of a step" in words_of(rows)
+    assert "Other programs kept 3.2 cores busy meanwhile. Measure on a quiet machine, or with more" in words_of(rows)
+
+
+def test_lost_time_that_nothing_explains_is_called_unexplained():
+    rows = [ALONE[0], replace(repeats([0.0])[0], step_time=1.0, other=0.5)]
+    assert last(rows).cause is None
+    assert "500 ms per step are unexplained." in words_of(rows)
+
+
+@pytest.mark.parametrize(("ranks", "says"), [([1, 1], "(rank 1, node, cuda:0)."), ([1, 0], "for 500 ms.")])
+def test_the_slowest_process_is_named_if_it_is_always_the_same(ranks, says):
+    slow = [
+        row(2, 0.7, forward=0.2, no_sync_step=0.5, no_sync_step_max=0.7, slowest_rank=rank, slowest_host="node")
+        for rank in ranks
+    ]
+    slow = [replace(one, slowest_device="cuda:0") for one in slow]
+    assert "stragglers" in words_of(ALONE + slow) and says in words_of(ALONE + slow)
+
+
+# --- What cannot be told -------------------------------------------------------------------------
+
+HIDDEN = {"engine": "deepspeed", "communication": None, "no_sync_step": None, "no_sync_step_max": None}
+ZERO = [replace(row(1, 1.0), **HIDDEN), replace(row(2, 0.9), **HIDDEN)]
+
+
+def test_zero_gets_a_bound_and_no_cause():
+    share = replace(row(1, 0.5), global_batch=8, micro_batch=8, scaling="weak", **HIDDEN)
+    found = last([*ZERO, share])
+    assert (found.cause, found.losses.undecided) == (None, "bound")
+    assert found.losses.bound.seconds == pytest.approx(0.4)
+    assert "take at most 400 ms of a 900 ms step together (44%)" in words_of([*ZERO, share])
+
+
+def test_zero_without_its_share_alone_says_what_would_bound_it():
+    assert (last(ZERO).cause, last(ZERO).losses.undecided) == (None, "hidden")
+    assert "`recipes scale run --scaling weak --num_processes 1 2`" in words_of(ZERO)
+
+
+def test_a_single_row_speaks_of_what_was_measured_and_does_not_call_itself_healthy():
+    words = words_of(repeats([0.2]))
+    assert "Of what was measured, the largest loss is communication" in words
+    assert "`recipes scale run --num_processes 1 2`" in words
+    assert last(repeats([0.01])).losses.undecided == "no reference"
+
+
+# --- Rows of jobs --------------------------------------------------------------------------------
+
+
+def job(world: int, batch: int, seconds: float = 1.0, steps: int = 10, flags: str = "", name: str = "gpt2") -> Timing:
+    """A row of ten steps, as `train.py --measure` writes it."""
+    known = {"global_batch": batch, "step_time": seconds, "engine": "ddp", "command": flags}
+    return Timing(world, steps * seconds, name, samples=steps * batch, **known)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_jobs_are_reported_like_the_same_runs_of_scale_run(seed):
+    random = Random(seed)
+    rows = simulated.measured(*simulated.draw(random), 2, random)
+    largest = max(row.num_processes for row in rows)
+    once = [row for row in rows if row.scaling == "strong" or row.num_processes < largest]
+    once = [replace(row, engine="ddp") for row in once]
+    by_scale_run = once + [replace(row, scaling="weak") for row in once if row.num_processes == largest]
+    found = {series.title: series.sizes for series in analyse([replace(row, scaling="") for row in once])}
+    assert found == {series.title: series.sizes for series in analyse(by_scale_run)}
+
+
+FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "titles"),
+    [
+        ([job(1, 16), job(2, 16)], ["gpt2, strong scaling"]),
+        ([job(1, 8), job(2, 16), job(4, 32)], ["gpt2, weak scaling"]),
+        ([job(1, 16), job(2, 16), job(1, 8)], ["gpt2, strong scaling", "gpt2, weak scaling"]),
+        ([job(2, 8), job(2, 16)], [f"gpt2, global batch {batch}, strong scaling" for batch in (8, 16)]),
+        ([job(1, 16, name="gpt2-1gpu"), job(2, 16, name="gpt2-2gpu")], ["gpt2-1gpu, strong scaling"]),
+        (
+            [job(world, 16, name=name) for world in (1, 2) for name in ("before", "after")],
+            ["before, strong scaling", "after, strong scaling"],
+        ),
+        (
+            [job(world, 16, flags=flags) for world in (1, 2) for flags in FLAGS],
+            [f"gpt2 (max_length {length}), strong scaling" for length in (64, 128)],
+        ),
+        ([job(1, 16, flags="--seed 1 --tf32"), job(2, 16, flags="--tf32 --seed 1")], ["gpt2, strong scaling"]),
+        ([Timing(1, 100.0, global_batch=8), Timing(2, 60.0, global_batch=16)], ["training, strong scaling"]),
+    ],
+    ids=["strong", "weak", "both", "apart", "named by size", "two names", "two lengths", "order of flags", "no jobs"],
+)
+def test_rows_are_paired_by_their_training(rows, titles):
+    assert [series.title for series in analyse(rows)] == titles
+
+
+@quickly
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from((8, 16)), st.text("-' \"a", max_size=9)), min_size=1))
+def test_no_job_is_lost_whatever_its_flags(jobs):
+    series = analyse([job(world, batch, flags=flags) for world, batch, flags in jobs])
+    assert {(row.num_processes, row.global_batch, row.command) for one in series for row in one.rows} == set(jobs)
+
+
+def test_a_run_that_tries_a_recommendation_is_no_part_of_the_series():
+    assert last([Timing(1, 100), Timing(2, 50), Timing(2, 10, applied="before")]).repeats == 1

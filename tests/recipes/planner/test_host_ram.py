@@ -5,8 +5,8 @@ import copy
 import pytest
 from transformers import LlamaForCausalLM
 
-from recipes.planner.footprint import need
-from recipes.planner.shapes import Traced, Weights
+from recipes.planner.footprint import Memory
+from recipes.planner.shapes import Weights
 from recipes.planner.tracing.trace import weigh
 from recipes.run import here, resolve
 from recipes.run.files import shipped
@@ -30,7 +30,7 @@ def host_of(recipe, *flags, weights=WHOLE, world=8, local=8, engine=None):
             trained_by="nobody",
         ),
     )
-    return need(run, weights, Traced([(0, 0, 0)], 1), 1).host_bytes_per_node / BILLION
+    return Memory(run, weights).host_bytes / BILLION
 
 
 @pytest.fixture

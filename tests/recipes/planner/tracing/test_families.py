@@ -22,9 +22,8 @@ from transformers import (
 )
 
 from recipes.planner.shapes import Case
-from recipes.planner.tracing.further import at_length
-from recipes.planner.tracing.trace import loop_unit, trace
-from tests.recipes.planner.small import planned
+from recipes.planner.tracing.trace import at_length, loop_unit, trace
+from tests.recipes.planner.small import peak, planned
 from tests.recipes.planner.tracing.real import real_peak
 
 _SHAPE = {
@@ -93,10 +92,6 @@ FAMILIES = {
     ),
     "jamba": JambaConfig(**_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
 }
-
-
-def peak(traced):
-    return max(map(sum, traced.moments))
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])

@@ -161,8 +161,6 @@ class Estimator:
         of 8, and other rows of a run may be. Several examples packed into a row are masked apart.
         Joined ones are one long row, apart by the same mask.
         """
-        from recipes.planner.tracing.kernels import alike
-
         mixed, casts, joined = mixed_precision(run), casts_the_model(run), run["padding_free"]
         asked = run["attn_implementation"]
         wanted = asked or getattr(self.config, "_attn_implementation", None)  # asked for, or the configuration's own
@@ -176,7 +174,7 @@ class Estimator:
             mask=not run["packing"] or run["packing_strategy"] == "bfd",
             adapters=_adapters(run),
             on_cuda=run.hardware.cuda,
-            capability=alike(run.hardware.capability),
+            capability=run.hardware.capability,
             attention=asked if wanted in (None, "eager", "sdpa") else PACKAGED,
             liger=self.has_liger(run),
             label_smoothing=run["task"] == "causal_lm" and bool(run["label_smoothing_factor"]),

@@ -7,7 +7,6 @@ there, or somebody else's, counts as not measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,18 +26,8 @@ def file_in(environment: Mapping[str, str]) -> Path:
 
 def rows(kind: str, environment: Mapping[str, str]) -> list[Json]:
     """What was kept of this kind, the oldest first. Empty if the file is missing or damaged."""
-    path = file_in(environment)
-    try:
-        changed = path.stat().st_mtime_ns if path.is_file() else 0
-    except OSError:  # a folder that one may not read
-        return []
-    found = _content(str(path), changed).get(kind) if changed else None
+    found = (read_json(file_in(environment))[0] or {}).get(kind)
     return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
-
-
-@cache
-def _content(path: str, changed: int) -> Json:
-    return read_json(path)[0] or {}
 
 
 class Host(NamedTuple):

@@ -138,17 +138,6 @@ class _GroupedMatmul(torch.autograd.Function):
 # --- Attention ------------------------------------------------------------------------------------
 
 
-def alike(capability: tuple[int, int]) -> tuple[int, int]:
-    """A compute capability for which `Sdpa.kernel` chooses as for this one, and Liger's loss too.
-
-    Cards that are alike share their traces.
-    """
-    major = capability[0]
-    if major == 12 or (8, 6) <= capability <= (8, 9):
-        return 8, 9
-    return {7: (7, 0), 8: (8, 0), 9: (9, 0), 10: (9, 0)}.get(major, capability)
-
-
 class Sdpa:
     """scaled_dot_product_attention on a GPU of this compute capability.
 

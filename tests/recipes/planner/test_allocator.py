@@ -225,13 +225,6 @@ def test_where_lengths_vary_torch_may_come_to_keep_more_than_steps_need():
     assert varied > 1.1 * longest
 
 
-def test_it_gives_back_what_other_lengths_have_left_before_memory_runs_out():
-    longest, varied = kept("false")
-    room = round(1.1 * longest)
-    under_it = kept("false", room=room)
-    assert under_it[0] == longest < under_it[1] <= room < varied
-
-
 def test_without_room_for_what_it_cannot_give_back_the_run_does_not_fit():
     longest, varied = kept("false")
     room = round(0.99 * longest)  # enough for equal steps

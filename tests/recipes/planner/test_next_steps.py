@@ -4,8 +4,6 @@ import re
 import shlex
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from recipes.planner.fits import Estimator
@@ -117,34 +115,3 @@ def test_the_next_card_is_one_of_the_same_kind_with_more_memory(gpu, better):
     for step in found:
         card = known_gpus.find(step.card)
         assert card.torch_bytes > plan.usable_bytes and step.fits and step.total_bytes < card.torch_bytes
-
-
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None)
-@given(
-    memory=st.sampled_from([0.65, 0.95, 1.25, 1.55, 2, 3]),
-    world=st.sampled_from([1, 2, 8]),
-    yaml=st.sampled_from([None, YAML]),
-    recipe=st.sampled_from([None, "standard", "fast"]),
-    micro=st.sampled_from([None, 1, 8]),
-)
-@example(memory=0.65, world=8, yaml=None, recipe=None, micro=1)
-def test_every_step_is_legal_and_needs_what_it_says(memory, world, yaml, recipe, micro):
-    batch = [] if micro is None else ["--per_device_train_batch_size", str(micro), "--global_batch_size", "64"]
-    plan = planned(
-        "--max_length", "128", *batch, config=LARGE, gpu_memory=memory, num_processes=world,
-        accelerate_config=yaml if world > 1 else None, recipe=recipe,
-    )  # fmt: skip
-    commands = [(plan.command, None)] if plan.recommended else []
-    for words, step in [*commands, *((step.words.partition(" # on ")[0], step) for step in plan.next_steps)]:
-        run, entry = as_printed(words, memory, world=world)
-        assert run.batch.total == (64 if micro else 16)
-        assert (
-            entry.fits
-            if step is None
-            else (entry.total_bytes, entry.fits or bool(step.card))
-            == (
-                step.total_bytes,
-                step.fits,
-            )
-        )

@@ -11,7 +11,7 @@ from recipes.planner.fits import Planner
 from recipes.planner.models import read_config
 from recipes.planner.plan import plan_run
 from recipes.run import known_gpus
-from tests.recipes.planner.small import LARGE, SHAPE, SMALL, SMALL_CARD, TINY, as_printed, planned, run_of
+from tests.recipes.planner.small import LARGE, SMALL, SMALL_CARD, TINY, as_printed, planned, run_of
 
 
 @settings(max_examples=50, deadline=None)
@@ -152,14 +152,6 @@ def test_checkpointing_is_preferred_to_offload_and_said(capsys):
     assert "take sharded" in printed and printed.strip().endswith(
         "--gradient_checkpointing true --per_device_train_batch_size 2"
     )
-
-
-def test_on_a_card_of_unknown_speed_sharing_is_preferred_to_checkpointing():
-    config = LlamaConfig(**SHAPE | {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8})
-    plan = planned("--max_length", "2048", "--global_batch_size", "8", config=config, gpu_memory=2.8, num_processes=8)
-    flags = {entry.name: entry.flags for entry in plan.recipes if entry.fits}
-    assert flags["fast"] == {"gradient_checkpointing": True} and not flags["sharded"]
-    assert plan.recommended == "sharded"
 
 
 def test_one_gpu_is_never_recommended_to_share_with_nobody():

@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/legal": 620,
     "recipes/run": 2060,
     "recipes/rules": 2530,
-    "recipes/planner": 3640,
+    "recipes/planner": 3630,
     "recipes/scaling": 2020,
     "launch": 550,
     "launch/commands": 1970,

@@ -195,13 +195,13 @@ def test_a_replay_is_within_two_percent_of_a_published_reading():
 def test_under_a_limit_torch_gives_back_what_it_cached_so_that_less_is_reserved():
     layers = [(size * MIB, time, NEVER, 0) for time, size in enumerate((30, 40, 50), 1)]  # each gone before the next
     traced = traced_of(np.array(layers), 3)
-    weights = Weights(10**8, 0, sizes=((25 * MIB, "frozen"),))
+    weights = Weights(25 * MIB, 0, sizes=((25 * MIB, "frozen"),))
     memory = Memory(run_of("standard"), weights, traced)
     free, tight, too_tight = (
-        with_cached(memory, memory.context + limit * MIB)[0].reserved for limit in (1000, 500, 140)
+        with_cached(memory, memory.context + limit * MIB)[0].reserved for limit in (1000, 200, 140)
     )
     assert tight < free
-    assert tight <= 500 * MIB
+    assert tight <= 200 * MIB
     assert too_tight == free
 
 

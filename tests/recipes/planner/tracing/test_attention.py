@@ -164,7 +164,7 @@ def test_a_card_before_8_0_has_a_fused_kernel_for_fp16_and_none_for_bf16(recipe)
     """DeepSpeed and FSDP cast the weights, autocast what operations take."""
     estimator, card = Estimator(SMALL["gpt2"]), Hardware((Gpu("T4", T4, 16 << 30),), cores=8)
     ran = [
-        estimator.traced(run_of(recipe, "--max_length", "64", *flags, hardware=card), 2)[0].kernels
+        estimator.traced(run_of(recipe, "--max_length", "64", *flags, hardware=card), 2).kernels
         for flags in (("--fp16", "true"), ("--fp16", "false", "--bf16", "true"))
     ]
     assert ran == [{"efficient"}, {MATH}]

@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/legal": 600,
     "recipes/run": 2050,
     "recipes/rules": 2490,
-    "recipes/planner": 4370,
+    "recipes/planner": 3630,
     "recipes/scaling": 1440,
     "launch": 550,
     "launch/commands": 1410,

@@ -6,11 +6,9 @@ there, or somebody else's, counts as not measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from recipes.legal.schema import version
 from recipes.run import Json
@@ -21,14 +19,6 @@ MOST_ROWS = 100  # of each kind
 _MOST_BYTES = 8 << 30  # of a context: what is larger is something else
 
 
-@dataclass(frozen=True)
-class OwnContext:
-    """Bytes, and what they were measured with, in words."""
-
-    bytes: int
-    conditions: str
-
-
 def file_in(environment: Mapping[str, str]) -> Path:
     """Beside what the libraries of Hugging Face keep: HF_HOME, or ~/.cache/huggingface."""
     return hf_home(environment) / "accelerate-recipes" / "measured.json"
@@ -36,24 +26,13 @@ def file_in(environment: Mapping[str, str]) -> Path:
 
 def rows(kind: str, environment: Mapping[str, str]) -> list[Json]:
     """What was kept of this kind, the oldest first. Empty if the file is missing or damaged."""
-    path = file_in(environment)
-    try:
-        changed = path.stat().st_mtime_ns if path.is_file() else 0
-    except OSError:  # a folder that one may not read
-        return []
-    found = _content(str(path), changed).get(kind) if changed else None
+    found = (read_json(file_in(environment))[0] or {}).get(kind)
     return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
 
-@cache
-def _content(path: str, changed: int) -> Json:
-    return read_json(path)[0] or {}
-
-
-@dataclass(frozen=True)
-class Host:
-    """`adam`: seconds per parameter and step, on all cores of a node. `pcie`: bytes per second
-    between each GPU and the host, in the slower direction.
+class Host(NamedTuple):
+    """The speed of a node: seconds of Adam per parameter and step, on all its cores, and bytes per
+    second between each GPU and the host, in the slower direction.
     """
 
     adam: float
@@ -67,30 +46,29 @@ def host(card: str, processes: int, environment: Mapping[str, str]) -> Host | No
     """
     known = [row for row in rows(HOST, environment) if row.get("card") == card]
     known = [row for row in known if _is_positive(row.get("adam")) and _is_positive(row.get("pcie"))]
-    if not known:
-        return None
-    _, best = max(enumerate(known), key=lambda item: (item[1].get("processes") == processes, item[0]))
-    return Host(best["adam"], best["pcie"])
+    best = _last(known, lambda row: row.get("processes") == processes)
+    return Host(best["adam"], best["pcie"]) if best else None
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < float("inf")
-
-
-def context(card: str, several: bool, environment: Mapping[str, str]) -> OwnContext | None:
-    """The CUDA context of such a card, None if it was not measured here.
+def context(card: str, several: bool, environment: Mapping[str, str]) -> tuple[int, str] | None:
+    """Bytes of the CUDA context of such a card, and what they were measured with. None if it was
+    not measured here.
 
     Of several, that of as many processes, then of the installed torch, and then the newest.
     `several`: of a process among others, whose NCCL takes memory too.
     """
     torch = version("torch")
     known = [row for row in rows(CONTEXT, environment) if row.get("card") == card and is_context(row.get("bytes"))]
-    if not known:
-        return None
-    best = max(
-        enumerate(known), key=lambda item: (item[1].get("several") is several, item[1].get("torch") == torch, item[0])
-    )[1]
-    return OwnContext(best["bytes"], f"torch {best.get('torch')}, driver {best.get('driver')}")
+    best = _last(known, lambda row: (row.get("several") is several, row.get("torch") == torch))
+    return (best["bytes"], f"torch {best.get('torch')}, driver {best.get('driver')}") if best else None
+
+
+def _last(known: list[Json], worth: Callable[[Json], Any]) -> Json | None:
+    return max(reversed(known), key=worth, default=None)
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
 
 
 def is_context(size: Any) -> bool:

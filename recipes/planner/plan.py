@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError, mistake, plural
-from recipes.planner import sizes
-from recipes.planner.configuration import read_config, read_plain
+from recipes.planner.allocator import is_expandable
 from recipes.planner.context import Context, context_of
-from recipes.planner.estimate import Estimator
-from recipes.planner.fits import (
-    BatchSplit,
-    Planned,
-    Usable,
-    asks_for_a_micro_batch,
-    at_micro_batch,
-    batch_splits,
-    largest_that_fits,
-    time_of,
-    with_smaller_evaluation,
-)
-from recipes.planner.libraries.allocator import is_expandable
-from recipes.planner.next_steps import (
-    NextStep,
-    next_steps,
-    smaller_evaluation,
-    smaller_micro_batch,
-    without_offload,
-)
-from recipes.planner.request import Request
+from recipes.planner.fits import BatchSplit, Estimator, Planned, Planner, asks_for_a_micro_batch
+from recipes.planner.models import description, is_size, read_config
+from recipes.planner.next_steps import NextStep, NextSteps, Request
 from recipes.planner.speed import StepTime, host_of, link_of, mfu_of, unknown_compute
 from recipes.run import RunSpec, here, known_gpus, resolve, with_flags
 from recipes.run.hardware import Gpu
@@ -96,22 +76,6 @@ class Plan:
     unknown_compute: str
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Cycles stay until the end: looking for them again and again takes a fifth of a plan's time.
-
-    A collection goes through all that torch and transformers have made, and traces make few cycles.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
 def plan_memory(
     model: str | Path | PreTrainedConfig,
     *,
@@ -137,58 +101,53 @@ def plan_memory(
     is needed. Raises `UserError` if the request is wrong, or if no requested recipe is legal with
     these flags.
     """
-    _require_sizes(num_processes=num_processes, nodes=nodes)
-    _require_sizes(gpu_memory=gpu_memory, mfu=mfu, bandwidth=bandwidth, host_memory=host_memory)
     if num_processes % nodes:
         what = f"{plural(num_processes, 'process')} cannot be split evenly over {nodes} nodes"
         raise mistake("num_processes", what, f"a multiple of {nodes}")
-    if isinstance(argv, str):
-        raise mistake("argv", "is one string", "a list of strings, as shlex.split returns it")
     card = _card(gpu, gpu_memory)
     mfu, mfu_source = (mfu, "--mfu") if mfu else mfu_of(card.name)
     bytes_per_second, link = (
         link_of(card, num_processes, nodes) if bandwidth is None else (bandwidth * 1e9, "--bandwidth")
     )
     name = str(model) if isinstance(model, (str, Path)) else model.name_or_path
-    request = Request(name, None, card, num_processes, nodes, tuple(argv), accelerate_config, mfu, bytes_per_second)
+    request = Request(name, None, card, num_processes, nodes, tuple(argv), accelerate_config)
     names = _names(recipe, argv, accelerate_config, num_processes)
     legal, _ = _legal_runs(request, names)  # refuses before the imports, which take seconds
-    if isinstance(model, (str, Path)):
-        if plain := read_plain(name, legal[0]):
-            legal, _ = _legal_runs(replace(request, config=plain), names)
-        config = read_config(name, legal[0])
-    else:
-        config = model
+    config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     request = replace(request, config=config.to_dict())
-    usable = Usable(card.memory_bytes, round(host_memory * 1e9) if host_memory else None)
+    gc.freeze()  # else each collection goes through all of torch and transformers: a fifth of a plan's time
     estimator = Estimator(config, is_expandable(os.environ))
+    host = round(host_memory * 1e9) if host_memory else None
+    planner = Planner(estimator, card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
-    candidates = [_made_to_fit(run, request, estimator, usable) for run in legal]
+    candidates = [_made_to_fit(run, request, planner) for run in legal]
     planned = [entry for _, entry in candidates]
-    times = {entry.name: time_of(run, estimator, entry.micro_batch, mfu, bytes_per_second) for run, entry in candidates}
+    times = {entry.name: planner.time(run, entry.micro_batch) for run, entry in candidates}
     fitting = [entry for entry in planned if entry.fits]
     fastest = min(fitting, key=lambda entry: (times[entry.name].known, _is_checkpointed_to_fit(entry)), default=None)
     recommended = fastest.name if fastest else None
     chosen, entry = next((pair for pair in candidates if pair[1].name == recommended), candidates[0])
     asked, row = next((pair for pair in candidates if pair[1].name == "standard"), candidates[0])
+    batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
+    finder = NextSteps(request, planner, asked, row)
     return Plan(
         model=name or config.model_type,
-        shape=sizes.description(name) if sizes.is_size(name) else "",
+        shape=description(name) if is_size(name) else "",
         parameters=estimator.weights(chosen).total,
         trained=estimator.weights(chosen).trained,
         gpu=card.name,
-        usable_bytes=usable.gpu,
-        usable_host_bytes=usable.host,
+        usable_bytes=planner.usable,
+        usable_host_bytes=host,
         length=estimator.length(chosen),
         asked_length=chosen["max_length"],
         recipes=tuple(planned),
         times=times,
         recommended=recommended,
-        command=next((_command(request, entry) for entry in planned if entry.name == recommended), ""),
+        command=request.command(entry.name, **{**entry.flags, **batch}) if recommended else "",
         advice=tuple(request.advice(chosen)),
         short_of_ram=recommended is None and row.fits_gpu,
-        choices=tuple(batch_splits(chosen, entry, estimator, usable, mfu, bytes_per_second)),
-        next_steps=_steps(chosen, asked, row, candidates, recommended, request, estimator, usable),
+        choices=tuple(planner.splits(chosen, entry)),
+        next_steps=tuple(_steps(finder, candidates, (chosen, entry) if recommended else None)),
         refused=refused,
         mfu=mfu,
         mfu_source=mfu_source,
@@ -202,16 +161,8 @@ def plan_memory(
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
     """A run at the largest micro-batch that fits `usable_bytes`, or at its own if `as_it_is`."""
-    estimator, usable = Estimator(config, is_expandable(os.environ)), Usable(usable_bytes)
-    if as_it_is:
-        return at_micro_batch(run, run.batch.micro, estimator, usable)
-    return _largest(run, estimator, usable)[1]
-
-
-def _command(request: Request, entry: Planned) -> str:
-    """The command for this entry, with its micro-batch and all that it needs to fit."""
-    batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
-    return request.command(entry.name, **{**entry.flags, **batch})
+    planner = Planner(Estimator(config, is_expandable(os.environ)), usable_bytes)
+    return planner.at(run, run.batch.micro) if as_it_is else planner.best(run)[1]
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
@@ -229,72 +180,51 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
 
 
 def _steps(
-    chosen: RunSpec,
-    asked: RunSpec,
-    row: Planned,
-    candidates: list[tuple[RunSpec, Planned]],
-    recommended: str | None,
-    request: Request,
-    estimator: Estimator,
-    usable: Usable,
-) -> tuple[NextStep, ...]:
-    """What to try if nothing fits: first of all a smaller batch than the one asked for.
+    finder: NextSteps, candidates: list[tuple[RunSpec, Planned]], best: tuple[RunSpec, Planned] | None
+) -> Sequence[NextStep]:
+    """What to try if nothing fits (`best` is None): first of all a smaller batch than the one asked
+    for.
 
     If only offload fits: that without offload, or else other settings without it, if they fit. If
     the user's micro-batch fits with checkpointing alone: a smaller one without, if that is faster.
     """
-    runs, planned = [run for run, _ in candidates], [entry for _, entry in candidates]
-    if recommended is None:
-        smaller = smaller_evaluation(request, runs, planned, estimator, usable)
-        smaller = smaller or smaller_micro_batch(request, runs, estimator, usable)
-        return tuple(smaller or next_steps(request, asked, row, estimator, usable))
-    offloads = chosen.engine.offload_optimizer != "none"
-    entry = next(entry for entry in planned if entry.name == recommended)
-    if not offloads and not (_is_checkpointed_to_fit(entry) and asks_for_a_micro_batch(chosen)):
+    runs = [run for run, _ in candidates]
+    if best is None:
+        smaller = finder.smaller_evaluation(runs, [entry for _, entry in candidates])
+        return smaller or finder.smaller_micro_batch(runs) or list(finder.in_order())
+    run, entry = best
+    offloads = run.engine.offload_optimizer != "none"
+    if not offloads and not (_is_checkpointed_to_fit(entry) and asks_for_a_micro_batch(run)):
         return ()
-    on_gpus = [run for run in runs if run.engine.offload_optimizer == "none"]
-    smaller = smaller_micro_batch(request, on_gpus, estimator, usable)
+    smaller = finder.smaller_micro_batch([run for run in runs if run.engine.offload_optimizer == "none"])
     if offloads:
-        return tuple(smaller or without_offload(request, asked, row, estimator, usable))
-    time = time_of(chosen, estimator, entry.micro_batch, request.mfu, request.bandwidth).total
-    return tuple(step for step in smaller if time is None or step.seconds is None or step.seconds < time)
+        return smaller or finder.without_offload()
+    time = finder.planner.time(run, entry.micro_batch).total
+    return [step for step in smaller if time is None or step.seconds is None or step.seconds < time]
 
 
-def _made_to_fit(run: RunSpec, request: Request, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:
+def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> tuple[RunSpec, Planned]:
     """The run as it is, or with activation checkpointing if only that fits: faster than offload.
 
     Either with smaller evaluations, if only they fit. A note says what was added.
     """
-    other, entry = _checkpointed_to_fit(run, request, estimator, usable)
-    if not entry.flags:
-        return other, entry
-    without = f"micro-batch {entry.micro_batch} does not fit" if asks_for_a_micro_batch(run) else "no micro-batch fits"
-    note = f"with {shlex.join(with_flags([], entry.flags))}; without it, {without}"
-    return other, replace(entry, notes=(note, *entry.notes))
-
-
-def _checkpointed_to_fit(
-    run: RunSpec, request: Request, estimator: Estimator, usable: Usable
-) -> tuple[RunSpec, Planned]:
-    run, entry = _largest(run, estimator, usable)
+    without = f"micro-batch {run.batch.micro} does not fit" if asks_for_a_micro_batch(run) else "no micro-batch fits"
+    run, entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
-    if entry.fits or states > usable.gpu or run.explicit("gradient_checkpointing"):
+    if not entry.fits and states <= planner.usable and not run.explicit("gradient_checkpointing"):
+        flags = {"gradient_checkpointing": True}
+        with contextlib.suppress(UserError):
+            other, checkpointed = planner.best(request.run(run["recipe"], **flags))
+            if checkpointed.fits:
+                run, entry = other, replace(checkpointed, flags={**flags, **checkpointed.flags})
+    if not entry.flags:
         return run, entry
-    flags = {"gradient_checkpointing": True}
-    try:
-        other = request.run(run["recipe"], **flags)
-    except UserError:
-        return run, entry
-    other, checkpointed = _largest(other, estimator, usable)
-    return (other, replace(checkpointed, flags={**flags, **checkpointed.flags})) if checkpointed.fits else (run, entry)
+    note = f"with {shlex.join(with_flags([], entry.flags))}; without it, {without}"
+    return run, replace(entry, notes=(note, *entry.notes))
 
 
 def _is_checkpointed_to_fit(entry: Planned) -> bool:
     return "gradient_checkpointing" in entry.flags
-
-
-def _largest(run: RunSpec, estimator: Estimator, usable: Usable) -> tuple[RunSpec, Planned]:
-    return with_smaller_evaluation(run, largest_that_fits(run, estimator, usable), estimator, usable)
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:
@@ -323,12 +253,3 @@ def _card(gpu: str | None, gpu_memory: float | None) -> Gpu:
     assert gpu
     known = known_gpus.find(gpu)
     return Gpu(known.name, known.capability, known.torch_bytes)
-
-
-def _require_sizes(**sizes: float | None) -> None:
-    for name, size in sizes.items():
-        whole = name in ("num_processes", "nodes")
-        right = isinstance(size, int) if whole else isinstance(size, (int, float)) and math.isfinite(size)
-        if size is not None and not (right and size > 0):
-            fix = "a whole number of at least 1" if whole else "a number above 0"
-            raise mistake(name, f"is {size!r}", fix)

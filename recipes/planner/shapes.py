@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+
+import numpy as np
 
 # The name under which attention.py registers kernels of other packages. Transformers would look for
 # the package flash-attn if it had "flash" in it.
@@ -13,22 +15,15 @@ PACKAGED = "recipes_packaged"
 EAGER, MATH = "eager", "math"
 
 LOOP = "loop"  # over a sequence, in the model's own code
+CLOSED_FORM = "closed form"  # the model could not be traced: this is estimated from its shape
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
-Moment = tuple[int, int, int]  # bytes alive after one operation: activations, logits, gradients
-Operation = tuple[str, int]  # its name, and how many allocations there were up to its end
-
-
-class Allocation(NamedTuple):
-    """A request for `size` bytes. Time is counted in allocations: this many were made before.
-
-    It is freed at the time `freed`, None if it outlives the trace, and from the time `complete` on
-    it is the gradient of a parameter, None if it never is.
-    """
-
-    size: int
-    freed: int | None
-    complete: int | None = None
+# The columns of a trace's allocations. Time is counted in allocations, those that were made before.
+# SIZE: bytes. FREED: when, NEVER if it outlives the trace. COMPLETE: since when it is a gradient
+# of a parameter. LOGITS: 1 if its last dimension is the vocabulary.
+SIZE, FREED, COMPLETE, LOGITS = range(4)
+NEVER = 1 << 62
+ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
 
 
 @dataclass(frozen=True)
@@ -108,23 +103,50 @@ class Case:
     label_smoothing: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traced:
-    """Bytes alive after each operation of one micro-batch, without parameters and buffers.
+    """What one micro-batch keeps, without parameters and buffers.
 
-    Logits are the tensors whose last dimension is the vocabulary. Gradients are those of the
-    parameters, each from the moment it is complete. Activations are everything else. The first
-    `forward` moments, and `made_forward` of the `allocations`, lead up to the loss. There are no
-    allocations if they are not known. `kernels` are the names of the attention kernels that ran.
-    `operations` are those of the moments, if they are known.
+    `moments` are rows of the bytes alive: activations, logits and gradients of the parameters, each
+    from the moment it is complete. The first `forward` moments, and `made_forward` of the
+    `allocations`, lead up to the loss. There are no allocations if they are not known. `kernels`
+    are the names of the attention kernels that ran. `made_by` names what made each allocation.
     """
 
-    moments: list[Moment]
+    moments: np.ndarray
     forward: int
-    allocations: list[Allocation] = field(default_factory=list)
+    allocations: np.ndarray = field(default_factory=lambda: np.empty((0, 4), int))
     made_forward: int = 0
     kernels: frozenset[str] = frozenset()
-    operations: list[Operation] = field(default_factory=list)
+    made_by: Sequence[object] = ()
+
+
+NOTHING = Traced(np.zeros((1, 3), int), forward=1)  # without activations and logits
+
+
+def traced_of(
+    allocations: np.ndarray,
+    made_forward: int,
+    kernels: frozenset[str] = frozenset(),
+    made_by: Sequence[object] = (),
+) -> Traced:
+    """The trace with these allocations. It has two moments after each of them: before gradients
+    that are complete then count as such, and after.
+    """
+    sizes, freed, complete, logits = allocations.T
+    sizes = -(-sizes // ROUNDING) * ROUNDING
+    end = len(sizes)
+
+    def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
+        """The sum of the changes up to each moment."""
+        there = times <= end
+        return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
+
+    alive, wide = (part.cumsum() - at(freed + 1, part) for part in (sizes, sizes * logits))
+    moments = np.empty((2 * end, 3), int)
+    for place, gradients in enumerate((at(complete + 1, sizes), at(complete, sizes))):
+        moments[place::2] = np.stack((alive - wide - gradients, wide, gradients), axis=1)
+    return Traced(moments, 2 * made_forward, allocations, made_forward, kernels, made_by)
 
 
 @dataclass(frozen=True)
@@ -158,17 +180,3 @@ class Components:
 
 # The moments of a training that may need most on a GPU.
 LOADING, TRAINING, UPDATE, EVALUATION = "loading", "training", "update", "evaluation"
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a run needs on each GPU, by component, and in the RAM of each node.
-
-    `moment` is the one that needs most on the GPU: LOADING, TRAINING, UPDATE or EVALUATION.
-    `varied_bytes` is what the process may come to take if lengths vary, 0 if that was not asked.
-    """
-
-    gpu: Components
-    host_bytes_per_node: int
-    moment: str = TRAINING
-    varied_bytes: int = 0

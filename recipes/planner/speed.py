@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from recipes.planner import measured
 from recipes.planner.context import catalogue_name
-from recipes.planner.footprint import FP32, HALF, recomputes, shards, syncs_each_micro_batch
-from recipes.planner.libraries.fsdp import IN_4_BITS
+from recipes.planner.footprint import FP32, HALF, IN_4_BITS, recomputes, shards, syncs_each_micro_batch
 from recipes.planner.measured import Host
 from recipes.planner.shapes import Weights
 from recipes.run import RunSpec

@@ -59,7 +59,7 @@ TRAININGS = (
 def config_of(model: str):
     from transformers import GPT2Config
 
-    from recipes.planner.configuration import read_config
+    from recipes.planner.models import read_config
 
     return GPT2Config() if model == "GPT-2" else read_config(model)
 

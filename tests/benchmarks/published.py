@@ -35,11 +35,11 @@ from transformers import (
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from recipes.planner.estimate import Estimator
-from recipes.planner.footprint import need
-from recipes.planner.replay import Steps, with_cached
+from recipes.planner.allocator import with_cached
+from recipes.planner.fits import Estimator
+from recipes.planner.footprint import Memory
 from recipes.planner.shapes import Components
-from recipes.planner.tracing.operations import _Softmax
+from recipes.planner.tracing.kernels import _Softmax
 from recipes.planner.tracing.trace import trace
 from recipes.run import RunSpec, here, resolve
 from recipes.run.hardware import Gpu, Hardware
@@ -159,12 +159,12 @@ def planned(reading: Reading) -> Components:
     # ones if it was given none.
     kept = max(accumulation, 2) if reading.of_process else accumulation
     with _as_then(reading):
-        case = replace(estimator._case(run, micro), mask=not reading.name.startswith("fms"))
+        case = replace(estimator.case(run, micro), mask=not reading.name.startswith("fms"))
         traced = trace(estimator.config, case)
     weights = estimator.weights(run)
     context = 1343 * MIB if reading.of_process else 0
-    needed = need(run, weights, traced, kept, context=context)
-    found, _ = with_cached(run, weights, Steps(traced, kept), needed.gpu, reading.card.memory_bytes)
+    memory = Memory(run, weights, traced, kept, context=context)
+    found, _ = with_cached(memory, reading.card.memory_bytes)
     return found
 
 
@@ -175,7 +175,7 @@ def _as_then(reading: Reading) -> Iterator[None]:
         patch.dict(LOSS_MAPPING, {"ForCausalLM": _loss_of_4_48}),
         patch.object(GPTBigCodeForCausalLM, "forward", _gpt_bigcode_of_4_48),
         patch.object(GraniteForCausalLM, "forward", _granite_of_4_45),
-        patch("recipes.planner.tracing.operations._Softmax", softmax),
+        patch("recipes.planner.tracing.kernels._Softmax", softmax),
     ):
         yield
 

@@ -17,10 +17,9 @@ from unittest.mock import patch
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from recipes.planner.footprint import _NF4, _NF4_NESTED
-from recipes.planner.libraries.allocator import MIB
-from recipes.planner.replay import Requests, _reserved, workspace_bytes
-from recipes.planner.shapes import TRAINED, Adapters, Case, Traced
+from recipes.planner.allocator import MIB, Requests, workspace_bytes
+from recipes.planner.footprint import NF4, NF4_NESTED
+from recipes.planner.shapes import COMPLETE, FREED, NEVER, SIZE, TRAINED, Adapters, Case, Traced
 from recipes.planner.tracing import trace as tracing
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -163,7 +162,8 @@ def requests_of(reading: Reading) -> Requests:
         survivors = requests.micro_batch(traced, workspace=0 if step else workspace)
         end_of_forward = _place_of(requests, first + _made(traced), before)
         requests.events[end_of_forward:end_of_forward] = [-1 - number for number in outputs]
-        sizes = [one.size for one in traced.allocations if one.size and one.freed is None and one.complete is not None]
+        rows = traced.allocations
+        sizes = rows[(rows[:, SIZE] > 0) & (rows[:, FREED] == NEVER) & (rows[:, COMPLETE] != NEVER), SIZE]
         outputs = [number for number, size in zip(survivors, sizes, strict=True) if size == _logits(reading)]
         gradients = [number for number in survivors if number not in outputs]
         if step == 0 and not paged:
@@ -185,13 +185,14 @@ def _logits(reading: Reading) -> int:
 
 def _with_outputs(traced: Traced, reading: Reading) -> Traced:
     """The same micro-batch, whose logits stay: the loop binds the model's outputs to a name."""
-    logits = next(n for n, one in enumerate(traced.allocations) if one.size == _logits(reading))
-    kept = [one._replace(freed=None, complete=0) if n == logits else one for n, one in enumerate(traced.allocations)]
+    kept = traced.allocations.copy()
+    logits = (kept[:, SIZE] == _logits(reading)).argmax()
+    kept[logits, [FREED, COMPLETE]] = NEVER, 0
     return replace(traced, allocations=kept)
 
 
 def _made(traced: Traced) -> int:
-    return sum(one.size > 0 for one in traced.allocations[: traced.made_forward])
+    return int((traced.allocations[: traced.made_forward, SIZE] > 0).sum())
 
 
 def _place_of(requests: Requests, number: int, start: int) -> int:
@@ -210,7 +211,7 @@ def _load(requests: Requests, reading: Reading, adapters: Adapters) -> list[int]
     sizes = tracing.weigh(reading.config, "causal_lm", adapters).sizes
     if reading.four_bits:
         nested = not reading.fitcheck
-        requests.load_in_4_bits(sizes, _NF4_NESTED if nested else _NF4, 4)
+        requests.load_in_4_bits(sizes, NF4_NESTED if nested else NF4, 4)
     else:
         base = [2 * size for size, kind in sizes if kind != TRAINED]
         requests.free([requests.allocate(sum(base))])
@@ -229,7 +230,7 @@ def main(half: str) -> None:
         if (reading.name in development) != (half == "development"):
             continue
         requests = requests_of(reading)
-        allocated, reserved = requests.peak() / MIB, _reserved(requests, None, expandable=False) / MIB
+        allocated, reserved = requests.peak() / MIB, requests.reserved() / MIB
         ratio, read = reserved / allocated, reading.reserved / reading.allocated
         print(
             f"| {reading.name} | {reading.allocated:,.0f} | {allocated / reading.allocated - 1:+.1%} "

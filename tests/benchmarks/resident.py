@@ -58,10 +58,9 @@ def config_of(case: str):
 
 
 def predicted(case: str) -> int:
-    from recipes.planner.estimate import Estimator
+    from recipes.planner.fits import Estimator
 
-    needed, _ = Estimator(config_of(case)).need(run_of(CASES[case][2]), MICRO)
-    return needed.gpu.total
+    return Estimator(config_of(case)).memory(run_of(CASES[case][2]), MICRO).gpu.total
 
 
 def resident(case: str, folder: Path) -> int:

@@ -70,9 +70,9 @@ def config_of(case: str):
 
 
 def predicted(case: str) -> int:
-    from recipes.planner.estimate import Estimator
+    from recipes.planner.fits import Estimator
 
-    needed, _ = Estimator(config_of(case)).need(run_of(case), MICRO)
+    needed = Estimator(config_of(case)).memory(run_of(case), MICRO)
     return needed.gpu.total
 
 

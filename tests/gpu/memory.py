@@ -308,7 +308,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 def allocated(row: dict[str, Any]) -> int:
     """Bytes that the plan expects torch to allocate: on a CPU without cuBLAS's two workspaces."""
-    from recipes.planner.replay import workspace_bytes
+    from recipes.planner.allocator import workspace_bytes
 
     components = row["predicted"]["components"]
     workspaces = 0 if "reserved" in row["measured"] else 2 * workspace_bytes((9, 0))  # of the H100 that stands in

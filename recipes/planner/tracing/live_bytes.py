@@ -1,36 +1,36 @@
-"""Counts the bytes of the tensors that are alive while code runs, after each operation."""
+"""Counts the bytes of the tensors that are alive while code runs."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recipes.planner.shapes import Allocation, Moment, Operation
-
-# CUDA's caching allocator rounds up to this: kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp.
-ALLOCATION_BYTES = 512
+from recipes.planner.shapes import COMPLETE, FREED, NEVER, traced_of
 
 
 class LiveBytes(TorchDispatchMode):
     """Each storage counts once, from the operation that made it to its release.
 
-    Tensors whose last dimension is `vocabulary` count as logits. `moments` holds one entry per
-    operation: bytes of activations, logits and gradients. `allocations` are those of the storages.
-    `operations` names each operation, with the number of allocations up to its end.
+    Tensors whose last dimension is `vocabulary` count as logits. `allocations` are rows as in
+    `Traced`, and `made_by` the operation and the size of each.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()
         self.vocabulary = vocabulary
         self.known: dict[int, int | None] = {}  # by storage, the number of its allocation
-        self.allocations: list[Allocation] = []
-        self.live = self.logits = self.gradients = 0
-        self.moments: list[Moment] = []
-        self.operations: list[Operation] = []
+        self.allocations: list[list[int]] = []
+        self.made_by: list[tuple[str, int]] = []
+
+    @property
+    def moments(self) -> list[list[int]]:
+        """Bytes of activations, logits and gradients after each allocation."""
+        return traced_of(np.array(self.allocations), 0).moments.tolist()
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
         """Do not count the storages of these tensors, which existed before."""
@@ -38,11 +38,7 @@ class LiveBytes(TorchDispatchMode):
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
-        self.gradients += _rounded(parameter.grad)
-        number = self.known.get(parameter.grad.untyped_storage()._cdata)
-        if number is not None:
-            self.allocations[number] = self.allocations[number]._replace(complete=len(self.allocations))
-        self._look("gradient")
+        self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
 
     def __torch_dispatch__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
@@ -52,35 +48,24 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self._count(tensor)
-        self._look(func.__name__)
+                self.count(tensor, func.__name__)
         return out
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def count(self, tensor: torch.Tensor, operation: str = "") -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.known:
             return
         self.known[key] = len(self.allocations)
-        self.allocations.append(Allocation(storage.nbytes(), None))
-        size = _rounded(tensor)
-        logits = size if self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary else 0
-        self.live += size
-        self.logits += logits
-        weakref.finalize(storage, self._release, key, size, logits)
+        size = storage.nbytes()
+        is_logits = self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
+        self.allocations.append([size, NEVER, NEVER, int(bool(is_logits))])
+        self.made_by.append((operation, size))
+        weakref.finalize(storage, self._release, key)
 
-    def _release(self, key: int, size: int, logits: int) -> None:
-        number = self.known.pop(key, None)
+    def _release(self, key: int) -> None:
+        self._note(FREED, self.known.pop(key, None))
+
+    def _note(self, what: int, number: int | None) -> None:
         if number is not None:
-            self.allocations[number] = self.allocations[number]._replace(freed=len(self.allocations))
-        self.live -= size
-        self.logits -= logits
-
-    def _look(self, operation: str) -> None:
-        self.operations.append((operation, len(self.allocations)))
-        self.moments.append((self.live - self.logits - self.gradients, self.logits, self.gradients))
-
-
-def _rounded(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's storage, rounded up as the allocator does."""
-    return -(-tensor.untyped_storage().nbytes() // ALLOCATION_BYTES) * ALLOCATION_BYTES
+            self.allocations[number][what] = len(self.allocations)

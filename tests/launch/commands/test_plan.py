@@ -260,10 +260,7 @@ def test_it_says_why_the_time_of_a_step_is_unknown(model, argv, why, tmp_path, c
         ("--model 7X --gpu H100", "such as 7B"),
         ("--model 7B --gpu H100 --plot x", ".png"),
         ("--model 7B --gpu H1000", "--gpu_memory GB"),
-        (
-            "--model nowhere/at/all --gpu H100",
-            "there is no file or folder nowhere/at/all, and no Hub id looks so",
-        ),
+        ("--model nowhere/at/all --gpu H100", "nowhere/at/all cannot be read"),
         ("--model ./nowhere --gpu H100", "a Hub id, a folder, a config.json or 7B"),
         ("--model 7B --gpu H100 --nodes 2", "1 process cannot be split evenly over 2 nodes"),
         ("--model 7B --gpu H100 --recipe fats", "fast"),

@@ -6,12 +6,19 @@ from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from recipes import plan_memory
 from recipes.catalog import RECIPES
-from recipes.planner.estimate import Estimator
+from recipes.planner.fits import Estimator
 from recipes.planner.plan import plan_run
+from recipes.planner.shapes import CLOSED_FORM
 from recipes.rules.check import check
 from recipes.run import here, resolve
 from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
+
+
+def peak(traced) -> int:
+    """The most bytes alive at once, of a trace or of real tensors."""
+    return max(map(sum, traced.moments))
+
 
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
 _WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -43,9 +50,9 @@ def need_of(config, flags: str, engine: str | None = None, world: int = 1):
         ["--recipe", "standard", "--max_length", "64", *flags.split()],
         here(world, hardware=V100, accelerate_config=engine, environment={}, trained_by="nobody", packages=frozenset()),
     )
-    found, traced = Estimator(config).need(run, 4)
-    assert traced
-    return found
+    memory = Estimator(config).memory(run, 4)
+    assert CLOSED_FORM not in memory.micro_batch.kernels
+    return memory
 
 
 def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):

@@ -45,14 +45,6 @@ def test_another_card_takes_the_most_of_a_range_and_says_so(card):
     assert "141 to 426" in found.source and len(found.readings) == 3
 
 
-def test_kernels_that_are_all_loaded_at_once_take_far_more():
-    assert context(NAMES["T4"], {"CUDA_MODULE_LOADING": "EAGER"}).bytes > 1000 * MIB
-
-
-def test_a_cpu_has_no_context():
-    assert context_of(run_of(hardware=Hardware())).bytes == 0
-
-
 def test_what_was_measured_here_goes_first(tmp_path):
     environment = measured(tmp_path, row())
     found = context(NAMES["A100"], environment)
@@ -70,18 +62,12 @@ def test_of_several_measurements_that_of_as_many_processes_and_of_this_torch_cou
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[", "[]", '{"context": 3}', '{"context": [4, null]}', '{"context": [{"card": "A100 80GB", "bytes": "many"}]}']
-    + [json.dumps({"context": [row(bytes=size)]}) for size in (-1, 0, 1 << 60, True, 1.5)],
+    ["", "[", '{"context": 3}', '{"context": [{"card": "A100 80GB", "bytes": "many"}]}'],
 )
 def test_a_damaged_file_counts_as_not_measured(content, tmp_path):
     environment = measured(tmp_path)
     file_in(environment).write_text(content)
     assert context(NAMES["A100"], environment).bytes == 426 * MIB
-
-
-def test_a_file_that_is_none_counts_as_not_measured(tmp_path):
-    file_in({"HF_HOME": str(tmp_path)}).mkdir(parents=True)
-    assert context(NAMES["A100"], {"HF_HOME": str(tmp_path)}).bytes == 426 * MIB
 
 
 def test_the_plan_holds_the_context_and_where_it_comes_from():

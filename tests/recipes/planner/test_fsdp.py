@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from recipes.planner.estimate import Estimator
-from recipes.planner.footprint import need
-from recipes.planner.libraries.fsdp import held, units
+from recipes.planner.fits import Estimator
+from recipes.planner.footprint import Memory
 from recipes.planner.shapes import Traced, Weights
 from recipes.planner.tracing.trace import weigh
 from recipes.run import here, resolve
@@ -19,8 +19,6 @@ from tests.recipes.planner.small import SHAPE, V100
 from tests.support.running import ROOT
 
 DEEP = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
-LAYERS = Weights(total=120, trained=120, trained_embedding=10, largest_layer=10, outside_layers=20, looked_up=10)
-TIED = Weights(total=110, trained=110, trained_embedding=10, largest_layer=10, outside_layers=10)
 
 
 def run_of(*flags, recipe="sharded", world=8, engine="sharded.yaml"):
@@ -30,7 +28,7 @@ def run_of(*flags, recipe="sharded", world=8, engine="sharded.yaml"):
 
 
 def need_of(*flags, micro=2, **named):
-    return Estimator(DEEP).need(run_of(*flags, **named), micro)[0].gpu
+    return Estimator(DEEP).memory(run_of(*flags, **named), micro).gpu
 
 
 def test_every_state_is_shared_by_all():
@@ -47,31 +45,11 @@ def test_nothing_of_ddps_buckets_exists(recipe):
     assert need_of(*flags, recipe=recipe) == need_of(*flags, recipe="sharded")
 
 
-@pytest.mark.parametrize("weights", [LAYERS, TIED], ids=["an untied head", "a tied head"])
-def test_no_more_than_three_buffers_are_gathered_beside_the_tail(weights):
-    unit = units(weights, width=2, shards=4)
-    for done in (place / 100 for place in range(101)):
-        for in_forward, has_logits in ((True, False), (True, True), (False, True), (False, False)):
-            gathered, unscattered, sent = held(unit, done, in_forward, has_logits)
-            assert gathered <= unit.tail + max(3 * unit.layer, 2 * unit.tail)
-            assert unscattered + sent <= 2 * max(unit.layer_gradient, unit.tail_gradient, unit.table_gradient)
-
-
-def test_the_head_is_gathered_while_there_are_logits_and_layers_are_not():
-    unit = units(LAYERS, width=2, shards=4)
-    assert held(unit, 0, is_forward=True, has_logits=True) == (2 * 20, 0, 0)  # its buffer, and its parameters
-    assert held(unit, 0, is_forward=False, has_logits=True) == (20 + 20, 0, 0)  # and the buffer of the last layer
-
-
-def test_one_process_gathers_nothing_into_buffers():
-    unit = units(LAYERS, width=2, shards=1)
-    assert held(unit, 0.5, is_forward=False, has_logits=False)[0] == unit.layer
-
-
 def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradients():
     weights = Weights(10**9, 10**9, largest_layer=10**7)
     each, once = run_of(), run_of("--accelerator_config", '{"split_batches": false}')
-    found = [need(run, weights, Traced([(0, 0, 0), (1, 0, 4)], 1), accumulation=4).gpu for run in (each, once)]
+    traced = Traced(np.array([(0, 0, 0), (1, 0, 4)]), 1)
+    found = [Memory(run, weights, traced, accumulation=4).gpu for run in (each, once)]
     assert found[0].gradients == 4 * 10**9 / 8
     assert found[1].gradients == pytest.approx(2 * 10**9, rel=0.01)
 
@@ -98,7 +76,7 @@ def test_offload_leaves_only_what_is_gathered(tmp_path):
     found = need_of(engine=file)
     weights = weigh(DEEP, "causal_lm")
     assert (found.optimizer, found.gradients) == (0, pytest.approx(0, abs=2 * weights.largest_layer))
-    host = Estimator(DEEP).need(run_of(engine=file), 2)[0].host_bytes_per_node
+    host = Estimator(DEEP).memory(run_of(engine=file), 2).host_bytes
     assert host == 16 * weights.total  # parameters, gradients and two moments of all eight GPUs
 
 

@@ -1,12 +1,9 @@
 """What the RAM of a node holds: the model while it is loaded, what is offloaded, and saves."""
 
-import copy
-
 import pytest
-from transformers import LlamaForCausalLM
 
-from recipes.planner.footprint import need
-from recipes.planner.shapes import Traced, Weights
+from recipes.planner.footprint import Memory
+from recipes.planner.shapes import Weights
 from recipes.planner.tracing.trace import weigh
 from recipes.run import here, resolve
 from recipes.run.files import shipped
@@ -30,7 +27,7 @@ def host_of(recipe, *flags, weights=WHOLE, world=8, local=8, engine=None):
             trained_by="nobody",
         ),
     )
-    return need(run, weights, Traced([(0, 0, 0)], 1), 1).host_bytes_per_node / BILLION
+    return Memory(run, weights).host_bytes / BILLION
 
 
 @pytest.fixture
@@ -77,11 +74,6 @@ def test_with_fsdp_one_process_reads_but_each_makes_trained_weights_fp32():
     assert host_of("sharded", "--dtype", "bfloat16", *LORA, weights=ADAPTERS) == 2 * 0.99 + 8 * 4 * 0.01
 
 
-def test_with_fsdp_each_process_reads_if_the_yaml_says_so(engine):
-    each = engine("sharded.yaml", "cpu_ram_efficient_loading: true", "cpu_ram_efficient_loading: false")
-    assert host_of("sharded", engine=each) == 8 * 4
-
-
 def test_with_fsdps_offload_the_gathered_model_of_a_save_comes_when_gradients_are_gone(engine):
     offloaded = engine("sharded.yaml", "offload_params: false", "offload_params: true")
     assert host_of("sharded", engine=offloaded) == 4 + 8 + 4
@@ -92,9 +84,3 @@ def test_with_fsdps_offload_the_gathered_model_of_a_save_comes_when_gradients_ar
 def test_the_width_of_a_models_files_is_in_its_configuration(dtype, width):
     config = type(SMALL["llama"])(**{**SMALL["llama"].to_dict(), "dtype": dtype})
     assert weigh(config, "causal_lm").file_width == width
-
-
-def test_a_configuration_whose_model_was_saved_can_be_planned(tmp_path):
-    model = LlamaForCausalLM(copy.deepcopy(SMALL["llama"]))
-    model.save_pretrained(tmp_path)  # leaves the name of a dtype in it
-    assert weigh(model.config, "causal_lm").file_width == 4

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from recipes.planner.estimate import Estimator
-from recipes.planner.fits import MARGIN, Usable, at_micro_batch
+from recipes.planner.fits import MARGIN, Estimator, Planner
 from tests.recipes.planner.small import run_of
 
 FLAGS = ("", "--gradient_checkpointing true", "--use_peft true", "--packing false", "--fp16 false --optim adamw_torch")
@@ -40,7 +39,7 @@ class Training:
         argv = ["--max_length", str(self.length), "--gradient_accumulation_steps", "2"]
         argv += ["--per_device_train_batch_size", str(self.batch), *self.flags.split()]
         run = run_of(self.recipe, *argv, *(evaluation if self.evaluation else []), world=2)
-        return at_micro_batch(run, self.batch, estimator(self.layers, self.vocabulary), Usable(usable))
+        return Planner(estimator(self.layers, self.vocabulary), usable).at(run, self.batch)
 
 
 @cache

@@ -5,16 +5,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from recipes.planner.footprint import _optimizer_bytes, optimizer_bytes_per_parameter, update_bytes
-from recipes.planner.libraries.optimizers import requests_of_update
+from recipes.planner.footprint import Memory, optimizer_bytes_per_parameter, requests_of_update
 from recipes.planner.shapes import Weights
 from recipes.planner.tracing.trace import weigh
 from recipes.run.hardware import Hardware
 from tests.recipes.planner.small import run_of
 
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-OF_BITSANDBYTES = "adamw_bnb_8bit paged_adamw_32bit ademamix ademamix_8bit lion_32bit lion_8bit rmsprop_bnb"
-OPTIMIZERS = (*OF_TORCH, "adafactor", *OF_BITSANDBYTES.split(), "rmsprop_bnb_8bit")
+OPTIMIZERS = (*OF_TORCH, "adafactor", "adamw_bnb_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit")
 # The embedding is the largest parameter in the first, a layer's matrix in the second.
 SHAPES = {"embedding": (1200, 128), "layers": (64, 512)}
 
@@ -57,9 +55,10 @@ def test_an_update_on_a_cpu_takes_what_is_planned(optim, shape, dtype, decay, tm
     model, flags = model_of(shape, dtype), {"optim": optim, "weight_decay": decay}
     weights, run = weigh(model.config, "causal_lm"), run_with(flags, dtype, hardware=Hardware(cores=2))
     kept, asked = updated(model, flags, tmp_path)
-    assert _optimizer_bytes(run, weights) == pytest.approx(kept, rel=0.02, abs=0.02 * weights.trained)
+    memory = Memory(run, weights)
+    assert memory.optimizer == pytest.approx(kept, rel=0.02, abs=0.02 * weights.trained)
     size = dtype.itemsize * max(size for size, _ in weights.matrices)
-    planned = update_bytes(run, weights)
+    planned = memory.update
     assert 0.98 * asked - 4096 <= planned <= asked + 1.1 * size
 
 
@@ -69,7 +68,7 @@ def test_torchs_optimizers_update_all_parameters_at_once_on_a_gpu(optim, decay, 
     """With `foreach`, which is torch's choice there, and which a CPU takes too."""
     model, flags = model_of("layers", torch.float32), {"optim": optim, "weight_decay": decay}
     _, asked = updated(model, flags, tmp_path, foreach=True)
-    assert update_bytes(run_with(flags, torch.float32), weigh(model.config, "causal_lm")) == pytest.approx(
+    assert Memory(run_with(flags, torch.float32), weigh(model.config, "causal_lm")).update == pytest.approx(
         asked, rel=0.02, abs=4096
     )
 

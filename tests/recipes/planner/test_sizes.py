@@ -2,8 +2,7 @@
 
 import pytest
 
-from recipes.planner.configuration import read_config
-from recipes.planner.sizes import PUBLIC, description
+from recipes.planner.models import PUBLIC, description, read_config
 from recipes.planner.tracing.trace import weigh
 
 # As huggingface.co counts the weights of each.

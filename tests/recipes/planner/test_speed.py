@@ -42,10 +42,6 @@ def test_gradients_are_exchanged_once_a_step_or_in_each_micro_batch(recipe, flag
     assert exchanges(run, 4) == times
 
 
-def test_one_process_exchanges_nothing():
-    assert exchanges(resolve([], here(hardware=Hardware(cores=2), environment={})), 4) == 0
-
-
 def test_an_all_reduce_sends_twice_the_share_of_the_other_gpus():
     parameters = weigh(SMALL["llama"], "causal_lm").total
     for processes in (2, 4):
@@ -58,12 +54,6 @@ def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
     used = weigh(text, "causal_lm").total - 1000 * 128  # an input embedding that is not tied is a lookup
     flops = (6 * used + 6 * 4 * 128 * 64) * 48 * 64
     assert splits(mfu=0.5)[0].time.compute == pytest.approx(flops / (0.5 * 312e12))
-
-
-def test_bytes_take_their_time_at_the_stated_bandwidth():
-    slow, fast = (splits(bandwidth=speed)[0].time for speed in (1, 10))
-    assert slow.communication == pytest.approx(slow.sent_bytes / 1e9)
-    assert fast.communication == pytest.approx(slow.communication / 10)
 
 
 def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
@@ -99,19 +89,7 @@ def test_computing_hides_what_is_sent_meanwhile():
             assert split.time.total == pytest.approx(split.time.compute + split.time.communication - hidden)
 
 
-def test_a_run_in_fp32_has_no_known_peak():
-    flags = ["--bf16", "false", "--max_length", "64"]
-    assert planned(*flags, gpu="A100 80GB", gpu_memory=None, recipe="standard").times["standard"].compute is None
-
-
 # --- Offload and sharding -------------------------------------------------------------------------
-
-
-def test_only_offload_takes_time_on_the_host_and_more_with_each_micro_batch():
-    assert {split.time.host for recipe in ("standard", "sharded") for split in splits(recipe)} == {0}
-    for recipe in ("memory", "memory_zero3"):
-        hosts = {split.accumulation: split.time.host for split in splits(recipe)}
-        assert 0 < hosts[1] < hosts[4] < hosts[12]
 
 
 def test_gradients_of_zero_2_cross_pcie_in_fp32_and_weights_in_bf16_and_adam_takes_what_deepspeed_published():

@@ -8,13 +8,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
 from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
-from recipes.planner.estimate import Estimator
+from recipes.planner.fits import Estimator
 from recipes.planner.shapes import EVALUATION, TRAINING
-from recipes.planner.tracing.further import at_batch
 from recipes.planner.tracing.live_bytes import LiveBytes
-from recipes.planner.tracing.trace import trace, trace_shallow, weigh
+from recipes.planner.tracing.trace import at_batch, trace, trace_shallow, weigh
 from recipes.run.hardware import Hardware
-from tests.recipes.planner.small import SMALL, planned, run_of
+from tests.recipes.planner.small import SMALL, peak, planned, run_of
 
 LENGTH = 64
 EVALUATES = ("--max_length", str(LENGTH), "--eval_strategy", "steps", "--fp16", "false")
@@ -35,7 +34,7 @@ def of_a_real_trainer(config, run, folder):
     live.ignore([*model.parameters(), *model.buffers()])
     with live:
         trainer.evaluate()
-    return max(map(sum, live.moments))
+    return peak(live)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -44,21 +43,20 @@ def of_a_real_trainer(config, run, folder):
 def test_a_planned_evaluation_takes_what_trainers_own_takes(name, precision, smoothing, tmp_path):
     flags = (*smoothing, "--per_device_eval_batch_size", "8", "--use_cpu", "true", "--gradient_checkpointing", "true")
     run = run_of("standard", *EVALUATES, *flags, *precision, hardware=Hardware(cores=2))
-    found = Estimator(SMALL[name]).evaluation(run)
-    assert max(map(sum, found.moments)) == pytest.approx(of_a_real_trainer(SMALL[name], run, tmp_path), rel=0.02)
+    found = Estimator(SMALL[name]).memory(run, 1).evaluation
+    assert peak(found) == pytest.approx(of_a_real_trainer(SMALL[name], run, tmp_path), rel=0.02)
 
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_small_traces_give_the_evaluation_of_every_batch_and_depth(name, autocast):
-    case = replace(Estimator(SMALL[name])._case(run_of("standard", *EVALUATES), 2), evaluation=True, autocast=autocast)
+    case = replace(Estimator(SMALL[name]).case(run_of("standard", *EVALUATES), 2), evaluation=True, autocast=autocast)
     own = {key: value for key, value in SMALL[name].to_dict().items() if key not in ("layer_types", "n_layer")}
     deep = type(SMALL[name])(**{**own, "num_hidden_layers": 7})
     weights = weigh(deep, "causal_lm")
     (two, _), (three, _) = (trace_shallow(deep, weights, replace(case, batch=batch)) for batch in (2, 3))
     whole = trace(deep, replace(case, batch=9))
-    assert at_batch(two, three, 9).allocations == whole.allocations
-    assert max(map(sum, at_batch(two, three, 9).moments)) == pytest.approx(max(map(sum, whole.moments)), rel=0.01)
+    assert (at_batch(two, three, 9).allocations == whole.allocations).all()
 
 
 WIDE = LlamaConfig(

@@ -3,10 +3,8 @@
 import pytest
 from transformers import (
     BertConfig,
-    DeepseekV2Config,
     DeepseekV3Config,
     FalconConfig,
-    FuyuConfig,
     Gemma3Config,
     Gemma3TextConfig,
     GPTJConfig,
@@ -14,17 +12,14 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
-    MistralConfig,
     MllamaConfig,
     MptConfig,
-    Phi3Config,
     Qwen3NextConfig,
 )
 
 from recipes.planner.shapes import Case
-from recipes.planner.tracing.further import at_length
-from recipes.planner.tracing.trace import loop_unit, trace
-from tests.recipes.planner.small import planned
+from recipes.planner.tracing.trace import at_length, loop_unit, trace
+from tests.recipes.planner.small import peak, planned
 from tests.recipes.planner.tracing.real import real_peak
 
 _SHAPE = {
@@ -67,23 +62,11 @@ _CROSS = {**_GROUPED, "cross_attention_layers": [], "rope_parameters": {"rope_ty
 FAMILIES = {
     "bert": BertConfig(**_SHAPE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
     "llama": LlamaConfig(**_GROUPED),
-    "mistral": MistralConfig(**_GROUPED, sliding_window=32),
-    "phi3": Phi3Config(**_GROUPED),
     "falcon": FalconConfig(vocab_size=500, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-    "falcon_grouped": FalconConfig(
-        vocab_size=500,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        new_decoder_architecture=True,
-    ),
-    "deepseek_v2": DeepseekV2Config(**_SHAPE, num_key_value_heads=4, **_LATENT),
     "deepseek_v3": DeepseekV3Config(**_SHAPE, num_key_value_heads=4, **_LATENT),
     "gemma3_text": Gemma3TextConfig(**_SIZED),
     "gemma3": Gemma3Config(text_config=_SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}),
     "mllama": MllamaConfig(text_config=_CROSS),
-    "fuyu": FuyuConfig(**_SHAPE, image_size=30, patch_size=10),
     "qwen3_next": Qwen3NextConfig(**_SIZED, **_LINEAR),
     "gptj": GPTJConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=500, rotary_dim=8),
     "mpt": MptConfig(vocab_size=500, d_model=64, n_layers=2, n_heads=4),
@@ -93,10 +76,6 @@ FAMILIES = {
     ),
     "jamba": JambaConfig(**_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
 }
-
-
-def peak(traced):
-    return max(map(sum, traced.moments))
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])

@@ -6,21 +6,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
 
 from launch.training.trainer import RecipeTrainer
 from recipes.factories import arguments_for
-from recipes.planner.estimate import Estimator
-from recipes.planner.shapes import Case
+from recipes.planner.fits import Estimator
 from recipes.planner.tracing.live_bytes import LiveBytes
-from recipes.planner.tracing.trace import trace
 from recipes.run.hardware import Hardware
-from tests.recipes.planner.small import planned, run_of
+from tests.recipes.planner.small import peak, planned, run_of
 
 LENGTH, WORDS = 64, 16_000
 _SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 WORDY = LlamaConfig(**_SHAPE, vocab_size=WORDS)
 SMOOTHED = ("--label_smoothing_factor", "0.1")
-
-
-def peak(traced):
-    return max(map(sum, traced.moments))
 
 
 def of_a_real_trainer(run, rows, folder):
@@ -48,26 +42,7 @@ def test_a_planned_micro_batch_takes_what_trainers_own_takes(rows, kind, flags, 
     run = run_of("standard", *fixed, *kind, *flags, hardware=Hardware(cores=2))
     estimator = Estimator(WORDY)
     estimator.traced(run, 2)  # from whose trace those of other micro-batches come
-    planned, traced = estimator.traced(run, rows)
-    assert traced
-    assert peak(planned) == pytest.approx(of_a_real_trainer(run, rows, tmp_path), rel=0.02)
-
-
-def test_logits_in_fp32_take_a_third_more():
-    plain, smoothed = (trace(WORDY, Case(4, LENGTH, label_smoothing=smooths)) for smooths in (False, True))
-    assert largest_logits(plain) == pytest.approx(12 * 4 * LENGTH * WORDS, rel=0.02)
-    assert largest_logits(smoothed) == pytest.approx(16 * 4 * LENGTH * WORDS, rel=0.02)
-
-
-def test_with_ligers_kernels_the_logits_are_whole_and_the_rest_is_as_small():
-    plain, fused, smoothed, both = (
-        trace(WORDY, Case(4, LENGTH, label_smoothing=smooths, liger=liger))
-        for smooths in (False, True)
-        for liger in (False, True)
-    )
-    assert largest_logits(fused) < 0.5 * largest_logits(plain)
-    assert largest_logits(both) == largest_logits(smoothed)
-    assert peak(both) < peak(smoothed)
+    assert peak(estimator.traced(run, rows)) == pytest.approx(of_a_real_trainer(run, rows, tmp_path), rel=0.02)
 
 
 def test_a_plan_counts_it_for_a_language_model():
@@ -78,7 +53,3 @@ def test_a_plan_counts_it_for_a_language_model():
     assert logits(*SMOOTHED) > 1.25 * logits()
     classifies = ("--task", "sequence_classification")
     assert logits(*classifies, *SMOOTHED) == logits(*classifies)
-
-
-def largest_logits(traced):
-    return max(logits for _, logits, _ in traced.moments)

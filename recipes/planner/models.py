@@ -1,4 +1,4 @@
-"""The shape of a model that is known by its size alone: that of a public one of about this size."""
+"""The configuration of the model to plan, from the Hub, a folder, a file or a size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import mistake
+from recipes.quiet import silence
+from recipes.run import RunSpec
+from recipes.run.files import existing_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+_WANTED = "a Hub id, a folder, a config.json or 7B"
+
+
+def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
+    """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
+
+    `run` says which revision, and whether the model's own code is trusted. The Hub is asked only
+    for what is neither here nor in its cache.
+    """
+    if is_size(model):
+        return config_of(model)
+    revision, trusted = (run["model_revision"], run["trust_remote_code"]) if run else ("main", False)
+    local = existing_path(model)
+    from transformers import AutoConfig
+
+    origin = {"revision": revision, "trust_remote_code": trusted}
+    try:
+        with silence():
+            try:
+                config = AutoConfig.from_pretrained(local or model, **origin, local_files_only=True)
+            except OSError:
+                if local:
+                    raise
+                config = AutoConfig.from_pretrained(model, **origin)
+            if trusted:
+                _register_code(config, str(local or model), revision)
+    except Exception as error:  # each library involved has exceptions of its own
+        if "trust_remote_code" in str(error):
+            what = f"{model} comes with Python code"
+            raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
+        words = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
+        raise mistake("model", f"{model} cannot be read: {words}", _WANTED) from None
+    return config
+
+
+def _register_code(config: PreTrainedConfig, model: str, revision: str) -> None:
+    """Register the classes that come with a model, so that the auto classes build them unasked."""
+    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    folder = str(Path(model).parent) if model.endswith(".json") else model
+    for name, place in (getattr(config, "auto_map", None) or {}).items():
+        if name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+            own = get_class_from_dynamic_module(place, folder, revision=revision)
+            getattr(transformers, name).register(type(config), own, exist_ok=True)
+
+
+# --- A size, for the shape of a public model of about this size -----------------------------------
 
 _CLOSE = 0.02  # share of the asked parameters that a model may have more or less
 _STEP = 8  # tensor cores want multiples of 8

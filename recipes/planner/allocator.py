@@ -1,0 +1,381 @@
+"""What torch reserves for a training: its allocator's rules, and all that is asked of it in order.
+
+The rules of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, for one
+stream, without graphs and with its default settings. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from recipes.planner.footprint import (
+    FP32,
+    REDUCE_BUCKET,
+    Memory,
+    bytes_in_4_bits,
+    casts_the_model,
+    optimizer_bytes_per_parameter,
+    requests_of_update,
+    trained_bytes,
+    weight_bytes,
+)
+from recipes.planner.shapes import IN_4_BITS, NEVER, ROUNDING, TRAINED, Components, Traced
+
+MIB = 2**20
+
+SMALL = 1 * MIB  # kSmallSize: up to here, a request comes from the small pool
+SMALL_SEGMENT = 2 * MIB  # kSmallBuffer: the small pool's segments
+LARGE_SEGMENT = 20 * MIB  # large_segment_size_: segments for requests below MIN_LARGE
+MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on, a request gets a segment of its own size
+ROUND_LARGE = 2 * MIB  # kRoundLarge: which is rounded up to this
+
+_DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
+# A trace is up to 0.7 % off what a card allocates (python -m tests.benchmarks.reserved). Below
+# _IN_DOUBT bytes, the segment of a request is rounded up by more than that anyway.
+_UNCERTAIN = 0.01
+_IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
+
+
+def is_expandable(environment: Mapping[str, str]) -> bool:
+    """Whether torch reads from these variables that segments expand: c10/core/AllocatorConfig.h."""
+    settings = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return "expandable_segments:True" in "".join(settings.split())
+
+
+def workspace_bytes(capability: tuple[int, int]) -> int:
+    """What torch allocates for each cuBLAS handle, if the user's environment does not say.
+
+    parseChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp. A handle belongs to a thread, and
+    autograd's backward runs in one of its own.
+    """
+    return 32 * MIB if capability[0] in (9, 10, 12) else 8 * MIB + 128 * 1024
+
+
+# --- The allocator --------------------------------------------------------------------------------
+
+
+class OutOfMemory(Exception):
+    """A request does not fit under the limit, even without all that is cached."""
+
+
+class Block:
+    """A piece of a segment, between its neighbours there: allocated or cached."""
+
+    __slots__ = ("address", "after", "allocated", "before", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: Pool) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.allocated = False
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size class, by size and then address
+
+
+class Allocator:
+    """What torch.cuda.memory_allocated and memory_reserved count, and their peaks.
+
+    `limit` is what may be reserved, None for any amount. `retries` counts how often everything that
+    was cached had to be given back.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
+        self._small: Pool = []
+        self._large: Pool = []
+        self._next_address = 0
+
+    def allocate(self, size: int) -> Block:
+        """A block for `size` bytes. Raises `OutOfMemory` if there is none under the limit."""
+        size = max(ROUNDING, _up(size, ROUNDING))
+        pool = self._small if size <= SMALL else self._large
+        # The smallest cached block that is large enough, of equal ones that of the lowest address.
+        at = bisect_left(pool, (size,))
+        block = pool.pop(at)[2] if at < len(pool) else self._new(pool, size)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new(pool, size)
+        if block is None:
+            raise OutOfMemory(f"{size} bytes beside {self.allocated} of {self.limit}")
+        remaining = block.size - size
+        if remaining > SMALL or (remaining and pool is self._small):
+            rest = Block(block.address + size, remaining, pool)
+            rest.before, rest.after = block, block.after
+            if block.after:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            _cache(rest)
+        block.allocated = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Cache the block, as one with its neighbours if they are cached too."""
+        self.allocated -= block.size
+        block.allocated = False
+        if (before := block.before) and not before.allocated:
+            _uncache(before)
+            block.address, block.size, block.before = before.address, before.size + block.size, before.before
+            if block.before:
+                block.before.after = block
+        if (after := block.after) and not after.allocated:
+            _uncache(after)
+            block.size, block.after = block.size + after.size, after.after
+            if block.after:
+                block.after.before = block
+        _cache(block)
+
+    def empty_cache(self) -> None:
+        """Give back each segment with nothing allocated."""
+        for pool in (self._large, self._small):
+            whole = [entry for entry in pool if not (entry[2].before or entry[2].after)]
+            self.reserved -= sum(size for size, _, _ in whole)
+            pool[:] = [entry for entry in pool if entry[2].before or entry[2].after]
+
+    def _new(self, pool: Pool, size: int) -> Block | None:
+        """A segment that was not reserved before, None if it is above the limit."""
+        least = SMALL_SEGMENT if pool is self._small else LARGE_SEGMENT
+        segment = least if size < MIN_LARGE else _up(size, ROUND_LARGE)
+        if self.limit is not None and self.reserved + segment > self.limit:
+            return None
+        self.reserved += segment
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._next_address += segment
+        return Block(self._next_address - segment, segment, pool)
+
+
+def _cache(block: Block) -> None:
+    insort(block.pool, (block.size, block.address, block))  # addresses differ: blocks are not compared
+
+
+def _uncache(block: Block) -> None:
+    del block.pool[bisect_left(block.pool, (block.size, block.address))]
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+# --- What a training asks for ---------------------------------------------------------------------
+
+Pattern: TypeAlias = tuple[list[int], int, list[int]]  # events from number 0, allocations, those that stay
+
+
+def _micro_batch(traced: Traced, gradients_stay: bool, workspace: int) -> Pattern:
+    rows = traced.allocations.tolist()
+    freed_at: dict[int, list[int]] = defaultdict(list)
+    for place, (size, freed, complete, _) in enumerate(rows):
+        if freed == NEVER and (complete == NEVER or not gradients_stay):
+            freed = min(complete, len(rows))
+        if size:
+            freed_at[freed].append(place)
+    events: list[int] = []
+    made = 0
+    numbers: dict[int, int] = {}
+    for place, (size, *_) in enumerate([*rows, (0,)]):
+        events += [-1 - numbers.pop(dead) for dead in freed_at.get(place, ()) if dead in numbers]
+        if workspace and place in (0, traced.made_forward):
+            events.append(workspace)
+            made += 1
+        if size:
+            events.append(size)
+            numbers[place] = made
+            made += 1
+    return events, made, list(numbers.values())
+
+
+class Requests:
+    """Allocations, numbered from 0, and frees. `events`: bytes, or -1 - number to free it."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.made = 0
+        self.loaded = 0  # as many of the events were before the training, whose bytes are known
+
+    def allocate(self, size: int) -> int:
+        self.events.append(size)
+        self.made += 1
+        return self.made - 1
+
+    def allocate_all(self, sizes: Iterable[int]) -> list[int]:
+        return [self.allocate(size) for size in sizes]
+
+    def free(self, numbers: Iterable[int]) -> None:
+        self.events += [-1 - number for number in numbers]
+
+    def micro_batch(self, traced: Traced, gradients_stay: bool = True, workspace: int = 0) -> list[int]:
+        """A forward and a backward. Returns what outlives it: gradients, unless they do not stay.
+
+        A gradient that does not stay is freed when it is complete: added to another one, or moved.
+        `workspace` is allocated, and kept, before the forward and before the backward.
+        """
+        events, made, kept = _micro_batch(traced, gradients_stay, workspace)
+        first = self.made
+        self.events += [event if event >= 0 else event - first for event in events]
+        self.made += made
+        return [number + first for number in kept]
+
+    def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
+        """All but trained parameters: as `from_pretrained` does it, and then peft.
+
+        It asks for all of it at once, and frees it (`caching_allocator_warmup`). A matrix is packed
+        on the GPU; `packed` are the bytes of its parameters. Then the rest gets `other` bytes each.
+        """
+        base = [(size, kind == IN_4_BITS) for size, kind in sizes if kind != TRAINED]
+        self.free([self.allocate(sum(size // 2 if small else 2 * size for size, small in base))])
+        in_16_bits = []
+        for size, small in base:
+            half = self.allocate(2 * size)
+            if not small:
+                in_16_bits.append((half, size))
+                continue
+            self.allocate(size // 2)
+            self.allocate(round(size * (packed - 0.5)))
+            self.free([half])
+        for half, size in in_16_bits if other > 2 else ():
+            self.allocate(other * size)
+            self.free([half])
+
+    def peak(self) -> int:
+        """The most bytes that are allocated at once, each request rounded up."""
+        return self.replay().peak_allocated
+
+    def reserved(self, limit: int | None = None) -> int:
+        """What torch reserves under this limit, or without one if they do not fit.
+
+        A piece that is just large enough may be just too small on a card. So this is the worse of
+        two replays: as traced, and with a training whose largest requests are larger by what a
+        trace may be off, less what that adds to what is allocated.
+        """
+        try:
+            exact = self.replay(limit)
+        except OutOfMemory:
+            return self.reserved()
+        try:
+            larger = self.replay(limit, 1 + _UNCERTAIN)
+        except OutOfMemory:
+            return exact.peak_reserved
+        return max(exact.peak_reserved, larger.peak_reserved - (larger.peak_allocated - exact.peak_allocated))
+
+    def replay(self, limit: int | None = None, larger: float = 1) -> Allocator:
+        """The allocator after it, if a training's large requests are so many times as large.
+
+        Raises `OutOfMemory` if they do not fit under its limit.
+        """
+        allocator = Allocator(limit)
+        blocks: list[Block] = []
+        for place, event in enumerate(self.events):
+            if event < 0:
+                allocator.free(blocks[-1 - event])
+            elif event >= _IN_DOUBT and place >= self.loaded:
+                blocks.append(allocator.allocate(round(event * larger)))
+            else:
+                blocks.append(allocator.allocate(event))
+        return allocator
+
+
+def with_cached(memory: Memory, limit: int, shorter: Callable[[], Sequence[Traced]] = tuple) -> tuple[Components, int]:
+    """What a run needs with cuBLAS's workspaces, and with what torch reserves beside its
+    allocations. `shorter` makes micro-batches of fewer tokens that come before, if lengths vary: it
+    is asked only if the longest ones stay below the limit.
+
+    If that is above `limit`, it is what is reserved under this limit: torch then gives back what it
+    has cached, and asks again. If that fails too, it is what is reserved without a limit.
+
+    Second, the total that the process may come to take under this limit if lengths vary: pieces of
+    shorter batches are too small for longer ones. If they do not run under it, they set the first.
+    """
+    needed = memory.gpu
+    if not memory.run.hardware.cuda:
+        return needed, needed.total
+    workspaces = 2 * workspace_bytes(memory.run.hardware.capability)
+    states = replace(needed, buffers=needed.buffers + workspaces)
+    if not len(memory.micro_batch.allocations):
+        return states, states.total
+    # In one piece, states count as if they were at their fullest all the time.
+    equal = requests_of(memory, states)
+    more = equal.peak() - states.allocated if casts_the_model(memory.run) else 0
+    torchs = limit - states.context + more if states.total <= limit else None
+    reserved = varied = equal.reserved(torchs)
+    fits = states.total + max(0, reserved - more - states.allocated) <= limit
+    if lengths := shorter() if fits else ():
+        varied = requests_of(memory, states, lengths).reserved(torchs)
+        if torchs is not None and varied > torchs:
+            reserved = varied
+    cached = max(0, reserved - more - states.allocated)
+    return replace(states, cached=cached), max(states.total + cached, varied - more + states.context)
+
+
+def requests_of(memory: Memory, states: Components, shorter: Sequence[Traced] = ()) -> Requests:
+    """Loading, and two steps: the second one's moments lie where the first one's activations were.
+
+    If lengths vary, there is a step of each shorter one before. If there are evaluations, one
+    follows. All micro-batches after the second one are as the second.
+    """
+    requests = Requests()
+    run, weights = memory.run, memory.weights
+    workspace = workspace_bytes(run.hardware.capability)
+    accumulation, bucket = memory.accumulation, 0
+    moments: list[int] = []  # are made in the first update
+    temporaries: list[list[int]] = []  # groups of them, in each update
+    if memory.stage in (1, 2):
+        # As stage_1_and_2.py of DeepSpeed 0.19.8 makes it: trained weights are in one flat buffer;
+        # what they were copied from is given back (the cache is emptied for each group of
+        # Trainer's two). A bucket for gradients is there in each micro-batch. The update copies
+        # this GPU's share of the gradients, and makes it fp32.
+        width, share = weight_bytes(run), memory.share
+        frozen = [size * width for size, kind in weights.sizes if kind != TRAINED]
+        bucket, gradients_stay = REDUCE_BUCKET * width, memory.stage == 1
+        requests.allocate_all([*frozen, weights.trained * width, weights.buffer_bytes])
+        if not memory.offloads:
+            requests.allocate(FP32 * share)
+            moments = [round((optimizer_bytes_per_parameter(run) - FP32) * share / 2)] * 2
+        copies = [] if memory.offloads else [share * width, share * width, FP32 * share]
+        temporaries = [[*copies, memory.update]]
+    elif casts_the_model(run):
+        # With ZeRO-3 and FSDP, each of `states` is there from the start, in one piece: what they
+        # gather at the fullest moment too.
+        accumulation, gradients_stay = 1, False
+        buffers = states.buffers - 2 * workspace
+        requests.allocate_all([states.parameters, states.optimizer, states.gradients, buffers])
+    else:
+        width = trained_bytes(run)
+        if weights.in_4_bits:
+            requests.load_in_4_bits(weights.sizes, bytes_in_4_bits(run), memory.frozen_width)
+        for size, kind in weights.sizes:
+            if kind == TRAINED or not weights.in_4_bits:
+                requests.allocate(size * (width if kind == TRAINED else memory.frozen_width))
+        trained = [size * width for size, kind in weights.sizes if kind == TRAINED]
+        buckets = sum(trained) // _DDP_BUCKET + 1 if run.world_size > 1 else 0
+        requests.allocate_all([weights.buffer_bytes, *[_DDP_BUCKET] * buckets])
+        pieces = max(1, round(states.optimizer / max(1, sum(trained))))
+        for size in trained:
+            moments += [round(states.optimizer * size / sum(trained) / pieces)] * pieces
+        temporaries = requests_of_update(run, weights, width)
+        gradients_stay = not memory.viewed or accumulation > 1
+    requests.loaded = len(requests.events)
+    lengths = [*shorter, memory.micro_batch] if shorter else [memory.micro_batch] * 2
+    for step, traced in enumerate(lengths):
+        buckets_of_step = [requests.allocate(bucket)] if bucket else []
+        gradients = requests.micro_batch(traced, gradients_stay, workspace if step == 0 else 0)
+        if accumulation > 1:
+            requests.micro_batch(lengths[max(0, step - 1)], gradients_stay=False)
+        requests.free(buckets_of_step)
+        if step == 0:
+            requests.allocate_all(moments)
+        for group in temporaries:
+            requests.free(requests.allocate_all(group))
+        requests.free(gradients)
+    if memory.evaluation:  # frees all that it allocates: a step after it asks for little that is new
+        requests.micro_batch(memory.evaluation, gradients_stay=False)
+    return requests

@@ -1,0 +1,498 @@
+"""Stand-ins where a CPU would run something else than a GPU, or a package that is not here.
+
+Nothing here computes. What is made has the shapes, dtypes and lifetimes that the kernels' have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from recipes.planner.shapes import EAGER, MATH, PACKAGED
+
+_IN_16_BITS = (torch.bfloat16, torch.float16)
+_F, _T = torch.nn.functional, torch.Tensor
+# Operations that autocast runs in fp32 on CUDA but not on a CPU: "CUDA Ops that can autocast to
+# float32" in the documentation of torch.amp, limited to those that models of transformers call.
+_IN_FP32_ON_CUDA = {
+    _F.log_softmax, torch.log_softmax, _T.log_softmax, _F.layer_norm,
+    _F.group_norm, _F.cross_entropy, _F.nll_loss, _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.softplus,
+    torch.exp, _T.exp, torch.log, _T.log, torch.pow, _T.pow, _T.__pow__, torch.rsqrt, _T.rsqrt, torch.sum, _T.sum,
+    torch.cumsum, _T.cumsum, torch.norm, _T.norm,
+}  # fmt: skip
+_SOFTMAX = {_F.softmax, torch.softmax, _T.softmax}
+# Mixtures of experts call these. On fake tensors torch's own version refuses fp32.
+_GROUPED_MATMULS = {
+    function
+    for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if function is not None
+}
+
+
+class Operations(TorchFunctionMode):
+    """Runs what a GPU of this compute capability runs; without one, what a CPU runs.
+
+    `kernels` are the names of the attention kernels that ran, EAGER for the model's own code.
+    """
+
+    def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
+        super().__init__()
+        self.on_cuda = on_cuda
+        self.sdpa = Sdpa(capability, _dropout)
+
+    @property
+    def kernels(self) -> set[str]:
+        return self.sdpa.used
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in _GROUPED_MATMULS:
+            return _GroupedMatmul.apply(*args[:2])
+        if not self.on_cuda:
+            return func(*args, **kwargs)
+        if func is _F.scaled_dot_product_attention:
+            return self.sdpa(*args, **kwargs)
+        if func in _SOFTMAX:
+            return self._softmax(*args, **kwargs)
+        if func is _F.dropout:
+            return _dropout(*args, **kwargs)
+        if func is torch.is_autocast_enabled and not (args or kwargs):
+            return torch.is_autocast_enabled("cpu")  # without a device, this asks about CUDA
+        if func not in _IN_FP32_ON_CUDA or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        args = [_in_fp32(value) for value in args]
+        kwargs = {name: _in_fp32(value) for name, value in kwargs.items()}
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+    def _softmax(self, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
+        """softmax(scores, dim, dtype) in its forms: memory does not depend on the dimension."""
+        if scores.dim() > 2 and scores.requires_grad:
+            self.kernels.add(EAGER)
+        asked = next((value for value in (*others, *named.values()) if isinstance(value, torch.dtype)), None)
+        in_16_bits = scores.dtype in (torch.bfloat16, torch.float16)
+        autocast = torch.float32 if in_16_bits and torch.is_autocast_enabled("cpu") else scores.dtype
+        return _Softmax.apply(scores, asked or autocast)
+
+
+def _in_fp32(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
+
+
+def _dropout(tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """native_dropout, which CUDA runs: its mask has a byte per element, and not the tensor's type.
+
+    `is_fused_kernel_acceptable` of ATen/native/Dropout.cpp; with p of 1 there is no mask.
+    """
+    if not training or not p or p == 1 or inplace:
+        return torch.dropout_(tensor, p, training) if inplace else torch.dropout(tensor, p, training)
+    return torch.native_dropout(tensor, p, training)[0]
+
+
+class _Softmax(torch.autograd.Function):
+    """As CUDA's kernels: one reads 16 bits and writes fp32, without a copy in between.
+
+    The backward (softmax_backward_cuda_out of ATen/native/cuda/SoftMax.cu) makes `grad * output`,
+    as large as the result. A CPU makes the copy, and not the product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty_like(scores, dtype=dtype)
+        ctx.save_for_backward(out)
+        ctx.dtype = scores.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        result = torch.empty_like(gradients[0], dtype=ctx.dtype)
+        torch.empty_like(gradients[0])
+        return result, None
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """Each row (tokens, in) times one of the matrices (experts, in, out); keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+class Sdpa:
+    """scaled_dot_product_attention on a GPU of this compute capability.
+
+    `used` are the names of the kernels that ran; `dropout` is that of a GPU.
+    """
+
+    def __init__(self, capability: tuple[int, int], dropout: Callable) -> None:
+        self.capability, self.dropout = capability, dropout
+        self.used: set[str] = set()
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.dtype != torch.bool else attn_mask
+        kernel = self.kernel(query, key, value, attn_mask, dropout_p, enable_gqa)
+        self.used.add(kernel)
+        if kernel == MATH:
+            with torch.autocast("cpu", enabled=False):
+                return self._math(query, key, value, attn_mask, dropout_p, is_causal)
+        bias = _as_bias(attn_mask, query) if attn_mask is not None else None
+        return _Fused.apply(query, key, value, bias)
+
+    def kernel(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        grouped: bool = False,
+    ) -> str:
+        """The first kernel that takes these: select_sdp_backend of torch's cuda/sdp_utils.cpp.
+
+        The flash kernel needs 8.0, 16 bits, equal head sizes of at most 256 (less to train on 8.6
+        to 8.9 and 12), and no mask. The efficient one takes masks, head sizes by the alignment of
+        its products, and before 8.0 no bfloat16; up to torch 2.13 it refuses groups of heads
+        (later ones take them: then a plan is above the truth). So a card below 8.0 has only the
+        math kernel for grouped heads without a mask (with one transformers repeats them), and for
+        bfloat16, and every card has only that for grouped fp32. cuDNN's, which a 9.0 or 10.0
+        prefers for the same shapes, keeps what the flash kernel keeps.
+        """
+        sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+        half = query.dtype in _IN_16_BITS
+        modern = self.capability >= (8, 0)
+        equal_heads = query.shape[-3] == key.shape[-3] == value.shape[-3]
+        if query.dim() != 4 or not (equal_heads or grouped):
+            return MATH
+        if modern and half and mask is None and len(sizes) == 1 and self._flash_trains(max(sizes), dropout):
+            return "flash"
+        if not equal_heads:
+            return MATH if mask is None or self.capability[0] not in (9, 10) or not half else "cudnn"
+        alignment = max(4 if modern else 1, (8 if half else 4) if modern or (half and self.capability[0] == 7) else 1)
+        fits = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
+        if fits and (modern or query.dtype != torch.bfloat16) and query.dtype != torch.float64:
+            return "efficient"
+        return MATH
+
+    def _flash_trains(self, size: int, dropout: float) -> bool:
+        """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of sdp_utils.cpp."""
+        if (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12:
+            return size <= 192 or (224 < size <= 256 and not dropout)
+        return size <= 256
+
+    def _math(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        causal: bool,
+    ) -> torch.Tensor:
+        """_scaled_dot_product_attention_math of ATen/native/transformers/attention.cpp.
+
+        It computes in fp32, scales queries and keys, repeats keys and values for groups of heads,
+        and takes a softmax that gives 0 for rows without any key.
+        """
+        dtype, groups = query.dtype, query.shape[-3] // key.shape[-3]
+        query, key, value = (tensor.float() if dtype in _IN_16_BITS else tensor for tensor in (query, key, value))
+        query = query * 1.0
+        if causal:
+            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        scores = query @ (key.transpose(-2, -1) * 1.0)
+        # torch's _safe_softmax (ATen/native/SoftMax.cpp) adds the mask in place, and looks for rows
+        # without any key, which takes a byte for each score and a second result.
+        looked_for = torch.empty_like(scores), torch.empty_like(scores, dtype=torch.bool)
+        weights = _Softmax.apply(scores, scores.dtype)
+        del scores, looked_for
+        if dropout:
+            weights = self.dropout(weights, dropout)
+        in_asked_dtype = weights.to(dtype)  # the second result, which nobody takes
+        result = (weights @ value).to(dtype)
+        del in_asked_dtype
+        return result
+
+
+def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The mask as the fused kernels take it: numbers in the queries' dtype, each call its own copy.
+
+    convert_boolean_attn_mask of attention.cpp. pad_bias of that file copies it once more, for the
+    kernel and the backward, where its rows are not a multiple of 8 long.
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+    if any(stride % 8 for stride in mask.stride()[:-1]):
+        length = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+    return mask
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps what a fused kernel keeps: query, key, value, mask, result, log-sum-exp of each query.
+
+    The mask is each layer's own copy (_scaled_dot_product_efficient_attention in derivatives.yaml
+    saves it). On a GPU 16-bit kernels add up the queries' gradients in fp32, and in the flash
+    kernel each head of a group has its own gradient of key and value before they are added up:
+    mha_bwd of flash_api.cpp, workspace_size of mem_eff_attention/kernel_backward.h.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if query.shape[-1] == value.shape[-1]:
+            out = torch.empty_like(query)
+        else:
+            batch, heads, length = query.shape[:3]
+            out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        log_sum_exp = torch.empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp, *([] if bias is None else [bias]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, _, log_sum_exp, *_ = ctx.saved_tensors
+        delta = torch.empty_like(log_sum_exp)
+        in_fp32 = torch.empty_like(query, dtype=torch.float32) if query.dtype in _IN_16_BITS else None
+        groups = query.shape[-3] // key.shape[-3]
+        each = [torch.empty_like(query) for _ in range(2)] if groups > 1 else None
+        result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        del delta, in_fp32, each
+        return result
+
+
+def _packaged(padded: bool) -> Callable:
+    """FlashAttention's own package, or flex attention: no mask as a matrix, heads in groups.
+
+    Of padded rows it takes the tokens out, and puts the result back: `_upad_input` and `pad_input`
+    of transformers' modeling_flash_attention_utils.py.
+    """
+
+    def attention(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, None]:
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if padded:
+            query, key, value = query.clone(), key.clone(), value.clone()
+        out = _Fused.apply(query, key, value, None)
+        return (out.clone() if padded else out).transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+@contextlib.contextmanager
+def packaged_attention(padded: bool) -> Iterator[None]:
+    """Make `attn_implementation=PACKAGED` known to transformers."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS[PACKAGED] = _packaged(padded)
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[PACKAGED]
+
+
+# --- Liger's kernels ------------------------------------------------------------------------------
+
+
+def apply_liger(model: Any, capability: tuple[int, int], with_loss: bool = True) -> None:
+    """Replace the loss, the norms, and gated products of layers that have a projection for each.
+
+    As read in liger-kernel 0.8.5. Only what lowers the memory is replaced: its rotary embedding
+    works in place, which is one tensor of one layer less for a moment.
+
+    Without `with_loss` the model makes its logits, as `lce_forward` does if it gets no labels.
+    """
+    if with_loss:
+        _fuse_loss(model, capability)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+            module.forward = MethodType(lambda self, rows: _Norm.apply(rows, self.weight), module)
+        elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            module.forward = MethodType(_gated, module)
+
+
+def _fuse_loss(model: Any, capability: tuple[int, int]) -> None:
+    head = model.get_output_embeddings()
+    weight, bias = head.weight, head.bias
+    head.forward = lambda hidden: hidden  # no logits are made
+    model.loss_function = lambda logits, *_, **__: _Loss.apply(
+        logits.reshape(-1, logits.shape[-1]), weight, bias, capability
+    )
+
+
+def _gated(self: Any, rows: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(_Gated.apply(self.gate_proj(rows), self.up_proj(rows)))
+
+
+class _Loss(torch.autograd.Function):
+    """ops/fused_linear_cross_entropy.py: logits of some rows at a time, and all gradients at once.
+
+    The gradients are those of the rows (tokens, width) and of the head, in their own dtypes. From
+    8.0 on a product is added to the head's where it lies; before, it is made in fp32 first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, capability: tuple[int, int]
+    ) -> torch.Tensor:
+        (tokens, width), words = rows.shape, weight.shape[0]
+        chunk = min(tokens, _power_of_2(-(-tokens // -(-words // width))))
+        of_rows = torch.empty_like(rows)
+        of_weight = torch.empty_like(weight) if weight.requires_grad else None
+        of_bias = torch.empty_like(bias) if bias is not None else None
+        losses = torch.empty(tokens, dtype=torch.float32)
+        logits = rows[:chunk] @ weight.t()
+        product = logits @ weight
+        del product
+        if of_weight is not None and capability < (8, 0):
+            product = logits.t() @ rows[:chunk]
+            in_fp32 = product.float()
+            del product, in_fp32
+        elif of_weight is not None and rows.dtype != logits.dtype:
+            cast = rows[:chunk].to(logits.dtype)
+            del cast
+        ctx.save_for_backward(*(one for one in (of_rows, of_weight, of_bias) if one is not None))
+        ctx.has = of_weight is not None, of_bias is not None
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_rows, *others = ctx.saved_tensors
+        has_weight, has_bias = ctx.has
+        return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None
+
+
+class _Norm(torch.autograd.Function):
+    """ops/rms_norm.py: keeps its input and a number for each row.
+
+    The backward writes into the gradient that it gets, but for Gemma and a few others, which take
+    one tensor more: it is counted for all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight, torch.empty(rows.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, weight, _ = ctx.saved_tensors
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return torch.empty_like(rows), of_weight
+
+
+class _Gated(torch.autograd.Function):
+    """ops/swiglu.py and geglu.py: keep both inputs, and write their gradients over them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ctx.saved_tensors
+
+
+def _power_of_2(number: int) -> int:
+    """The next power of 2."""
+    return 1 << (number - 1).bit_length()
+
+
+# --- Weights in 4 bits, as bitsandbytes and peft have them ----------------------------------------
+
+
+class _Product4bit(torch.autograd.Function):
+    """A product with a 4-bit matrix, unpacked for each use: MatMul4Bit of bitsandbytes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch.nn.functional.linear(rows, torch.empty_like(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ torch.empty_like(weight), None, None
+
+
+class Linear4bit(torch.nn.Linear):
+    """As Linear4bit of bitsandbytes: computes in its weight's dtype, returns its input's dtype."""
+
+    stored: torch.dtype
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """By this name peft's DoRA, which needs the norm of the whole matrix, asks to unpack it."""
+        return self.weight
+
+    def __deepcopy__(self, memo: dict) -> Linear4bit:
+        """peft's DoRA makes a copy before it asks for that first."""
+        return self
+
+    def dequantize(self) -> torch.Tensor:
+        """The matrix in the type that it had when it was packed."""
+        return torch.empty_like(self.weight, dtype=self.stored)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
+
+
+def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
+    """As loading in 4 bits and peft do: linear layers except the head in 4 bits, the rest fp32."""
+    from transformers.pytorch_utils import Conv1D
+
+    output, last = model.get_output_embeddings(), list(model.children())[-1]
+    stored = model.dtype
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    for name, layer in list(model.named_modules()):
+        if not isinstance(layer, (torch.nn.Linear, Conv1D)) or layer is output or layer is last:
+            continue
+        transposed = isinstance(layer, Conv1D)
+        rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
+        packed = Linear4bit(columns, rows, bias=layer.bias is not None, dtype=compute)
+        packed.stored = stored
+        packed.requires_grad_(False)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed)
+    model.requires_grad_(False)

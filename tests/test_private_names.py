@@ -86,7 +86,7 @@ def test_every_private_name_that_the_code_uses_is_listed():
 
 def defined(node: ast.AST) -> list[str]:
     """The names that a statement of ours defines, of attributes those of self."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return [node.id]

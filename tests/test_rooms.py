@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/fit": 360,
     "launch/host": 1590,
     "launch/jobs": 1590,
-    "launch/output": 2140,
+    "launch/output": 2150,
     "launch/scaling": 1060,
     "launch/training": 2700,
 }

@@ -72,7 +72,8 @@ def test_a_package_that_has_overwritten_ours_is_named_with_the_fix(name, start, 
     install_beside(site, name, TORCHTUNE if name == "recipes" else '"""Another launch."""\n')
     done = python(*(word.format(site=site) for word in start), cwd=empty, path=[site])
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error  {name}: {site}/{name}/__init__.py is foreign's")
+    what = f"{site}/{name}/__init__.py was overwritten or removed with the package of this name of foreign"
+    assert done.stderr.startswith(f"error  {name}: {what}")
     assert "Fix: pip install --force-reinstall --no-deps accelerate-recipes" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -80,7 +81,7 @@ def test_a_package_that_has_overwritten_ours_is_named_with_the_fix(name, start, 
 def test_one_that_was_removed_again_has_taken_our_file_along(site, empty):
     (site / "recipes" / "__init__.py").unlink()
     done = recipes("list", cwd=empty, path=[site])
-    assert (done.returncode, "was removed" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "overwritten or removed" in done.stderr) == (2, True), done.stderr
 
 
 def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):  # noqa: F811

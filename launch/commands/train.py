@@ -70,9 +70,7 @@ def prepare(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit codes and messages are those of train.py."""
     try:
         StopRequest().listen()
-        run = resolve(argv)
-        with failure.explained_by(run):
-            _prepare(run)
+        _prepare(resolve(argv))
     except (KeyboardInterrupt, Preempted, Exception) as error:
         return failure.report(error, World())
     return 0

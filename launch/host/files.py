@@ -69,9 +69,9 @@ def make_folder(folder: Path) -> None:
             flush(path.parent)
 
 
-def require_writable(folder: Path) -> None:
-    """Raises `OSError` if no file can be written into a folder, or into the innermost one around it
-    if it is missing. Nothing is left there.
+def require_writable(folder: Path, size: int = 1) -> None:
+    """Raises `OSError` if no file of `size` bytes can be written into a folder, or into the
+    innermost one around it if it is missing. Nothing is left there.
 
     A file is really written: permissions say nothing of a read-only disk, or of root.
     """
@@ -80,7 +80,7 @@ def require_writable(folder: Path) -> None:
             place.lstat()
             break
     with tempfile.NamedTemporaryFile(dir=place, prefix=".writable-") as probe:
-        probe.write(bytes(2**20))
+        probe.write(bytes(size))
 
 
 class _Unheard(io.FileIO):
@@ -152,7 +152,7 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
             # Until a run has made it, only an error that names it is of that folder.
             if folder.exists() or any(str(folder) in str(failed) for failed in _causes(error)):
                 folder.lstat()
-                require_writable(folder)
+                require_writable(folder, size=2**20)  # a full disk may still take a byte
         except OSError as refusal:
             what = f"{folder} cannot be written any more: {refusal.strerror}"
             return StorageFailure(what, _OF_MACHINE.get(refusal.errno or 0, "Make it writable"))

@@ -131,7 +131,7 @@ def _explained(error: BaseException, run: RunSpec | None, storage: StorageFailur
     if isinstance(error, Failure) and not isinstance(error, (NotANumber, Preempted, RankHangs, StreamBroke)):
         return str(error)
     what, remedy = None, ""
-    if storage and run:
+    if storage:
         what, remedy = storage.what, storage.remedy
     elif isinstance(error, KeyboardInterrupt):
         what = "interrupted"
@@ -141,10 +141,10 @@ def _explained(error: BaseException, run: RunSpec | None, storage: StorageFailur
         what = str(error)
     elif _lost_a_rank(error):
         what = "another rank failed: see the error that it printed"
-    if what is None or run is None:
-        return what
-    newest = newest_complete(run["output_dir"])
     again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
+    if what is None or run is None:
+        return f"{what}. {again}." if remedy else what
+    newest = newest_complete(run["output_dir"])
     if newest is None:
         return f"{what}. Saved: no checkpoint yet." + (f" {again}." if remedy else "")
     return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."

@@ -127,13 +127,9 @@ def models(tmp_path_factory) -> Path:
     "argv",
     [
         "--model 7B",
-        "--model nobody/nothing --gpu L4",
         "--model 7B --gpu L4 --optim nine",
         "--model bert --gpu L4",
         "--model bert/config.json --gpu L4",
-        "--model some/bert --gpu L4",
-        "--model empty --gpu L4",
-        "--model rows.jsonl --gpu L4",
         "--model 7B --gpu L4 --accelerate_config nowhere.yaml",
         "--model 7B --gpu L4 --use_dora --load_in_4bit",
     ],

@@ -252,7 +252,7 @@ def test_adapters_that_peft_refuses_are_one_line(tmp_path):
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_key_value_heads": 2}
     name = save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts)), tmp_path)
     found = problem(run_with(name, use_peft=True, lora_dropout=0.1))
-    assert found.subject == "lora_dropout" and "--lora_dropout 0" in found.fix
+    assert found.subject == "use_peft" and "--lora_dropout 0" in found.fix
 
 
 def test_adapters_learn_with_checkpointing(llama):

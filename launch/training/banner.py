@@ -98,7 +98,10 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
     )
     changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
     for index, (name, setting) in enumerate(changed.items()):
-        row = f"{name} = {shown(name, setting.value)} ({setting.source})"
+        value = shown(name, setting.value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # `--save_steps 2` is 2.0
+        row = f"{name} = {value} ({setting.source})"
         table.add_row("" if index else "changed", escape(row))
     out.print(table)
     idle, advice = len(run.hardware.gpus) - run.local_world_size, []

@@ -296,9 +296,13 @@ def _in_4_bits(run: Settings) -> dict[str, object]:
     )
     if is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
         return {"quantization_config": quantization}
+    return {"quantization_config": quantization, "device_map": {"": _device(run)}}
+
+
+def _device(run: Settings) -> int | str:
+    """The device of this process. Quantised weights move only once, while loading."""
     on_cpu = run["use_cpu"] or not torch.cuda.is_available()
-    device = "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))  # quantised weights move only once
-    return {"quantization_config": quantization, "device_map": {"": device}}
+    return "cpu" if on_cpu else int(os.environ.get("LOCAL_RANK", 0))
 
 
 def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:

@@ -122,7 +122,7 @@ TOPICS = {
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("explain", allow_abbrev=False)
+    parser = commands.add_parser("explain")
     topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", choices=TOPICS, help=topics)
     parser.add_argument("--json", action="store_true", help="print bytes, seconds and reasons as JSON")

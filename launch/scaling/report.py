@@ -34,7 +34,6 @@ def add_parser(commands: Commands) -> None:
         prog="recipes scale report",
         help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
-        allow_abbrev=False,
         usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--format svg pdf] [--json]",
     )
     columns = "num_processes and epoch_time (s) or samples_per_second or tokens_per_second, "

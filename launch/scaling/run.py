@@ -70,12 +70,11 @@ def add_parser(commands: Commands) -> None:
         prog="recipes scale run",
         help="measure a training at several world sizes and recipes",
         description="Measure a training at several world sizes and recipes, or try the advice of the report.",
-        allow_abbrev=False,
         usage="recipes scale run [--num_processes N ...] [--recipe NAME ...] [--scaling strong weak] [--repeats N] "
         "[--steps N] [--name NAME] [--output FOLDER] [--apply [KEY]] [any train.py flags]",
     )
     sizes = "world sizes [1, 2, 4, ... up to the number of GPUs; 1 and 2 without GPUs]"
-    parser.add_argument("--num_processes", "--num-processes", type=count, nargs="+", help=sizes)
+    parser.add_argument("--num_processes", type=count, nargs="+", help=sizes)
     parser.add_argument("--recipe", nargs="+", help="[standard]")
     kinds = "strong: the same global batch at every size; weak: the same batch per process [both]"
     parser.add_argument("--scaling", nargs="+", choices=("strong", "weak"), default=["strong", "weak"], help=kinds)

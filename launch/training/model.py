@@ -36,7 +36,7 @@ from launch.training.words import unloadable
 from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.planner.footprint import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
-from recipes.rules.data_and_model import what_peft_accepts
+from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import expanded
 from recipes.run.local_model import is_classifier, max_positions
@@ -105,7 +105,8 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     content = described(config)
     known = replace(run, model=content)
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
-    found = new_problems(known, run)
+    cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with its weights
+    found = [*new_problems(known, run), *(refused_by_class(known, cls) if cls else ())]
     errors = [problem for problem in found if problem.severity == "error"]
     if errors:
         raise UserError(*errors)

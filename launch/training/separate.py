@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from launch.data.batches import Stack
-from recipes.errors import Problem, mistake
+from recipes.errors import Problem, UserError, mistake
 from recipes.quiet import silence
 from recipes.run import RunSpec, Settings
 
@@ -36,13 +36,16 @@ _FLASH = "flash_attention_on_cpu"
 
 def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunSpec, list[Problem]]:
     """The run without packing unless its model keeps examples apart, if nobody asked for packing;
-    and the advice that says so.
+    and the advice that says so. Raises `UserError` if somebody asked.
     """
-    if not _packs_apart(run) or run.explicit("packing"):
+    if not _packs_apart(run) and not run["padding_free"]:
         return run, []
+    is_asked_for = run["padding_free"] or run.explicit("packing")
     mixes = _twin_mixes(run, config, AutoModelForCausalLM._model_mapping.get(type(config), None))
-    if mixes is False:
+    if mixes is False or (mixes is None and is_asked_for):  # the model itself is tried, once it is loaded
         return run, []
+    if is_asked_for:
+        raise _mixed(run, config, mixes)
     reason = _reason(config, mixes)
     fix = "--packing_strategy wrapped, to join them"
     return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
@@ -58,9 +61,13 @@ def require_separate_examples(run: Settings, model: PreTrainedModel) -> None:
     if mixes is None and not in_pieces and "flash" not in (model.config._attn_implementation or ""):
         mixes = _mixes(model)
     if mixes is not False:
-        name = "padding_free" if run["padding_free"] else "packing"
-        fix = "--padding_free false" if run["padding_free"] else "--packing_strategy wrapped, or --packing false"
-        raise mistake(name, _reason(model.config, mixes), fix)
+        raise _mixed(run, model.config, mixes)
+
+
+def _mixed(run: Settings, config: PreTrainedConfig, mixes: bool | None) -> UserError:
+    name = "padding_free" if run["padding_free"] else "packing"
+    fix = "--padding_free false" if run["padding_free"] else "--packing_strategy wrapped, or --packing false"
+    return mistake(name, _reason(config, mixes), fix)
 
 
 def _packs_apart(run: Settings) -> bool:

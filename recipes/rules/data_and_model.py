@@ -10,10 +10,10 @@ from __future__ import annotations
 import glob
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
 
 from recipes import legal
 from recipes.errors import Problem
@@ -22,21 +22,22 @@ from recipes.mixture import Part, files_of, parts_of, paths_of
 from recipes.rules.facts import (
     advice,
     available,
+    fsdp_section,
+    in_yaml,
     known_config,
     mapping,
     missing,
     mixed_precision,
     model_config,
-    of_class,
     of_train_py,
     on_gpu,
     problem,
     rule,
+    uses_fsdp,
 )
-from recipes.rules.table import advice_row, error_row
+from recipes.rules.table import error_row
 from recipes.run import RunSpec, nearest
 from recipes.run.local_model import (
-    config_value,
     damage,
     existing_path,
     has_weights,
@@ -233,37 +234,6 @@ def the_model_can_do_the_task(run):
         yield _about_model(run, f"transformers has no {kind} model for {task}", f"{''.join(others)}another model")
 
 
-@rule
-@of_train_py
-def separate_examples_need_positions(run):
-    """The examples of a packed row see each other, and nothing says so.
-
-    Only position_ids tell a model where an example begins: BLOOM has none. A layer with a state
-    (Mamba, linear attention, LFM2's convolution) carries it from one example into the next; only
-    kernels for GPUs read cu_seq_lens. Other models have positions and ignore them: train.py tries
-    it. A recipe's own packing is switched off instead.
-    """
-    packs = run["packing"] and run["packing_strategy"] == "bfd" and run.explicit("packing")
-    if run["task"] != "causal_lm" or not (packs or run["padding_free"]) or not _mixes_examples(run):
-        return
-    what = f"a {_type(run)} model lets the examples of a row see each other"
-    if run["padding_free"]:
-        yield problem(run, "padding_free", what, "--padding_free false")
-    else:
-        yield problem(run, "packing", what, "--packing_strategy wrapped, or --packing false")
-
-
-def _mixes_examples(run: RunSpec) -> bool:
-    """True if the model has no position_ids, or a layer with a state."""
-    kind = _type(run)
-    name = models.model_class(kind, "causal_lm")
-    layers = text_config(known_config(run)).get("layer_types") or ()
-    carries = any(layer == "linear_attention" or "attention" not in str(layer) for layer in layers)
-    return bool(
-        carries or of_class(run, "_is_stateful") or (name and models.has_argument(kind, name, "position_ids") is False)
-    )
-
-
 # --- Stored weights -------------------------------------------------------------------------------
 
 _ONLY_WITH_ADAPTERS = ("bitsandbytes", "gptq", "awq")  # of other methods, Trainer and the loader decide
@@ -276,16 +246,6 @@ def stored_as(run: RunSpec) -> str:
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
-
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-
-
-def _has_experts(config: Mapping[str, Any]) -> bool:
-    """True if some layer certainly has experts: only what is written counts."""
-    count = next((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), 0)
-    dense, layers = config.get("first_k_dense_replace") or 0, config.get("num_hidden_layers")
-    every = not config.get("mlp_only_layers") and config.get("decoder_sparse_step") in (None, 1)
-    return count > 1 and every and (not dense or (isinstance(layers, int) and dense < layers))
 
 
 def _targets(run: RunSpec) -> list[str]:
@@ -330,19 +290,14 @@ def _flash_version(name: str) -> int:
 
 @rule
 def attention_fits_the_model(run):
-    """`ValueError: BloomForCausalLM does not support an attention implementation through ...`
-
-    FlashAttention 2 and 3 take heads up to 256 (flash_api.cpp) and fail in the first step. Gemma 4
-    has some of 512. Newer ones drop the model's dropout without a word (read in their sources).
+    """FlashAttention 2 and 3 take heads up to 256 (flash_api.cpp) and fail in the first step: Gemma
+    4 has some of 512. Newer ones drop the model's dropout without a word (read in their sources).
     """
     name, text = run["attn_implementation"] or "", text_config(known_config(run))
     flash = _flash_version(name)
-    kind = "flash_attn" if flash else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
     layers = map(mapping, [text, *mapping(text.get("per_layer_config")).values()])
     heads = max((layer[key] for layer in layers for key in _HEADS if isinstance(layer.get(key), int)), default=0)
-    if kind and of_class(run, f"_supports_{kind}") is False:
-        yield problem(run, "attn_implementation", f"{name} is not supported by models of type {_type(run)}", _LEAVE_OUT)
-    elif flash in (2, 3) and heads > 256:
+    if flash in (2, 3) and heads > 256:
         what = f"{name} takes heads up to 256, and the model has some of {heads}"
         yield problem(run, "attn_implementation", what, _LEAVE_OUT)
     if flash > 2 and (dropout := next((text[key] for key in _DROPOUTS if text.get(key)), 0)):
@@ -382,12 +337,32 @@ def attention_fits_the_machine(run):
         yield problem(run, "attn_implementation", "computes in 16 bits only, and this run in fp32", fix)
 
 
+# --- The model's class, which only train.py has imported ------------------------------------------
+
+
+def refused_by_class(run: RunSpec, cls: type) -> Iterator[Problem]:
+    """What a model of this class cannot do. transformers and accelerate say so once data and
+    weights are loaded: `BloomForCausalLM does not support an attention implementation through ...`,
+    `Could not find the transformer layer class GPT2Block in the model.`
+    """
+    name = run["attn_implementation"] or ""
+    kind = "flash_attn" if _flash_version(name) else {"sdpa": "sdpa", "flex_attention": "flex_attn"}.get(name)
+    if kind and not getattr(cls, f"_supports_{kind}", True):
+        yield problem(run, "attn_implementation", f"{name} is not supported by {cls.__name__}", _LEAVE_OUT)
+    layers = fsdp_section(run).get("transformer_layer_cls_to_wrap") if uses_fsdp(run) else None
+    layers = layers.split(",") if isinstance(layers, str) else layers or []
+    known = sorted(getattr(cls, "_no_split_modules", None) or ())
+    for layer in (layer for layer in layers if known and not hasattr(sys.modules[cls.__module__], layer)):
+        what = f"transformer_layer_cls_to_wrap: {layer} is not a part of {cls.__name__}"
+        yield in_yaml(run, "fsdp_config", what, nearest(layer, known) or ", ".join(known))
+
+
 # --- Rules of one expression ----------------------------------------------------------------------
 
 
 def _is_encoder(run: RunSpec) -> bool:
     config = known_config(run)
-    decodes = config_value(config, "is_encoder_decoder") or config_value(config, "is_decoder")
+    decodes = config.get("is_encoder_decoder") or config.get("is_decoder")
     return bool(models.model_class(_type(run), "masked_lm")) and not decodes
 
 
@@ -430,11 +405,6 @@ _OF_TRAIN_PY = (
               "leave lm_head out, or --liger_kernel_config '{{\"fused_linear_cross_entropy\": false}}'",
               "The adapter never changes: Liger multiplies by `lm_head.weight`, which is frozen under peft. Under DDP "
               "unused parameters are an error in the second step."),
-    advice_row("experts_are_not_quantised", "load_in_4bit",
-               lambda run: run["load_in_4bit"] and not stored_as(run) and _has_experts(text_config(known_config(run))),
-               lambda run: f"leaves the experts of a {_type(run)} model in {run['dtype']}: only linear layers are "
-               "quantised", "--dtype bfloat16, with or without 4 bits, and plan with that",
-               "transformers keeps all experts of a layer in one tensor: nine tenths of a model may stay in `dtype`."),
     error_row("liger_evaluates_plain_labels", "use_liger_kernel",
               lambda run: run["label_smoothing_factor"] and run["eval_strategy"] != "no" and fuses_the_loss(run),
               "cannot evaluate with label_smoothing_factor, and its fused loss is not used with it",

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from recipes import legal
 from recipes.errors import Problem, plural
-from recipes.legal import models
 from recipes.rules.facts import (
     accelerator_config,
     advice,
@@ -24,7 +23,6 @@ from recipes.rules.facts import (
     in_json,
     in_yaml,
     is_true,
-    known_config,
     mapping,
     mixed_precision,
     on_gpu,
@@ -409,21 +407,6 @@ def fsdp2_shards_layer_by_layer(run):
 
 
 @rule
-def the_model_has_the_layers_to_wrap(run):
-    """`Could not find the transformer layer class GPT2Block in the model.`, once it is loaded."""
-    named, config = fsdp_section(run).get("transformer_layer_cls_to_wrap"), known_config(run)
-    kind = str(config.get("model_type"))
-    known = models.class_names(kind)  # empty for a type of the model's own code
-    is_composed = any(isinstance(value, dict) and "model_type" in value for value in config.values())
-    if not uses_fsdp(run) or not named or not known or is_composed or "auto_map" in config:
-        return
-    names, layers = named if isinstance(named, list) else str(named).split(","), sorted(models.layer_classes(kind))
-    for name in (name for name in names if name not in known):
-        fix = nearest(name, layers) or (", ".join(layers) if len(names) == 1 else "") or "leave it out"
-        yield _of_key(run, "transformer_layer_cls_to_wrap", f"{name} is not a part of a {kind} model", fix)
-
-
-@rule
 def fsdp_recomputes_once_and_the_same(run):
     """`activation_checkpointing in FSDP config and ... argument can't both be set to True`, once
     the model is loaded.
@@ -455,11 +438,6 @@ def _finds_unused(run: RunSpec) -> bool:
     """`ddp_find_unused_parameters`, which is on for adapters unless it is switched off."""
     asked = run["ddp_find_unused_parameters"]
     return (asked or (asked is None and run["use_peft"])) and not run["ddp_static_graph"]
-
-
-def _schedule(run: RunSpec) -> object:
-    """The type of the DeepSpeed JSON's own schedule."""
-    return mapping((deepspeed_file(run) or {}).get("scheduler")).get("type") if uses_deepspeed(run) else None
 
 
 def _offloads_gradients(run: RunSpec) -> bool:
@@ -500,10 +478,6 @@ ROWS = (
     advice_row("nccl_timeout_is_an_argument", "NCCL_TIMEOUT", lambda run: "NCCL_TIMEOUT" in run.place.environment,
            "sets no timeout", "--ddp_timeout SECONDS",
            "Nothing reads NCCL_TIMEOUT: the process group's timeout is ddp_timeout."),
-    advice_row("the_schedule_has_the_rate", "learning_rate",
-           lambda run: run.explicit("learning_rate") and _schedule(run) in ("OneCycle", "LRRangeTest"),
-           lambda run: f"is not read: {_schedule(run)} of the DeepSpeed JSON has its own rates",
-           "leave it out, or remove scheduler from the JSON", "These schedules of DeepSpeed set their own rates."),
     advice_row("fsdp2_scatters_every_micro_batch", "accelerator_config",
            lambda run: fsdp_version(run) == 2 and run.world_size > 1 and not _scatters(run),
            "leaves gradients whole on each GPU until the last micro-batch",

@@ -26,7 +26,6 @@ from typing import Any
 
 from recipes.catalog import DEMONSTRATION_MODEL
 from recipes.errors import Problem
-from recipes.legal import models
 from recipes.run import RunSpec
 from recipes.run.engine_sources import deepspeed_json
 from recipes.run.files import Json, read_json
@@ -112,20 +111,6 @@ def model_config(run: RunSpec) -> Mapping[str, Any] | None:
 def known_config(run: RunSpec) -> Json:
     """The configuration of the run's model; empty if it is unknown."""
     return dict(model_config(run) or {})
-
-
-def of_class(run: RunSpec, attribute: str) -> object:
-    """An attribute of the model's class; None if the class cannot be read.
-
-    A class that sets none has PreTrainedModel's: it supports nothing.
-    """
-    model_type = known_config(run).get("model_type")
-    if not isinstance(model_type, str):
-        return None
-    name = models.model_class(model_type, run["task"])
-    if name is None or name not in models.class_names(model_type):
-        return None  # code of its own, or a class that another model's file holds
-    return models.class_attribute(model_type, name, attribute, False)
 
 
 def on_gpu(run: RunSpec) -> bool:

@@ -30,16 +30,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed.
-
-    `fp16_on_cpu`: the CPU multiplies fp16, as torch's oneDNN requires.
-    """
+    """The GPUs visible to this process, the usable CPU cores, and whether Liger is installed."""
 
     gpus: tuple[Gpu, ...] = ()
     cores: int = 1
     platform: str = "linux"
     liger: bool = False
-    fp16_on_cpu: bool = False
 
     @property
     def cuda(self) -> bool:
@@ -75,7 +71,7 @@ class Hardware:
 def read() -> Hardware:
     """The hardware of this machine. Never raises: a fact that cannot be read is absent."""
     liger = importlib.util.find_spec("liger_kernel") is not None
-    return Hardware(_cuda_gpus(), usable_cores(), sys.platform, liger, _fp16_on_cpu())
+    return Hardware(_cuda_gpus(), usable_cores(), sys.platform, liger)
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -90,13 +86,6 @@ def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         quota, period = map(int, limit.read_text().split())
         cores = min(cores, quota // period)
     return max(1, cores)
-
-
-def _fp16_on_cpu() -> bool:
-    """True if the first core has AVX512-FP16, or AVX-NE-CONVERT (oneDNN's avx2_vnni_2)."""
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as file:
-        return bool({"avx512_fp16", "avx_ne_convert"} & {*file.read(8192).split()})
-    return False
 
 
 def _cuda_gpus() -> tuple[Gpu, ...]:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.legal import models
 from recipes.run.files import Json, existing_path, read_json
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # whole or in shards
 _TEXT_SECTIONS = ("text_config", "decoder", "generator", "text_encoder")  # as get_text_config looks for them
+
+# The names that types of models have for their longest sequence.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 
 _AGAIN = "copy or download the file again"
 
@@ -51,54 +53,28 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _tensors(file: Path) -> list[str] | None:
-    """The names in a safetensors file. None for another format, or a file that is cut off."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="np") as opened:
-            return list(opened.keys())
-    except (SafetensorError, OSError):
-        return None
-
-
 def damage(file: Path) -> tuple[str, str] | None:
     """The fault of a file of weights, and what to do about it. None if none can be seen without
     loading it.
     """
     if not file.is_file():
         return "is missing", _AGAIN
-    if found := foreign_content(file):
-        return found
-    if file.suffix == ".safetensors" and _tensors(file) is None:
-        return "is cut off, or not in the safetensors format", _AGAIN
+    with file.open("rb") as opened:
+        if opened.read(512).startswith(b"version https://git-lfs"):
+            return "is a git-lfs pointer to the file, not the file", "`git lfs pull` in its repository"
+    if file.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            safe_open(file, framework="np")
+        except (SafetensorError, OSError):
+            return "is cut off, or not in the safetensors format", _AGAIN
     return None
-
-
-def foreign_content(file: Path) -> tuple[str, str] | None:
-    """The reason why a file is not a model's, and the fix. None if its first bytes do not tell."""
-    try:
-        with file.open("rb") as opened:
-            beginning = opened.read(512)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}", "make it readable"
-    if beginning.startswith(b"version https://git-lfs"):
-        return "is a git-lfs pointer to the file, not the file", "`git lfs pull` in its repository"
-    return None if beginning else ("is empty", _AGAIN)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part that describes the decoder: that of a model with images has a section for it."""
     return next((config[name] for name in _TEXT_SECTIONS if isinstance(config.get(name), dict)), config)
-
-
-def config_value(config: Mapping[str, Any], field: str) -> Any:
-    """A field, whatever the model's type calls it; its default if the configuration omits it."""
-    if field in config:
-        return config[field]
-    model_type = str(config.get("model_type"))
-    name = models.own_name(model_type, field)
-    return config[name] if name in config else models.config_default(model_type, name)
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
@@ -110,12 +86,12 @@ def is_classifier(config: Mapping[str, Any]) -> bool:
 def max_positions(config: Mapping[str, Any]) -> int | None:
     """The longest sequence, in tokens, that the model has positions for. None: no such limit."""
     text = text_config(config)
-    positions = config_value(text, "max_position_embeddings")
+    positions = next((text[name] for name in _POSITIONS if name in text), None)
     if not isinstance(positions, int) or positions <= 0:  # DeBERTa says -1
         return None
     if str(text.get("model_type")) not in OFFSET_POSITIONS:
         return positions
-    if (config_value(text, "position_embedding_type") or "absolute") != "absolute":
+    if (text.get("position_embedding_type") or "absolute") != "absolute":
         return positions
-    padding = config_value(text, "pad_token_id")
+    padding = text.get("pad_token_id")
     return positions - (padding if isinstance(padding, int) else 0) - 1

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from recipes import legal
 from recipes.catalog import RECIPES, Decision, Recipe, Value
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.run.command_line import accept, unknown
 from recipes.run.files import existing_path, find_yaml, nearest, read_yaml, shipped
 from recipes.run.spec import BATCH_FIELDS, Setting
@@ -119,16 +118,14 @@ def _written_in(file: str, recipe: Recipe) -> Recipe:
 
 
 def _run(file: str, function: Callable, *arguments: object) -> Any:
-    """Call a function of a user's file. Raises `UserError` with the line for anything it raises."""
+    """Call a function of a user's file. Raises `UserError` for anything that it raises."""
     try:
         return function(*arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        what = f"{file} raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise mistake("recipe", what, f"mend line {line}" if line else "mend the file", file) from None
+        what = f"{file} raises {type(error).__name__}: {one_line(error)}"
+        raise mistake("recipe", what, "mend the file", file) from None
 
 
 # --- Its values -----------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -34,6 +32,7 @@ from recipes.rules.check import require_legal
 from recipes.run import here, resolve
 from recipes.run.local_model import max_positions
 from tests.support.models import CLASSES, SMALL, load, loss_of, problem, run_with, save, trainable
+from tests.support.runs import H100, machine
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -126,19 +125,16 @@ def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, 
         with_model(run, tokenizer)
 
 
-def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(tmp_path, monkeypatch):
+def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(gpt2, monkeypatch):
     """Only what check could not say before: train.py has printed that already."""
-    model = MixtralForCausalLM(MixtralConfig(**SMALL, intermediate_size=64, num_local_experts=2))
-    in_4_bits = dict(load_in_4bit=True, use_peft=True, lora_dropout=0.0)
-    run = elsewhere(run_with(save(model, tmp_path), save_only_model=True, **in_4_bits))
+    run = run_with(gpt2, save_only_model=True, attn_implementation="flash_attention_4", bf16=True)
+    run = elsewhere(replace(run, place=replace(run.place, hardware=machine(H100))))
     tokenizer = load_tokenizer(run)
-    _, local = with_model(run, tokenizer)
     monkeypatch.setattr("recipes.rules.facts.local_config", lambda name: None)
     before = require_legal(run)
     _, advice = with_model(run, tokenizer)
-    assert [problem.subject for problem in before] == ["save_only_model"] and not local
-    assert [problem.subject for problem in advice] == ["load_in_4bit"]
-    assert "leaves the experts" in advice[0].what
+    assert [problem.subject for problem in before] == ["save_only_model", "attn_implementation"]
+    assert [problem.what.partition(",")[0] for problem in advice] == ["flash_attention_4 has no dropout"]
 
 
 def test_a_longer_sequence_of_a_recipe_is_lowered_to_what_the_model_takes(tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from recipes.rules.check import check
-from recipes.rules.data_and_model import attention_fits_the_machine
+from recipes.rules.data_and_model import attention_fits_the_machine, refused_by_class
 from recipes.run import here, resolve
 from tests.support.real_failures import assert_fires, tiny_llama
-from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, machine, model, resolved, weights
+from tests.support.runs import A100, CLASSIFY, EVAL, H100, MODEL, T4, Gpu, Run, fsdp, machine, model, weights
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -20,9 +20,7 @@ STREAM = "--dataset_streaming --max_steps 9"
 OWN_CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 QLORA, SCRATCH = "--load_in_4bit --use_peft", "--from_scratch"
 INDEX = {"m/model.safetensors.index.json": {"weight_map": {"a": "model-00001-of-00002.safetensors"}}}
-EXPERTS = model(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], num_experts=4)
-HYBRID = model(model_type="lfm2", layer_types=["conv", "full_attention"])
-FLASH = "--attn_implementation flash_attention_2"
+FLASH, FA4 = "--attn_implementation flash_attention_2", "--attn_implementation flash_attention_4"
 FLEX, SDPA = "--attn_implementation flex_attention", "--attn_implementation sdpa"
 ON_A100 = {"hardware": machine(A100)}
 B200 = Gpu("NVIDIA B200", (10, 0), 180 << 30)
@@ -72,10 +70,6 @@ CASES = {
         Run(f"{MODEL} --max_length 129", files=model()),
         Run(f"{MODEL} --max_length 128", files=model()),
     ),
-    "separate_examples_need_positions": (
-        Run(f"{MODEL} --packing", files=HYBRID),
-        Run(f"{MODEL} --packing --packing_strategy wrapped", files=HYBRID),
-    ),
     "stored_weights_can_be_trained": (
         Run(MODEL, files=stored("gptq")),
         Run(f"{MODEL} --use_peft", files=stored("gptq")),
@@ -88,15 +82,14 @@ CASES = {
         Run(f"{MODEL} {LIGER}", files=model(), **ON_A100),
         Run(f'{MODEL} {LIGER} --liger_kernel_config {{"fused_linear_cross_entropy":false}}', files=model(), **ON_A100),
     ),
-    "experts_are_not_quantised": (Run(f"{QLORA} {MODEL}", files=EXPERTS), Run(f"{QLORA} {MODEL}", files=model())),
     "liger_evaluates_plain_labels": (
         Run(f"{SMOOTHED} {EVAL} {MODEL}", files=model(), **ON_A100),
         Run(f"{SMOOTHED} {EVAL} {MODEL}", files=model(model_type="gpt2"), **ON_A100),  # no fused loss
     ),
     "attention_is_known": (Run("--attn_implementation SDPA"), Run(SDPA)),
     "attention_fits_the_model": (
-        Run(f"{SDPA} {MODEL}", files=model(model_type="bloom")),
-        Run(f"{SDPA} {MODEL}", files=model(model_type="gpt-sw3")),  # GPT-2's class
+        Run(f"{FA4} {MODEL}", files=model(attention_dropout=0.1)),
+        Run(f"{FA4} {MODEL}", files=model(attention_dropout=0.0)),
     ),
     "attention_fits_the_machine": (Run(FLEX), Run(FLEX, **ON_A100)),
 }
@@ -121,15 +114,6 @@ ALSO_FIRES = [
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="own", auto_map=OWN_CODE)), "trust_remote_code"),
     ("the_model_can_do_the_task", Run(MODEL, files=model(model_type="vit", auto_map=OWN_CODE)), "trust_remote_code"),
     ("sequences_fit_the_model", Run(f"{MODEL} --max_length 600", files=without(model_type="roberta")), "max_length"),
-    *(
-        ("separate_examples_need_positions", Run(f"{MODEL} {flag}", files=model(model_type=kind)), flag[2:])
-        for kind, flag in (("bloom", "--packing"), ("qwen3_next", "--packing"), ("mamba", "--padding_free"))
-    ),
-    (
-        "attention_fits_the_model",
-        Run(f"--attn_implementation flash_attention_4 {MODEL}", files=model(attention_dropout=0.1)),
-        "attn_implementation",
-    ),
     *(
         ("attention_fits_the_machine", run, "attn_implementation")
         for run in (
@@ -158,12 +142,8 @@ LEGAL_AFTER_ALL = [
     ("the_model_can_do_the_task",
      Run(f"{MODEL} --trust_remote_code", files=model(model_type="own", auto_map=OWN_CODE))),
     ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bert", is_decoder=True))),
-    ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bart"))),
+    ("a_language_model_is_a_decoder", Run(MODEL, files=model(model_type="bart", is_encoder_decoder=True))),
     ("sequences_fit_the_model", Run(MODEL, files=model())),  # lowered from 1024
-    ("separate_examples_need_positions", Run(f"{MODEL} --padding_free", files=model(model_type="gpt2"))),
-    ("separate_examples_need_positions", Run(f"--recipe fast {MODEL}", files=HYBRID)),  # train.py leaves packing out
-    ("separate_examples_need_positions",
-     Run(f"{MODEL} --packing", files=model(layer_types=["sliding_attention", "full_attention"]))),
     ("stored_weights_can_be_trained", Run(MODEL, files=stored("fp8"))),
     ("stored_weights_can_be_trained", Run(f"{MODEL} {SCRATCH}", files=stored("gptq"))),
     ("lora_on_the_head_gets_gradients", Run(f"{MODEL} {LIGER}", files=model(model_type="gpt2"), **ON_A100)),
@@ -184,55 +164,6 @@ def test_a_bert_without_its_tokenizer_knows_no_word(tmp_path):
     assert set(tokenizer("a fine day", add_special_tokens=False)["input_ids"]) == {tokenizer.unk_token_id}
     (tmp_path / "model.safetensors").touch()
     assert_fires("the_folder_holds_a_model", {"model_name_or_path": str(tmp_path)})
-
-
-SMALL = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
-LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("qwen3_5_text", {**LINEAR, "intermediate_size": 32, "head_dim": 16}),
-        ("lfm2", {"intermediate_size": 32, "layer_types": ["conv", "full_attention"]}),
-        ("mamba2", {"head_dim": 16, "num_heads": 4, "state_size": 8, "n_groups": 1}),
-        ("llama", {"intermediate_size": 32}),
-    ],
-)
-def test_layers_with_a_state_carry_one_example_into_the_next(kind, config, tmp_path):
-    import torch
-
-    torch.manual_seed(0)
-    configuration = AutoConfig.for_model(kind, **SMALL, **config)
-    network = AutoModelForCausalLM.from_config(configuration).eval()
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    said = [
-        network(input_ids=torch.tensor([[*first, 9, 8, 7, 6]]), use_cache=False, position_ids=positions).logits[0, 4:]
-        for first in ([1, 2, 3, 4], [5, 6, 7, 8])
-    ]
-    mixes = not torch.equal(*said)
-    configuration.save_pretrained(tmp_path)
-    found = check(resolved(["--model_name_or_path", str(tmp_path), "--packing"]))
-    assert ["see each other" in problem.what for problem in found if problem.subject == "packing"] == [True] * mixes
-    assert mixes == (kind != "llama")
-
-
-# --- Adapters -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "count"), [("qwen3_moe", "num_experts"), ("gpt_oss", "num_local_experts")])
-def test_bitsandbytes_leaves_fused_experts_as_they_are(kind, count, tmp_path):
-    from transformers import BitsAndBytesConfig
-
-    sizes = {count: 4, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model(kind, **SMALL, **sizes, pad_token_id=0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    in_4_bits = dict(quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map={"": "cpu"})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", **in_4_bits)
-    types = {name: str(weight.dtype) for name, weight in loaded.named_parameters() if "layers.0" in name}
-    assert {types[name] for name in types if ".experts." in name and "bias" not in name} == {"torch.float32"}
-    assert {types[name] for name in types if name.endswith("o_proj.weight")} == {"torch.uint8"}
-    assert_fires("experts_are_not_quantised", {"model_name_or_path": str(tmp_path), "load_in_4bit": True})
 
 
 def test_an_adapter_on_the_head_is_outside_of_the_heads_weight():
@@ -296,3 +227,25 @@ def test_a_hub_model_is_judged_by_the_same_rules_once_its_configuration_is_known
 def test_a_script_of_ones_own_loads_its_own_model():
     run = resolve([], here(trained_by="script"), settings={"task": "causal_lm", "max_length": 4096})
     assert not check(run)
+
+
+# --- What only the model's class tells ------------------------------------------------------------
+
+
+def of_class(flags: str, cls: str, tmp_path, monkeypatch, **place) -> list[tuple[str, str]]:
+    import transformers
+
+    run = Run(flags, **place).resolve(tmp_path, monkeypatch)
+    return [(found.subject, found.fix) for found in refused_by_class(run, getattr(transformers, cls))]
+
+
+def test_attention_that_a_class_does_not_support_is_refused(tmp_path, monkeypatch):
+    assert [name for name, _ in of_class(SDPA, "BloomForCausalLM", tmp_path, monkeypatch)] == ["attn_implementation"]
+    assert not of_class(SDPA, "GPT2LMHeadModel", tmp_path, monkeypatch)
+
+
+def test_layers_to_wrap_that_a_class_does_not_have_are_refused_with_its_own(tmp_path, monkeypatch):
+    written = fsdp("fsdp_version: 2", "fsdp_transformer_layer_cls_to_wrap: GPT2Block")
+    place = {"yaml": written, "hardware": machine(A100, 2)}
+    assert of_class("", "LlamaForCausalLM", tmp_path, monkeypatch, **place) == [("fsdp_config", "LlamaDecoderLayer")]
+    assert not of_class("", "GPT2LMHeadModel", tmp_path, monkeypatch, **place)

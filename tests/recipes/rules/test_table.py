@@ -62,8 +62,6 @@ FLAGS = {
     "evaluation_rows_are_not_trained": (HELD_OUT, "", "--dataset_train_split train[:90%]"),
     "a_training_trains": ("--do_train", "false", ""),
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
-    "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
-    "labels_have_one_name": (f"{EVAL} --label_names", "foo", "labels"),
     "timings_go_to_a_table": ("--measure", "timings.txt", "timings.jsonl"),
     "sixteen_bit_weights_lose_small_updates": ("--dtype bfloat16", "", "--use_peft"),
     "persistent_workers_change_a_resume": (
@@ -89,8 +87,6 @@ CASES |= {
     "bf16_needs_sm80": (Run("--bf16", hardware=machine(T4)), Run("--bf16 --use_cpu", hardware=machine(T4))),
     "tf32_needs_sm80": (Run("--tf32 true", hardware=machine(T4)), Run("--tf32 true", hardware=machine(A100))),
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),
-    "fp16_under_deepspeed_needs_hardware": (
-        Run(FP16, yaml="memory.yaml"), Run(FP16, yaml="memory.yaml", hardware=Hardware(fp16_on_cpu=True))),
     "fp16_weights_cannot_be_unscaled": (
         Run("--dtype float16", hardware=machine(T4)), Run("--dtype float16 --fp16")),  # which does nothing on a CPU
     "the_schedule_works_under_deepspeed": (

@@ -145,7 +145,7 @@ MISTAKES = {
     "no micro-batch": ("mine.yaml", _HEAD + "micro_batch_cap: 0", "micro_batch_cap: is 0"),
     "a taken name": ("fast.yaml", _HEAD, "'fast' is the name of a shipped recipe"),
     "a name that is not defined": ("mine.py:mine", "def mine():\n    return fsat()\n", "raises NameError"),
-    "no Python": ("mine.py:mine", "def mine(:\n", "Fix: mend line 1"),
+    "no Python": ("mine.py:mine", "def mine(:\n", "Fix: mend the file"),
     "an end": ("mine.py:mine", "raise SystemExit(3)\n", "raises SystemExit"),
     "no recipe returned": ("mine.py:mine", "def mine():\n    return 3\n", "returns int, not a Recipe"),
     "no function named": ("mine.py:", "def mine(): ...\ndef other(): ...\n", "mine.py:NAME with one of mine, other"),
@@ -179,7 +179,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once(files):
 @pytest.mark.parametrize(
     ("decision", "expected"),
     [
-        ('run["sed"], "c"', "KeyError: 'sed' (mine.py). Fix: mend line 5"),
+        ('run["sed"], "c"', "KeyError: 'sed' (mine.py). Fix: mend the file"),
         ("3", "seed: has no reason (mine.py)"),
         ('"x", "a reason"', "seed: takes a whole number"),
     ],

@@ -84,21 +84,12 @@ def recipe(name: str):
 
 
 def as_keywords(fix: str) -> str:
-    """A fix that names flags of train.py, with the keywords of a factory instead."""
-    return re.sub(r"--(\w+)(?: ([\w.+-]*\w))?", _keyword, fix)
-
-
-def _keyword(flag: re.Match[str]) -> str:
-    """`--fp16 false` is fp16=False, `--eval_strategy steps` is eval_strategy='steps'."""
-    name, word = flag[1], flag[2] or ""
-    field = legal.settings().get(name)
-    if field is None:
-        return flag[0]  # of a launcher
-    if word in ("true", "false") or re.fullmatch(r"\d[\d.e-]*", word):
-        return f"{name}={word.capitalize()}"
-    if word in field.choices:
-        return f"{name}={word!r}"
-    return flag[0].removeprefix("--")
+    """A fix for train.py in a script's words: of `--fp16 false or --save_steps 2`, without dashes
+    and with fp16=False and save_steps=2. A launcher's flags stay.
+    """
+    names = "|".join(legal.settings())
+    fix = re.sub(rf"--({names}) (true|false|[\d.e-]*\d)\b", lambda found: f"{found[1]}={found[2].capitalize()}", fix)
+    return re.sub(rf"--({names})\b", r"\1", fix)
 
 
 def _warn_without_engine(run: RunSpec) -> None:

@@ -71,7 +71,6 @@ def test_a_mistake_is_refused_in_a_scripts_words(keywords, said, tmp_path):
     [
         ("--fp16 false", "fp16=False"),
         ("--save_steps 2, or leave it out", "save_steps=2, or leave it out"),
-        ("--save_strategy steps, or best", "save_strategy='steps', or best"),
         ("--packing instead", "packing instead"),
         ("accelerate launch --num_processes 2", "accelerate launch --num_processes 2"),
     ],

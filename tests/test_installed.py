@@ -1,21 +1,37 @@
-"""The installed package in an empty folder: alone, and beside others that have such packages."""
+"""The wheel, installed: whole, in an empty folder, and beside others that have such packages."""
 
+import email
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.test_package import installed, wheel  # noqa: F401
+from tests.support.running import ROOT
 
 RECIPES = "import sys; from accelerate_recipes import main; sys.exit(main())"
 TORCHTUNE = 'raise ModuleNotFoundError("The recipes directory is not a package")\n'
+RAISES = 'raise RuntimeError("imported")\n'
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder of installed packages that no test changes: the libraries are asked once for it."""
+    folder, site = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("site")
+    words = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    built = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
+    if built.returncode and not os.environ.get("CI"):
+        pytest.skip("the build backend cannot be installed here")
+    assert built.returncode == 0, built.stderr
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(site)
+    return site
 
 
 @pytest.fixture
-def site(installed, tmp_path):  # noqa: F811
+def site(installed, tmp_path):
     """A folder of installed packages that a test may change."""
     return Path(shutil.copytree(installed, tmp_path / "site"))
 
@@ -29,8 +45,8 @@ def empty(tmp_path):
 
 def python(*argv, cwd, path):
     """Run Python in `cwd`, where `path` are the folders of packages, the first one first."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "HOME": str(cwd)}
-    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=cwd, env=environment)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    return subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, cwd=cwd, env=environment)
 
 
 def recipes(*argv, cwd, path):
@@ -48,6 +64,21 @@ def install_beside(site, name, text):
     (site / "foreign-1.0.dist-info" / "RECORD").write_text(f"{name}/__init__.py,,\n")
 
 
+# --- The wheel ------------------------------------------------------------------------------------
+
+
+def test_it_is_whole(installed):
+    names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"accelerate_recipes.py", "launch", "recipes"}, "a package azureml would hide Azure's own"
+    for folder in ("accelerate_configs", "azureml"):
+        shipped = {path.name for path in (ROOT / folder).glob("*.yaml")}
+        assert {path.name for path in (installed / "recipes" / folder).glob("*.yaml")} == shipped
+    assert (installed / "launch" / "scaling" / "page.html").exists() and (installed / "recipes" / "py.typed").exists()
+    head, _, description = next(installed.glob("*.dist-info/METADATA")).read_text().partition("\n\n")
+    fields = {"Author", "Summary", "Keywords", "License-Expression", "License-File", "Requires-Python"}
+    assert fields <= set(email.message_from_string(head)) and description.startswith("# accelerate-recipes")
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -61,13 +92,29 @@ def install_beside(site, name, text):
         ),
     ],
 )
-def test_a_command_works_from_an_empty_folder(words, answer, site, empty):
-    done = recipes(*words.split(), cwd=empty, path=[site])
+def test_a_command_works_from_an_empty_folder(words, answer, installed, empty):
+    done = recipes(*words.split(), cwd=empty, path=[installed])
     assert (done.returncode, answer in done.stdout) == (0, True), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("start", [["-P", "-c", RECIPES, "list"], ["{site}/launch/train.py", "--max_steps", "1"]])
-@pytest.mark.parametrize("name", ["recipes", "launch"])
+def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
+    words = "submit azureml --compute c --data azureml:rows:1 --dry_run --output job.yaml -- --max_steps 4".split()
+    content = []
+    for packages in (installed, ROOT):
+        folder = tmp_path / packages.name
+        folder.mkdir()
+        done = python("-m", "launch", *words, cwd=folder, path=[packages])
+        assert done.returncode == 0, done.stderr
+        content.append({file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()})
+    assert content[0] == content[1] and len(content[0]) > 100
+
+
+# --- Beside others --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("recipes", ["-P", "-c", RECIPES, "list"]), ("launch", ["{site}/launch/train.py"])]
+)
 def test_a_package_that_has_overwritten_ours_is_named_with_the_fix(name, start, site, empty):
     install_beside(site, name, TORCHTUNE if name == "recipes" else '"""Another launch."""\n')
     done = python(*(word.format(site=site) for word in start), cwd=empty, path=[site])
@@ -84,7 +131,7 @@ def test_one_that_was_removed_again_has_taken_our_file_along(site, empty):
     assert (done.returncode, "overwritten or removed" in done.stderr) == (2, True), done.stderr
 
 
-def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):  # noqa: F811
+def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):
     site = tmp_path / "site"
     install_beside(site, "recipes", TORCHTUNE)
     (site / "recipes" / "full_finetune.py").write_text("")
@@ -95,25 +142,14 @@ def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):  # 
     assert "foreign has a package recipes too" in python("-c", doctor, cwd=empty, path=[site]).stdout
 
 
-@pytest.mark.parametrize("start", [["-P", "-c", RECIPES, "check"], ["{site}/launch/train.py", "--learning_rate", "x"]])
 @pytest.mark.parametrize("name", ["recipes", "launch"])
-def test_one_that_is_earlier_on_the_path_does_not_hide_ours(name, start, site, tmp_path, empty):
-    """ROS 2's `launch`, or a project of the user's with such a folder."""
-    install_beside(tmp_path / "own", name, 'raise RuntimeError("imported")\n')
-    loader = "import sys; sys.path.append(sys.argv.pop(1)); "  # site-packages come after PYTHONPATH
-    argv = [word.format(site=site) for word in start]
-    if "-c" in argv:
-        argv[2] = loader + argv[2]
-        argv.insert(3, str(site))
-    done = python(*argv, cwd=empty, path=[tmp_path / "own"])
-    assert "imported" not in done.stderr
-    assert "legal: standard" in done.stdout or "learning_rate: takes a number" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["recipes", "launch"])
-def test_a_folder_in_the_current_folder_does_not_hide_ours(name, site, empty):
-    (empty / name).mkdir()
-    (empty / name / "__init__.py").write_text('raise RuntimeError("imported")\n')
-    assert recipes("check", cwd=empty, path=[site]).returncode == 0
-    done = python(f"{site}/launch/train.py", "--learning_rate", "x", cwd=empty, path=[site])
-    assert "learning_rate: takes a number" in done.stderr
+def test_one_that_is_earlier_on_the_path_does_not_hide_ours(name, installed, tmp_path, empty):
+    """ROS 2's `launch`, or such a folder of the user's own: on PYTHONPATH, or the current one."""
+    install_beside(tmp_path / "own", name, RAISES)
+    install_beside(empty, name, RAISES)
+    late = f"import sys; sys.path.append({str(installed)!r}); "  # site-packages come after PYTHONPATH
+    path = [tmp_path / "own"]
+    command = python("-P", "-c", late + RECIPES, "check", cwd=empty, path=path)
+    assert "legal: standard" in command.stdout, command.stderr
+    script = python(installed / "launch" / "train.py", "--learning_rate", "x", cwd=empty, path=path)
+    assert "learning_rate: takes a number" in script.stderr

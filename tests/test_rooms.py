@@ -2,7 +2,7 @@
 
 A room is a folder of recipes/ or launch/, or a file directly in them. A file may import from its
 own room and from rooms in layers above its own in LAYERS, also inside functions and under
-TYPE_CHECKING. `pytest -rP tests/test_rooms.py` prints the house in numbers.
+TYPE_CHECKING.
 """
 
 import ast
@@ -10,7 +10,6 @@ import graphlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -110,35 +109,12 @@ def _file_of(name: str) -> str | None:
     return name
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Circles of imports between files. Each circle is cut once found, until none is left."""
-    graph = {module: set(imported) for module, imported in graph.items()}
-    found = []
-    while True:
-        try:
-            graphlib.TopologicalSorter(graph).prepare()
-            return found
-        except graphlib.CycleError as error:
-            circle = error.args[1][::-1]  # the sorter names what is imported first
-            found.append(" -> ".join(circle))
-            graph[circle[0]].discard(circle[1])
-
-
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def _folder(path: Path) -> str:
-    return _name(path.parent)
-
-
 def lines_of(path: Path) -> int:
     return len(path.read_text().splitlines())
-
-
-def too_long(folders: str) -> list[str]:
-    paths = [path for folder in folders.split() for path in sorted(ROOT.glob(f"{folder}/**/*.py"))]
-    return [f"{_name(path)}: {count} lines" for path in paths if (count := lines_of(path)) > MOST_LINES]
 
 
 def room_sizes() -> Counter[str]:
@@ -173,11 +149,6 @@ def later():
     }
 
 
-def test_each_circle_is_found():
-    found = circles({"a": {"b"}, "b": {"c", "e"}, "c": {"a"}, "d": {"a"}, "e": {"f"}, "f": {"e"}})
-    assert sorted("".join(sorted({*circle.split(" -> ")})) for circle in found) == ["abc", "ef"]
-
-
 def test_every_file_is_in_a_room_of_a_layer():
     assert not [module for module in files() if room_of(module) not in LEVEL]
 
@@ -197,8 +168,8 @@ def _is_before(room: str, other: str) -> bool:
 
 
 def test_no_circle_of_imports():
-    found = circles(imports())
-    assert not found, "\n" + "\n".join(found)
+    """Raises CycleError, which names the files of the circle."""
+    graphlib.TopologicalSorter(imports()).prepare()
 
 
 def test_an_init_only_hands_names_on():
@@ -224,8 +195,7 @@ def _hands_on(node: ast.stmt) -> bool:
 
 
 def test_no_file_is_too_long():
-    found = too_long("recipes launch")
-    assert not found, "\n" + "\n".join(found)
+    assert not [_name(path) for path in files().values() if lines_of(path) > MOST_LINES]
 
 
 def test_no_room_is_larger_than_its_budget():
@@ -244,17 +214,3 @@ def test_nothing_in_recipes_bears_the_name_of_what_it_exports():
     """Importing a module named recipes.memory would replace the recipe of that name."""
     names = {path.stem for path in (ROOT / "recipes").iterdir()}
     assert not names & {*recipes.__all__, *RECIPES}
-
-
-def test_the_house_in_numbers():
-    """Prints them. The files directly in a package count as one room here."""
-    room = {module: _folder(path) for module, path in files().items()}
-    arrows = {(room[module], room[other]) for module, found in imports().items() for other in found}
-    longest = max(files().values(), key=lines_of)
-    largest, count = room_sizes().most_common(1)[0]
-    print(
-        f"{len(set(room.values()))} rooms in {len(LAYERS)} layers, "
-        f"{sum(start != end for start, end in arrows)} arrows between rooms, {len(circles(imports()))} circles, "
-        f"longest file {_name(longest)} with {lines_of(longest)} lines, largest room {largest} with {count} lines, "
-        f"{sum(room_sizes().values()):,} lines in all"
-    )

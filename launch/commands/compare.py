@@ -154,7 +154,7 @@ def other_training(rows: Sequence[Row]) -> list[str]:
     return [row.name for row in rows if row.name in _TRAINING] or contents
 
 
-# --- show and diff --------------------------------------------------------------------------------
+# --- The commands ---------------------------------------------------------------------------------
 
 
 def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -162,9 +162,9 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         options.a, options.b = options.name, options.diff
         return diff(options, rest)
     if _is_run(options.name):
-        record = recorded.read(options.name, "NAME")
+        as_json = record = recorded.read(options.name, "NAME")
         chosen = {name: entry for name, entry in record["settings"].items() if entry["source"] != LIBRARY}
-        as_json, world = record, plural(record.get("world_size") or 1, "process")
+        world = plural(record.get("world_size") or 1, "process")
         heading = f"{record.get('recipe')}, {_status(record)}\n"
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
     else:
@@ -181,24 +181,77 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps(as_json, indent=2, default=str))
         return 0
     print(heading)
-    _print_table(["result", "value"], _result_rows([record], {}))
+    _print_table(["result", "value"], _result_rows(results([record]), {}))
     print_settings(["value"], [Row(entry["source"], name, [entry]) for name, entry in chosen.items()])
     return 0
 
 
-def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = False) -> None:
-    """The table of settings, of one run or of what differs between several."""
-    if not rows:
-        print("nothing differs")
-    table = [[row.name, *map(value_text, row.values), row.part, _reason(row.entries, titles)] for row in rows]
-    _print_table(["setting", *titles, "from", "reason"], table, stderr)
+def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print the differences of two runs or recipes. Recipes are resolved for the run's processes
+    and global batch, or for those of the `options`. Raises `UserError`.
+    """
+    names = [options.a, options.b]
+    records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
+    around: Json = next(iter(records.values()), {})
+    trained = {name: entry["value"] for name, entry in around.get("settings", {}).items()}
+    processes = options.num_processes or around.get("world_size")
+    batch = options.global_batch_size or trained.get("global_batch_size")
+    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # it trained the demonstration
+    recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
+    for name, run in recipes.items():  # as much of a record as is known of a run that has not begun
+        settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
+        records[name] = {"settings": settings}
+        if not options.json:
+            records[name]["engine"] = run.engine_title if trained else run.recipe.engine
+    titles = names if recipes else _names_of(list(map(Path, names)))
+    rows = differences([records[name] for name in names])
+    if recipes:  # that they are two recipes is known
+        rows = [row for row in rows if row.name != "recipe"]
+    if options.json:
+        _print_json(_by_name(titles, rows))
+        return 0
+    if recipes:
+        print(_heading(next(iter(recipes.values()))))
+    print_settings(titles, rows)
+    return 0
 
 
-def _reason(entries: list[Json], titles: Sequence[str]) -> str:
-    """Why the first chose the value; if it kept the default, why the next did not."""
-    reasons = [entry.get("reason") for entry in entries]
-    named = (f"{title}: {reason}" for title, reason in zip(titles, reasons, strict=True) if reason)
-    return reasons[0] or next(named, "")
+def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Returns 0, or 1 if there are targets and no run meets all of them. Raises `UserError`.
+
+    `margin` in the JSON: by how much a target is met; negative if it is missed, null without such a
+    number.
+    """
+    paths = [Path(word) for word in (options.first, *options.others)]
+    names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
+    rows, found = differences(records), results(records)
+    marks = {name: [noise_can_make(name, records[0], record) for record in records] for name in found}
+    noise = {name: marked for name, marked in marks.items() if any(marked)}
+    targets = [_target(metric, value, records) for metric, value in options.target]
+    met = [name for place, name in enumerate(names) if all(target["met"][place] for target in targets)]
+    code = 0 if met or not targets else 1
+    others = other_training(rows)
+    if options.json:
+        runs = [
+            {"name": name, "path": str(path), **{key: record[key] for key in _OF_A_RUN if key in record}}
+            for name, path, record in zip(names, paths, records, strict=True)
+        ]
+        tables = {"differences": _by_name(names, rows), "results": found, "noise_can_make": noise, "targets": targets}
+        _print_json({"runs": runs, "other_training": others, **tables, **({"meets_all": met} if targets else {})})
+        return code
+    if others:
+        print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
+    print_settings(names, rows)
+    _print_table(["result", *names], [["status", *map(_status, records)], *_result_rows(found, noise)])
+    if noise:
+        print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
+    _print_table(["target", *names], list(map(_target_row, targets)))
+    if targets:
+        print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
+    return code
+
+
+# --- Runs and recipes -----------------------------------------------------------------------------
 
 
 def _is_run(name: str) -> bool:
@@ -225,37 +278,13 @@ def _status(record: Json) -> str:
     return f"{record['status']}: {record['error']}" if "error" in record else record["status"]
 
 
-def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print the differences of two runs or recipes. Recipes are resolved for the run's processes
-    and global batch, or for those of the `options`. Raises `UserError`.
-    """
-    names = [options.a, options.b]
-    records = {name: recorded.read(name, "RUN") for name in names if _is_run(name)}
-    around: Json = next(iter(records.values()), {})
-    trained = {name: entry["value"] for name, entry in around.get("settings", {}).items()}
-    processes = options.num_processes or around.get("world_size")
-    batch = options.global_batch_size or trained.get("global_batch_size")
-    by = "train.py" if trained and not any(map(trained.get, MATERIAL)) else "nobody"  # it trained the demonstration
-    recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
-    for name, run in recipes.items():  # as much of a record as is known of a run that has not begun
-        settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
-        records[name] = {"settings": settings}
-        if not options.json:
-            records[name]["engine"] = run.engine_title if trained else run.recipe.engine
-    titles = names if recipes else _names_of(list(map(Path, names)))
-    rows = differences([records[name] for name in names])
-    if recipes:  # that they are two recipes is known
-        rows = [row for row in rows if row.name != "recipe"]
-    if options.json:
-        _print_json({row.name: dict(zip(titles, row.values, strict=True)) for row in rows})
-        return 0
-    if recipes:
-        print(_heading(next(iter(recipes.values()))))
-    print_settings(titles, rows)
-    return 0
+def _names_of(paths: list[Path]) -> list[str]:
+    """The names of the folders; the paths as written if two folders have one name."""
+    names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
+    return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
-# --- compare --------------------------------------------------------------------------------------
+# --- What is printed ------------------------------------------------------------------------------
 
 _RESULTS = ("global_step", "final_loss", "train_loss")
 _SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "tokens_per_second", "mfu")
@@ -266,59 +295,34 @@ _OF_A_RUN = ("recipe", "status", "error")
 _BY_NOISE = " ~"
 
 
-def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Returns 0, or 1 if there are targets and no run meets all of them. Raises `UserError`.
-
-    `margin` in the JSON: by how much a target is met; negative if it is missed, null without such a
-    number.
-    """
-    paths = [Path(word) for word in (options.first, *options.others)]
-    names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
-    rows, found = differences(records), results(records)
-    marks = {name: [noise_can_make(name, records[0], record) for record in records] for name in found}
-    noise = {name: marked for name, marked in marks.items() if any(marked)}
-    targets = [_target(metric, value, records) for metric, value in options.target]
-    met = [name for place, name in enumerate(names) if all(target["met"][place] for target in targets)]
-    if options.json:
-        runs = [
-            {"name": name, "path": str(path), **{key: record[key] for key in _OF_A_RUN if key in record}}
-            for name, path, record in zip(names, paths, records, strict=True)
-        ]
-        by_source: Json = {row.part: {} for row in rows if row.is_setting}
-        for part, name, entries in rows:
-            if part in by_source:
-                by_source[part][name] = [{key: each.get(key) for key in ("value", "source")} for each in entries]
-        tables = {
-            "other_training": other_training(rows),
-            "settings": by_source,
-            "surroundings": {row.name: row.values for row in rows if not row.is_setting},
-            "results": found,
-            "noise_can_make": noise,
-            "targets": targets,
-        }
-        _print_json({"runs": runs, **tables, **({"meets_all": met} if targets else {})})
-        return 0 if met or not targets else 1
-    if other := other_training(rows):
-        print(f"not the same training, which changes the results too: another {', '.join(other)}\n")
-    print_settings(names, rows)
-    _print_table(["result", *names], [["status", *map(_status, records)], *_result_rows(records, noise)])
-    if noise:
-        print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
-    _print_table(["target", *names], [_target_row(target) for target in targets])
-    if targets:
-        print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
-    return 0 if met or not targets else 1
+def print_settings(titles: Sequence[str], rows: Sequence[Row], stderr: bool = False) -> None:
+    """The table of settings, of one run or of what differs between several."""
+    if not rows:
+        print("nothing differs")
+    table = [[row.name, *map(value_text, row.values), row.part, _reason(row.entries, titles)] for row in rows]
+    _print_table(["setting", *titles, "from", "reason"], table, stderr)
 
 
-def _names_of(paths: list[Path]) -> list[str]:
-    """The names of the folders; the paths as written if two folders have one name."""
-    names = [(path.parent if path.is_file() else path).resolve().name for path in paths]
-    return names if len(set(names)) == len(names) else list(map(str, paths))
+def _reason(entries: list[Json], titles: Sequence[str]) -> str:
+    """Why the first chose the value; if it kept the default, why the next did not."""
+    reasons = [entry.get("reason") for entry in entries]
+    named = (f"{title}: {reason}" for title, reason in zip(titles, reasons, strict=True) if reason)
+    return reasons[0] or next(named, "")
+
+
+def _by_name(titles: Sequence[str], rows: Sequence[Row]) -> Json:
+    return {row.name: dict(zip(titles, row.values, strict=True)) for row in rows}
 
 
 def _print_json(content: Json) -> None:
     """Print it with null for NaN and infinity, of which JSON has neither."""
     print(json.dumps(json.loads(json.dumps(content, default=str), parse_constant=lambda _: None), indent=2))
+
+
+def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = False) -> None:
+    if rows:
+        print_table(headings, rows, stderr)
+        print(file=sys.stderr if stderr else sys.stdout)
 
 
 def results(records: list[Json]) -> dict[str, list[float | None]]:
@@ -334,6 +338,34 @@ def results(records: list[Json]) -> dict[str, list[float | None]]:
 def _numbers(record: Json) -> dict[str, float]:
     """The results of a run, NaN (a diverged loss) among them."""
     return {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
+
+
+def _result_rows(found: dict[str, list[float | None]], noise: Json) -> list[list[str]]:
+    """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
+    return [
+        [name, *(_cell(name, value, values[0], mark) for value, mark in zip(values, marks, strict=True))]
+        for name, values in found.items()
+        for marks in [noise.get(name) or [False] * len(values)]
+    ]
+
+
+def _cell(name: str, value: float | None, first: float | None, by_noise: bool) -> str:
+    if value is None:
+        return "-"
+    text = f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    if name == "peak_memory_bytes":
+        text = memory_size(value)
+    elif name in _SECONDS:
+        text = duration(value)
+    elif name == "mfu":
+        text = f"{value:.1%}"
+    if first is None or first == value or not math.isfinite(first - value):
+        return text
+    beside = f"x {value / first:.2f}" if name in _COSTS and first else f"{value - first:+.4g}"
+    return f"{text} ({beside})" + _BY_NOISE * by_noise
+
+
+# --- Targets --------------------------------------------------------------------------------------
 
 
 def _target(metric: str, wanted: str, records: list[Json]) -> Json:
@@ -355,37 +387,6 @@ def _target(metric: str, wanted: str, records: list[Json]) -> Json:
 def _less_is_better(metric: str) -> bool:
     costs = any(word in metric for word in ("loss", "time", "memory", "perplexity"))
     return costs or smaller_is_better(metric) is True
-
-
-def _print_table(headings: list[str], rows: list[list[str]], stderr: bool = False) -> None:
-    if rows:
-        print_table(headings, rows, stderr)
-        print(file=sys.stderr if stderr else sys.stdout)
-
-
-def _result_rows(records: list[Json], noise: Json) -> list[list[str]]:
-    """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
-    return [
-        [name, *(_cell(name, value, values[0], mark) for value, mark in zip(values, marks, strict=True))]
-        for name, values in results(records).items()
-        for marks in [noise.get(name) or [False] * len(values)]
-    ]
-
-
-def _cell(name: str, value: float | None, first: float | None, by_noise: bool) -> str:
-    if value is None:
-        return "-"
-    text = f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
-    if name == "peak_memory_bytes":
-        text = memory_size(value)
-    elif name in _SECONDS:
-        text = duration(value)
-    elif name == "mfu":
-        text = f"{value:.1%}"
-    if first is None or first == value or not math.isfinite(first - value):
-        return text
-    beside = f"x {value / first:.2f}" if name in _COSTS and first else f"{value - first:+.4g}"
-    return f"{text} ({beside})" + _BY_NOISE * by_noise
 
 
 def _target_row(target: Json) -> list[str]:

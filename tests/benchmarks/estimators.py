@@ -160,10 +160,10 @@ def measured() -> list[list[str]]:
     found = []
     for micro, accumulation in ((1, 1), (4, 2)):
         case = memory.Case("llama", "0.05B", "fast", micro, 128, accumulation)
-        row = memory.row_of(case)
-        taken = row["measured"]["allocated"]
+        row = memory.measured_apart(case)
+        taken = row["allocated"]
         accelerate = by_accelerate(memory.config_of(case), "float32")
-        found.append([str(case), f"{taken / MIB:,.0f}", *beside(taken, accelerate, memory.allocated(row))])
+        found.append([str(case), f"{taken / MIB:,.0f}", *beside(taken, accelerate, row["planned"])])
     return found
 
 
@@ -182,10 +182,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    from tests.benchmarks.published import BERT_LARGE
-    from tests.gpu.machine import versions
+    import torch
+    import transformers
 
-    print(versions())
+    from tests.benchmarks.published import BERT_LARGE
+
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}")
     heads = ["bf16 training", "accelerate estimate-memory", "DeepSpeed's estimators", "recipes plan"]
     print(f"\n{table(heads, [compared(training) for training in TRAININGS])}\n\n{COUNTED}")
     heads = ["bert-large on a V100, published", "MiB read", "accelerate estimate-memory", "recipes plan"]

@@ -59,43 +59,22 @@ def test_the_median_round_is_compared_with_the_target():
 # --- Memory on a GPU ------------------------------------------------------------------------------
 
 
-def test_every_case_is_rehearsed():
-    assert len(memory.tiny_cases()) == len(memory.CASES) == len(set(map(str, memory.CASES)))
-    assert {case.size for case in memory.tiny_cases()} == {"tiny"}
+@pytest.mark.parametrize(("reserved", "holds"), [(1053, True), (1054, False)])
+def test_the_context_is_no_allocation_but_has_to_fit_with_the_margin(reserved, holds):
+    plan = {"components": {"context": 60, "cached": 40}, "total": 1050}
+    found = memory.compared({**plan, "allocated": 1000, "reserved": reserved, "outside_torch": 60})
+    assert (found["difference"], found["holds"]) == (pytest.approx(-0.05), holds)
 
 
-def row(reserved, **others):
-    components = {"context": 60, "cached": 40}
-    found = {"allocated": 1000, "reserved": reserved, "outside_torch": 60}
-    return {"case": "one", "predicted": {"components": components, "total": 1050}, "measured": found, **others}
-
-
-def test_the_context_and_what_is_cached_are_no_allocations():
-    assert memory.error_of(row(1000)) == pytest.approx(-0.05)
-
-
-@pytest.mark.parametrize(("reserved", "held"), [(1053, True), (1054, False)])
-def test_what_was_reserved_has_to_fit_with_the_margin(reserved, held):
-    assert memory.fits(row(reserved)) is held
-
-
-def test_what_cannot_be_planned_is_measured_and_says_why(monkeypatch):
-    unplanned = row(1000, not_planned="is not planned yet")
-    del unplanned["predicted"]
-    monkeypatch.setattr(memory, "row_here", lambda case: unplanned)
-    figures = memory.measure(memory.CASES[0], setup=None)
-    assert figures == {
-        "allocated_gib": 1000 / 2**30,
-        "reserved_gib": 1000 / 2**30,
-        "note": "not planned: is not planned yet",
-    }
+def test_what_cannot_be_planned_is_measured_all_the_same():
+    assert "planned" not in memory.compared({"not_planned": "is not planned yet", "allocated": 1000})
 
 
 @pytest.mark.slow
 def test_accumulated_gradients_exist_beside_the_buckets_that_views_would_spare():
     case = memory.Case("llama", "tiny", "fast", 2, 64, accumulation=2)
-    tries = (memory.error_of(memory.row_of(case)) for _ in range(3))  # a busy rank may release its first buckets late
-    assert any(abs(error) < 0.01 for error in tries)
+    tries = (memory.measured_apart(case)["difference"] for _ in range(3))  # a busy rank may release buckets late
+    assert any(abs(difference) < 0.01 for difference in tries)
 
 
 # --- A save ---------------------------------------------------------------------------------------

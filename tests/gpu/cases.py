@@ -1,4 +1,4 @@
-"""The table of cases that need a GPU, the most valuable first."""
+"""The table of what needs a GPU, the most valuable first. Each case runs in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """The folder a case writes to, and whether it is a rehearsal on a CPU with a tiny model."""
+    """A folder for models and outputs; a rehearsal trains tiny models on a CPU."""
 
     folder: Path
     rehearse: bool
@@ -21,82 +21,66 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, which runs in its own process.
-
-    It is expected to take `seconds` and is killed after `deadline` seconds. `needs` names packages
-    that not every case needs.
-    """
+    """One measurement, which is expected to take `seconds`."""
 
     group: str
     name: str
     seconds: int
-    deadline: int
     measure: Callable[[Setup], Figures]
-    needs: tuple[str, ...] = ()
 
 
-# Expected seconds for 0.5B and for 1.2B, with imports and compilation: guesses for an H100.
-SPEED = {"loop": (30, 40), "loop compiled": (80, 100), "baseline": (90, 180), "standard": (35, 50), "fast": (90, 110)}
-VARIANTS = {
-    "fast, no compile": (35, 50),
-    "fast, micro 16": (90, 120),
-    "fast, checkpointing": (90, 120),
-    "fast, 8-bit Adam": (90, 110),
+# Flags of `recipes train` by the name of a case. All sequences have one length: none needs packing.
+RECIPES = {
+    "baseline": "--recipe baseline",
+    "standard": "--recipe standard",
+    "fast": "--recipe fast",
+    "memory": "--recipe memory",
+    "fast, 8-bit Adam": "--recipe fast --optim adamw_bnb_8bit",
 }
-PARTS = {"baseline": 120, "standard": 60, "fast": 120, "sharded": 60}
-NEEDS = {"adamw_bnb_8bit": "bitsandbytes", "use_peft": "peft"}  # package by the flag or value that needs it
+VARIANTS = {
+    "fast, no compile": "--recipe fast --torch_compile false",
+    "fast, micro 16": "--recipe fast --per_device_train_batch_size 16",
+    "fast, checkpointing": "--recipe fast --gradient_checkpointing",
+}
+LORA = "--recipe fast --use_peft --dtype bfloat16 --gradient_checkpointing"
+SHARED = ("standard", "fast", "sharded")  # measured on all GPUs too
 
 
 def all_cases(rehearse: bool, gpus: int = 1) -> list[Case]:
-    """The cases for a machine with this number of GPUs, or those of the rehearsal."""
-    from tests.gpu import commands
+    """The cases for a machine with this number of GPUs, or those of the rehearsal.
 
+    Seconds are guesses for an H100, with imports and compilation.
+    """
+    from tests.gpu import memory, trainings
+
+    memory_cases = memory.tiny_cases() if rehearse else memory.CASES
     return [
-        _case(rehearse, "doctor", "doctor", 60, commands.doctor),
-        *_speed(rehearse, SPEED),
-        *_memory(rehearse),
-        *_parts(rehearse, gpus),
-        _case(rehearse, "fit", "largest micro-batch by --fit", 150, commands.fit),
-        _case(rehearse, "fit", "out of memory, --on_oom next", 150, commands.out_of_memory),
-        *_speed(rehearse, VARIANTS),
+        Case("doctor", "doctor", 60, trainings.doctor),
+        *(case for size in (["tiny"] if rehearse else ["0.5B", "1.2B"]) for case in _speed(size)),
+        _recipe("tiny" if rehearse else "7B", "LoRA", LORA, 240),
+        *(Case("memory", str(case), 50, partial(memory.measure, case)) for case in memory_cases),
+        Case("fit", "largest micro-batch by --fit", 150, trainings.fit),
+        Case("fit", "out of memory, --on_oom next", 150, trainings.out_of_memory),
+        *(_recipe("tiny" if rehearse else "0.5B", name, flags, 120) for name, flags in VARIANTS.items()),
+        *(_on_all(name, gpus) for name in SHARED if gpus > 1),
     ]
 
 
-def _case(rehearse: bool, group: str, name: str, seconds: int, measure: Callable[[Setup], Figures], **needs) -> Case:
-    if rehearse:  # generous: other processes may use the same cores
-        return Case(group, name, 30, 900, measure, **needs)
-    return Case(group, name, seconds, 60 + 3 * seconds, measure, **needs)
+def _speed(size: str) -> Iterator[Case]:
+    from tests.gpu import trainings
+
+    yield Case("speed", f"{size} loop", 40, partial(trainings.loop, size, False))
+    yield Case("speed", f"{size} loop, compiled", 100, partial(trainings.loop, size, True))
+    yield Case("speed", f"{size} Trainer's defaults", 120, partial(trainings.plain_trainer, size))
+    for name, flags in RECIPES.items():
+        yield _recipe(size, name, flags, 120)
 
 
-def _speed(rehearse: bool, expected: dict[str, tuple[int, int]]) -> Iterator[Case]:
-    from tests.gpu import speed
+def _recipe(size: str, name: str, flags: str, seconds: int) -> Case:
+    from tests.gpu import trainings
 
-    for place, size in enumerate(["tiny"] if rehearse else ["0.5B", "1.2B"]):
-        for name, seconds in expected.items():
-            measure, needs = partial(speed.measure, name, size), _needs(speed.CASES[name])
-            yield _case(rehearse, "speed", f"{size} {name}", seconds[place], measure, needs=needs)
+    return Case("speed", f"{size} {name}", seconds, partial(trainings.recipe, size, flags.split()))
 
 
-def _memory(rehearse: bool) -> Iterator[Case]:
-    from tests.gpu import memory
-
-    for case in memory.tiny_cases() if rehearse else memory.CASES:
-        seconds, measure = 50 if case.size == "3B" else 35, partial(memory.measure, case)
-        yield _case(rehearse, "memory", str(case), seconds, measure, needs=_needs(case.flags))
-
-
-def _parts(rehearse: bool, gpus: int) -> Iterator[Case]:
-    from tests.gpu import commands
-
-    for processes in (number for number in (1, 2, 4, 8) if number <= gpus):
-        for recipe, seconds in PARTS.items():
-            if recipe == "baseline" and processes > 1:
-                continue  # baseline is a recipe for one process
-            name = f"{recipe}, {processes} process{'es' * (processes > 1)}"
-            measure = partial(commands.parts_of_a_step, recipe, processes)
-            yield _case(rehearse, "parts of a step", name, seconds, measure)
-
-
-def _needs(flags: dict[str, Any]) -> tuple[str, ...]:
-    words = {*flags, *(value for value in flags.values() if isinstance(value, str))}
-    return tuple(NEEDS[word] for word in sorted(words & set(NEEDS)))
+def _on_all(recipe: str, gpus: int) -> Case:
+    return _recipe("0.5B", f"{recipe}, {gpus} GPUs", f"--recipe {recipe} --num_processes {gpus}", 120)

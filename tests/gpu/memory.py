@@ -179,7 +179,7 @@ def measured(case: Case) -> dict[str, Any]:
     if not torch.cuda.is_available():
         with cpu_allocations() as counted:
             train(case)
-        return {"allocated": counted.peak}
+        return counted
     trainer = train(case)
     found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     free, total = torch.cuda.mem_get_info()
@@ -217,20 +217,12 @@ def model_of(case: Case, run):
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    from launch.training.model import with_adapters
+
     torch.manual_seed(0)
     auto = AutoModelForCausalLM if case.task == "causal_lm" else AutoModelForSequenceClassification
     model = auto.from_config(config_of(case), dtype=torch.float32)
-    return with_adapters(model, run) if run["use_peft"] else model
-
-
-def with_adapters(model, run):
-    """As launch.training.model adds them, which cannot be imported without datasets."""
-    from peft import LoraConfig, get_peft_model
-
-    if run["gradient_checkpointing"]:
-        model.enable_input_require_grads()
-    own = {"r": run["lora_r"], "lora_alpha": run["lora_alpha"], "lora_dropout": run["lora_dropout"]}
-    return get_peft_model(model, LoraConfig(**own, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return with_adapters(run, model) if run["use_peft"] else model
 
 
 def rows(case: Case, packed: bool) -> list[dict[str, Any]]:
@@ -253,81 +245,60 @@ def _be_a_rank() -> None:
     PartialState.use_distributed = property(lambda self: True)
 
 
-@dataclass
-class Counted:
-    peak: int = 0
-
-
 @contextmanager
-def cpu_allocations() -> Iterator[Counted]:
+def cpu_allocations() -> Iterator[dict[str, int]]:
     """Peak bytes of torch's CPU allocator within the block, above what it held before."""
     import torch
 
-    counted = Counted()
+    counted: dict[str, int] = {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield counted
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    counted.peak = max(accumulate(event.nbytes() for event in events), default=0)
+    counted["allocated"] = max(accumulate(event.nbytes() for event in events), default=0)
 
 
 # --- Planned beside measured ---------------------------------------------------------------------
 
 
-def measure(case: Case, setup: Setup) -> Figures:
-    """The figures of one case, without the CUDA context: torch does not count it."""
-    row = row_here(case)
-    figures = {
-        "allocated_gib": row["measured"]["allocated"] / GIB,
-        "reserved_gib": row["measured"]["reserved"] / GIB if "reserved" in row["measured"] else None,
-    }
-    if "not_planned" in row:
-        return {**figures, "note": f"not planned: {row['not_planned']}"}
-    holds = {True: "yes", False: "no", None: None}[fits(row)]
-    return {**figures, "planned_gib": allocated(row) / GIB, "difference": error_of(row), "holds": holds}
-
-
-def row_here(case: Case) -> dict[str, Any]:
-    """The plan and the measurement of a case. A process can measure only one case."""
+def measure(case: Case, setup: Setup | None = None) -> Figures:
+    """Plan and peak of a case in this process, which can measure only one."""
     from recipes.errors import UserError
 
-    row = {"case": str(case), **asdict(case)}
     try:
-        row["predicted"] = predicted(case)
+        plan = predicted(case)
     except UserError as error:
-        row["not_planned"] = str(error.problems[0].what)
-    return {**row, "measured": measured(case)}
+        plan = {"not_planned": str(error.problems[0].what)}
+    return compared({**plan, **measured(case)})
 
 
-def row_of(case: Case) -> dict[str, Any]:
-    """As `row_here`, in a process of its own. Raises `CalledProcessError` if it fails."""
+def measured_apart(case: Case) -> Figures:
+    """As `measure`, in a process of its own. Raises `CalledProcessError` if it fails."""
     words = [sys.executable, "-m", "tests.gpu.memory", json.dumps(asdict(case))]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def allocated(row: dict[str, Any]) -> int:
-    """Bytes that the plan expects torch to allocate: on a CPU without cuBLAS's two workspaces."""
+def compared(found: Figures) -> Figures:
+    """The figures, in GiB too, with what the plan is above them and whether they hold its promise.
+
+    `planned` is what torch should allocate, without the CUDA context: on a CPU without cuBLAS's two
+    workspaces. A training `holds` on a GPU that is just large enough by the plan.
+    """
     from recipes.planner.allocator import workspace_bytes
-
-    components = row["predicted"]["components"]
-    workspaces = 0 if "reserved" in row["measured"] else 2 * workspace_bytes((9, 0))  # of the H100 that stands in
-    return row["predicted"]["total"] - components["context"] - components["cached"] - workspaces
-
-
-def error_of(row: dict[str, Any]) -> float:
-    """How far the plan is above what torch allocated, as a share of that."""
-    return allocated(row) / row["measured"]["allocated"] - 1
-
-
-def fits(row: dict[str, Any]) -> bool | None:
-    """Whether the training fits on a GPU that is just large enough by the plan; None on a CPU."""
     from recipes.planner.fits import MARGIN
 
-    if "reserved" not in row["measured"]:
-        return None
-    return row["measured"]["reserved"] + row["measured"]["outside_torch"] <= row["predicted"]["total"] * (1 + MARGIN)
+    on_gpu = "reserved" in found
+    found |= {f"{name}_gib": found[name] / GIB for name in ("allocated", "reserved") if name in found}
+    if "not_planned" in found:
+        return found
+    workspaces = 0 if on_gpu else 2 * workspace_bytes((9, 0))  # of the H100 that stands in
+    planned = found["total"] - found["components"]["context"] - found["components"]["cached"] - workspaces
+    found |= {"planned": planned, "planned_gib": planned / GIB, "difference": planned / found["allocated"] - 1}
+    if on_gpu:
+        found["holds"] = found["reserved"] + found["outside_torch"] <= found["total"] * (1 + MARGIN)
+    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(row_here(Case(**json.loads(sys.argv[1])))))
+    print(json.dumps(measure(Case(**json.loads(sys.argv[1])))))

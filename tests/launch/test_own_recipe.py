@@ -16,21 +16,15 @@ def mine(tmp_path, monkeypatch):
     tmp_path.joinpath("mine.yaml").write_text(MINE)
 
 
-def test_show_prints_its_values_with_their_reasons(capsys):
-    assert main(["show", "mine.yaml", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["recipe"], shown["purpose"]) == ("mine", "For our tickets.")
-    expected = {"value": 3, "source": "recipe mine.yaml", "reason": "we watch it closely"}
-    assert shown["settings"]["logging_steps"] == expected
-
-
-def test_what_it_inherits_comes_from_the_shipped_recipe(tmp_path, capsys):
+def test_show_prints_its_values_with_reasons_and_what_it_inherits(tmp_path, capsys):
     tmp_path.joinpath("child.yaml").write_text("base: mine.yaml\npurpose: Of ours.\n")
-    for file in ("mine.yaml", "child.yaml"):
+    for file, name, purpose in (("mine.yaml", "mine", "For our tickets."), ("child.yaml", "child", "Of ours.")):
         assert main(["show", file, "--json"]) == 0
-        settings = json.loads(capsys.readouterr().out)["settings"]
-        assert settings["save_total_limit"]["source"] == "recipe standard"
-        assert settings["logging_steps"]["source"] == "recipe mine.yaml"  # which states it, also for its child
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["recipe"], shown["purpose"]) == (name, purpose)
+        expected = {"value": 3, "source": "recipe mine.yaml", "reason": "we watch it closely"}
+        assert shown["settings"]["logging_steps"] == expected, "mine.yaml states it, also for its child"
+        assert shown["settings"]["save_total_limit"]["source"] == "recipe standard"
 
 
 @pytest.mark.parametrize("words", [["mine.yaml", "--diff", "standard"], ["standard", "--diff", "mine.yaml"]])
@@ -68,22 +62,18 @@ def test_a_job_here_or_on_a_shared_disk_names_the_file(target, capsys):
     assert "--recipe mine.yaml" in capsys.readouterr().out
 
 
-def test_a_job_on_azure_takes_the_files_of_a_recipe_along(tmp_path, monkeypatch, capsys):
+def test_a_job_on_azure_takes_the_files_of_a_recipe_along_from_the_current_folder(tmp_path, monkeypatch, capsys):
     tmp_path.joinpath("engine.yaml").write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
     tmp_path.joinpath("mine.yaml").write_text(MINE + "engine: engine.yaml\n")
-    words = ["submit", "azureml", "--recipe", "mine.yaml", "--compute", "c", "--dry_run", "--output", "job.yaml"]
-    assert main(words) == 0
+    words = ["submit", "azureml", "--compute", "c", "--dry_run", "--recipe"]
+    assert main([*words, "mine.yaml", "--output", "job.yaml"]) == 0
     job = tmp_path.joinpath("job.yaml").read_text()
     assert "--config_file engine.yaml" in job and "--recipe mine.yaml" in job
     assert {"engine.yaml", "mine.yaml"} <= {file.name for file in tmp_path.joinpath("recipes-code").iterdir()}
-
-
-def test_a_recipe_outside_the_current_folder_stays_on_this_machine(tmp_path, monkeypatch, capsys):
-    tmp_path.joinpath("a.yaml").write_text(MINE)
     tmp_path.joinpath("here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert main(["submit", "azureml", "--recipe", "../a.yaml", "--compute", "c", "--dry_run"]) == 2
-    assert "a.yaml is not in the current folder" in capsys.readouterr().err
+    assert main([*words, "../mine.yaml"]) == 2
+    assert "mine.yaml is not in the current folder" in capsys.readouterr().err
 
 
 def test_a_training_records_it_and_its_file(tiny_model, texts, tmp_path):

@@ -7,36 +7,22 @@ from recipes.errors import Problem
 
 
 @pytest.mark.parametrize(
-    ("count", "noun", "words"),
+    ("shown", "words"),
     [
-        (0, "error", "0 errors"),
-        (1, "process", "1 process"),
-        (2, "process", "2 processes"),
-        (1000, "step", "1,000 steps"),
+        (plural(0, "error"), "0 errors"),
+        (plural(1, "process"), "1 process"),
+        (plural(1000, "process"), "1,000 processes"),
+        (memory_size(512 * 2**20), "512.0 MiB"),
+        (memory_size(3 * 2**29), "1.50 GiB"),
+        (duration(0.00123), "1.23 ms"),
+        (duration(0.0123), "12.3 ms"),
+        (duration(0.1234), "123 ms"),
+        (duration(0.9999), "1.00 s"),
+        (duration(125), "125 s"),
     ],
 )
-def test_a_count_agrees_with_its_noun(count, noun, words):
-    assert plural(count, noun) == words
-
-
-@pytest.mark.parametrize(("size", "words"), [(512 * 2**20, "512.0 MiB"), (3 * 2**29, "1.50 GiB")])
-def test_memory_is_counted_in_powers_of_two(size, words):
-    assert memory_size(size) == words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.00123, "1.23 ms"),
-        (0.0123, "12.3 ms"),
-        (0.1234, "123 ms"),
-        (0.9999, "1.00 s"),
-        (1.25, "1.25 s"),
-        (125, "125 s"),
-    ],
-)
-def test_a_duration_has_three_digits(seconds, words):
-    assert duration(seconds) == words
+def test_a_number_has_its_unit_and_three_digits(shown, words):
+    assert shown == words
 
 
 VERBATIM = "data:b:1.jsonl [red]:smile:[/red]"

@@ -1,4 +1,4 @@
-"""`recipes compare`: what differs between records of real runs, and which meets a target."""
+"""`recipes list`, `show`, `copy`, `where`, `diff` and `compare`: recipes, and real records."""
 
 import json
 
@@ -6,7 +6,10 @@ import pytest
 
 from launch.cli import main
 from launch.commands.compare import differences, noise_can_make, other_training
-from tests.support.running import train_here
+from launch.output.fields import FIELDS
+from recipes.catalog import RECIPES
+from recipes.run import here, resolve
+from tests.support.running import ROOT, SCRIPT, train_here
 
 EVALUATED = ["--dataset_train_split", "train[:90%]", "--dataset_test_split", "train[90%:]", "--eval_strategy", "epoch"]
 
@@ -28,95 +31,135 @@ def runs(tiny_model, texts, tmp_path_factory):
 
 
 @pytest.fixture
-def compare(runs, capsys):
-    """The exit code and the JSON of a comparison of runs, by their names."""
+def answer(capsys):
+    """The exit code of a command, and the JSON that it prints."""
 
-    def compared(*words):
-        names = [str(runs / word) if (runs / word).is_dir() else word for word in words]
-        code = main(["compare", *names, "--json"])
+    def answered(*words):
+        code = main([*map(str, words), "--json"])
         return code, json.loads(capsys.readouterr().out)
 
-    return compared
+    return answered
 
 
 def of(runs, name) -> dict:
     return json.loads((runs / name / "run.json").read_text())
 
 
-def test_a_setting_stands_under_its_source_with_its_value_and_source_in_each_run(compare, runs):
-    _, found = compare("plain", "changed")
-    assert found["settings"]["file"]["learning_rate"] == [
-        {"value": 5e-5, "source": "library default"},
-        {"value": 0.01, "source": str(runs / "mine.yaml")},
-    ]
-    sources = [entry["source"] for entry in found["settings"]["recipe"]["logging_steps"]]
-    assert sources == ["recipe standard", "recipe fast"]
+# --- The catalogue --------------------------------------------------------------------------------
 
 
-def test_where_a_run_wrote_to_is_no_difference(compare):
-    _, found = compare("plain", "changed")
-    names = {name for settings in found["settings"].values() for name in settings}
-    assert not names & {"output_dir", "config"}
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_shown_and_its_copy_reads_back_as_the_same_run(name, tmp_path, capsys):
+    main(["show", name])
+    printed = capsys.readouterr().out
+    assert all(setting in printed for setting in RECIPES[name]().settings)
+    file = tmp_path / "mine.yaml"
+    assert [main(["copy", name, str(file)]) for _ in range(2)] == [0, 2], "a copy never overwrites"
+    copied = resolve(["--config", str(file)], here(2))
+    assert not copied.problems
+    assert dict(copied) == dict(resolve(["--recipe", name, "--config", str(file)], here(2)))
+    assert copied.training_arguments() == resolve(["--recipe", name], here(2)).training_arguments()
 
 
-def test_a_run_does_not_differ_from_itself(compare):
-    _, found = compare("plain", "plain")
-    assert found["settings"] == found["surroundings"] == {} and found["other_training"] == []
+def test_show_gives_value_source_and_reason(answer):
+    batch = answer("show", "fast", "--num_processes", "2")[1]["settings"]["per_device_train_batch_size"]
+    reason = "micro-batch 8: largest divisor of 16/2 = 8 up to 8"
+    assert batch == {"value": 8, "source": "batch arithmetic", "reason": reason}
 
 
-def test_results_are_those_of_the_records(compare, runs):
-    _, found = compare("plain", "changed")
-    records = [of(runs, name) for name in ("plain", "changed")]
-    for name in ("final_loss", "eval_loss", "step_time", "exchanges_per_step", "peak_memory_bytes", "train_runtime"):
-        assert found["results"][name] == [record[name] for record in records]
-
-
-def test_a_run_that_failed_is_shown_with_its_status_and_error(compare):
-    _, found = compare("plain", "diverged")
-    assert found["runs"][1]["status"] == "failed" and "NotANumber" in found["runs"][1]["error"]
-
-
-def test_no_name_is_cut_when_piped(runs, tmp_path, capsys):
-    names = [f"{number}-{'a-name-that-says-it-all-' * 4}" for number in range(3)]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text((runs / "changed" / "run.json").read_text())
-    main(["compare", str(runs / "plain"), *(str(tmp_path / name) for name in names)])
-    headings = capsys.readouterr().out.splitlines()[-20:]
-    assert any(all(name in line for name in names) for line in headings)
-
-
-def timed(record: dict, step_time: float, off: float) -> dict:
-    return {**record, "step_time": step_time, "step_time_off": off}
-
-
-@pytest.mark.parametrize(("times", "marked"), [(1.05, True), (1.12, True), (1.3, False), (0.8, False), (1.0, False)])
-def test_a_step_time_that_noise_can_make_is_marked(runs, times, marked):
-    one, other = timed(of(runs, "plain"), 1.0, 0.1), timed(of(runs, "plain"), times, 0.1)
-    assert noise_can_make("step_time", one, other) is marked
-
-
-def logged(record: dict, *losses: float) -> dict:
-    history = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
-    return {**record, "final_loss": losses[-1], "log_history": history}
+def test_the_help_of_show_explains_every_field_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in FIELDS)
 
 
 @pytest.mark.parametrize(
-    ("losses", "marked"),
-    [((3.0, 2.2, 2.1, 1.3), True), ((4.1, 3.0, 3.2, 2.1), False), ((3.1, 2.1, 2.1, 1.1), False)],
-    ids=["crossing", "apart", "apart by the same in each log"],
+    ("words", "message"),
+    [
+        ("show fast --num_processes 3", "15 or 18"),
+        ("show outputs/none", "cannot be read"),
+        ("show nothing", "there is no recipe"),
+        ("where fsat", "train.py, fast.yaml"),
+    ],
 )
-def test_a_loss_that_noise_can_make_is_marked(runs, losses, marked):
-    one = logged(of(runs, "plain"), 3.0, 2.0, 2.0, 1.0)
-    assert noise_can_make("final_loss", one, logged(of(runs, "plain"), *losses)) is marked
+def test_a_mistake_is_answered_with_a_fix(words, message, capsys):
+    assert main(words.split()) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(runs, tmp_path, capsys):
-    other = tmp_path / "plain"
-    other.mkdir()
-    (other / "run.json").write_text((runs / "plain" / "run.json").read_text())
-    main(["compare", str(runs / "plain"), str(other), "--json"])
-    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == [str(runs / "plain"), str(other)]
+@pytest.mark.parametrize("name", ["train.py", "fast", "azureml/fast.yaml"])
+def test_where_prints_a_path_and_nothing_else(name, capsys):
+    path = {"train.py": SCRIPT, "fast": ROOT / "accelerate_configs" / "fast.yaml"}.get(name, ROOT / name)
+    assert main(["where", name]) == 0
+    assert capsys.readouterr().out == f"{path}\n"
+
+
+# --- One run, or two ------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_with_its_status_results_and_settings(runs, capsys):
+    for name in ("changed", "changed/run.json"):
+        assert main(["show", str(runs / name)]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("fast, finished\n") and "final_loss" in printed
+        assert "command line" in next(line for line in printed.splitlines() if line.startswith("max_steps"))
+    main(["show", str(runs / "changed"), "--json"])
+    assert json.loads(capsys.readouterr().out) == of(runs, "changed")
+    main(["show", str(runs / "diverged")])
+    assert capsys.readouterr().out.startswith("standard, failed: NotANumber")
+
+
+def test_two_runs_differ_in_settings_and_surroundings(runs, tmp_path, answer):
+    content = of(runs, "changed")
+    versions = {**content["versions"], "torch": "1.0"}
+    (tmp_path / "run.json").write_text(json.dumps({**content, "versions": versions, "world_size": 2}))
+    _, found = answer("diff", runs / "plain", tmp_path)
+    assert found["learning_rate"] == {"plain": 5e-5, tmp_path.name: 0.01}
+    assert found["torch"] == {"plain": of(runs, "plain")["versions"]["torch"], tmp_path.name: "1.0"}
+    assert found["world_size"] == {"plain": 1, tmp_path.name: 2}
+    assert not {"max_steps", "output_dir", "config"} & set(found)
+    assert answer("diff", runs / "plain", runs / "plain")[1] == {}
+
+
+def test_a_run_differs_from_its_recipe_in_what_its_user_wrote(runs, answer):
+    assert set(answer("diff", runs / "diverged", "standard")[1]) == {
+        *("max_steps", "learning_rate", "max_grad_norm", "max_length", "model_name_or_path", "dataset_name")
+    }
+
+
+def test_diff_of_two_recipes_is_the_diff_of_show(answer):
+    assert answer("diff", "fast", "standard") == answer("show", "fast", "--diff", "standard")
+
+
+# --- Several --------------------------------------------------------------------------------------
+
+
+def test_compare_has_what_differs_the_results_and_the_failures(runs, answer, capsys):
+    _, found = answer("compare", runs / "plain", runs / "changed", runs / "diverged")
+    assert found["differences"]["learning_rate"] == {"plain": 5e-5, "changed": 0.01, "diverged": 1e30}
+    records = [of(runs, name) for name in ("plain", "changed", "diverged")]
+    for name in ("final_loss", "eval_loss", "step_time", "exchanges_per_step", "peak_memory_bytes", "train_runtime"):
+        assert found["results"][name][:2] == [record[name] for record in records[:2]]
+    assert found["runs"][2]["status"] == "failed" and "NotANumber" in found["runs"][2]["error"]
+    main(["compare", str(runs / "plain"), str(runs / "diverged")])
+    assert capsys.readouterr().out.startswith("not the same training, which changes the results too: another ")
+
+
+def test_a_setting_has_its_most_deliberate_source(runs):
+    rows = {row.name: row for row in differences([of(runs, "plain"), of(runs, "changed")])}
+    assert rows["learning_rate"].part == "file" and rows["logging_steps"].part == "recipe"
+    assert [entry["source"] for entry in rows["logging_steps"].entries] == ["recipe standard", "recipe fast"]
+
+
+def test_runs_of_one_name_are_told_apart_by_paths_that_are_never_cut(runs, tmp_path, answer, capsys):
+    other = tmp_path / ("a-name-that-says-it-all-" * 4) / "plain"
+    other.mkdir(parents=True)
+    (other / "run.json").write_text(json.dumps(of(runs, "changed")))
+    names = [str(runs / "plain"), str(other)]
+    assert [run["name"] for run in answer("compare", *names)[1]["runs"]] == names
+    main(["compare", *names])
+    assert any(all(name in line for name in names) for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", 7), ("global_batch_size", 32), ("dataset_name", "other")])
@@ -134,45 +177,57 @@ def test_contents_count_and_not_their_path(runs):
     assert differences([plain, {**plain, "settings": plain["settings"] | moved}]) == []
 
 
-def test_it_says_first_that_the_training_is_not_the_same(runs, capsys):
-    main(["compare", str(runs / "plain"), str(runs / "diverged")])
-    assert capsys.readouterr().out.startswith("not the same training, which changes the results too: another ")
+@pytest.mark.parametrize(("times", "marked"), [(1.05, True), (1.12, True), (1.3, False), (0.8, False), (1.0, False)])
+def test_a_step_time_that_noise_can_make_is_marked(times, marked):
+    one, other = ({"step_time": seconds, "step_time_off": 0.1} for seconds in (1.0, times))
+    assert noise_can_make("step_time", one, other) is marked
 
 
 @pytest.mark.parametrize(
-    ("target", "code"),
-    [(["eval_loss", "100"], 0), (["eval_loss", "0"], 1), (["samples_per_second", "0"], 0), (["train_runtime", "0"], 1)],
+    ("losses", "marked"),
+    [((3.0, 2.2, 2.1, 1.3), True), ((4.1, 3.0, 3.2, 2.1), False), ((3.1, 2.1, 2.1, 1.1), False)],
+    ids=["crossing", "apart", "apart by the same in each log"],
 )
-def test_the_exit_code_says_whether_a_run_meets_the_target(compare, target, code):
-    assert compare("plain", "changed", "--target", *target)[0] == code
+def test_a_loss_that_noise_can_make_is_marked(losses, marked):
+    one, other = (
+        {"final_loss": of_run[-1], "log_history": [{"step": step, "loss": loss} for step, loss in enumerate(of_run)]}
+        for of_run in ((3.0, 2.0, 2.0, 1.0), losses)
+    )
+    assert noise_can_make("final_loss", one, other) is marked
 
 
-def test_every_target_is_to_be_met_by_one_run(compare, runs):
+# --- Against a target -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "code"), [("eval_loss 100", 0), ("eval_loss 0", 1), ("samples_per_second 0", 0), ("train_runtime 0", 1)]
+)
+def test_the_exit_code_says_whether_a_run_meets_the_target(target, code, runs, answer):
+    assert answer("compare", runs / "plain", runs / "changed", "--target", *target.split())[0] == code
+
+
+def test_every_target_is_to_be_met_by_one_run(runs, answer):
     losses = {name: of(runs, name)["eval_loss"] for name in ("plain", "changed")}
     better, worse = sorted(losses, key=losses.__getitem__)
-    code, found = compare(better, worse, "--target", "eval_loss", str(losses[better]), "--target", "global_step", "5")
+    targets = ["--target", "eval_loss", losses[better], "--target", "global_step", "5"]
+    code, found = answer("compare", runs / better, runs / worse, runs / "diverged", *targets)
     assert (code, found["meets_all"]) == (0, [better])
-    assert found["targets"][0]["margin"] == [0, pytest.approx(losses[better] - losses[worse])]
-
-
-def test_a_run_without_the_result_does_not_meet_it(compare):
-    _, found = compare("diverged", "plain", "--target", "eval_loss", "100")
-    assert found["targets"][0]["met"] == [False, True]
-
-
-def test_a_folder_of_runs_names_them(runs, capsys):
-    assert main(["compare", str(runs / "plain"), str(runs)]) == 2
-    assert str(runs / "changed") in capsys.readouterr().err.replace("\n", "")
+    assert found["targets"][0]["margin"] == [0, pytest.approx(losses[better] - losses[worse]), None]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval_los", "1"], "Fix: eval_loss."),
-        (["eval_loss", "low"], "is not a number"),
-        (["zzz", "1"], "one of "),
+        ("--target eval_los 1", "Fix: eval_loss."),
+        ("--target eval_loss low", "not a number"),
+        ("--target zzz 1", "one of "),
     ],
 )
-def test_an_impossible_target_is_a_mistake(runs, capsys, words, message):
-    assert main(["compare", str(runs / "plain"), str(runs / "changed"), "--target", *words]) == 2
+def test_an_impossible_target_is_a_mistake(words, message, runs, capsys):
+    assert main(["compare", str(runs / "plain"), str(runs / "changed"), *words.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_runs_names_them(runs, capsys):
+    assert main(["compare", str(runs / "plain"), str(runs)]) == 2
+    assert str(runs / "changed") in capsys.readouterr().err.replace("\n", "")

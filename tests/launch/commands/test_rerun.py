@@ -48,11 +48,11 @@ def recorded(folder: Path, *flags: str, launcher: str = "", yaml: Path | None = 
     return folder
 
 
-def dry(capsys, *words: str) -> tuple[int, str, str, list[str]]:
-    """The exit code of a dry run, its script, and what was said of it: in one line, and in all."""
-    code = main(["rerun", *words, "--dry_run"])
+def dry(capsys, *words: object) -> tuple[int, str, str]:
+    """The exit code of a dry run, its script, and what was said of it in one line."""
+    code = main(["rerun", *map(str, words), "--dry_run"])
     printed = capsys.readouterr()
-    return code, printed.out, " ".join(printed.err.split()), printed.err.splitlines()
+    return code, printed.out, " ".join(printed.err.split())
 
 
 def change(folder: Path, **changes) -> None:
@@ -63,30 +63,19 @@ def change(folder: Path, **changes) -> None:
 # --- Bit by bit -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def other_environment(tmp_path_factory):
-    """Another virtual environment that has the libraries of this one."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, symlinks=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "of_the_other.pth").write_text("\n".join([str(ROOT), *site.getsitepackages()]))
-    return folder
-
-
-def rerun(environment: Path, *words: str, cwd: Path, output: Path):
-    python = str(environment / "bin" / "python")
-    return run([python, "-m", "launch", "rerun", *words], output, {"PYTHONPATH": ""}, cwd)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, other_environment, place, tmp_path):
-    output, now = place / "out", tmp_path / "now"
+def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, place, tmp_path):
+    environment, output, now = tmp_path / "environment", place / "out", tmp_path / "now"
     now.mkdir()
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "of_the_other.pth").write_text("\n".join([str(ROOT), *site.getsitepackages()]))
     launcher = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --main_process_port 0".split()
     command = [sys.executable, *(launcher if processes == 2 else ()), str(SCRIPT), *MATERIAL, "--output_dir", "out"]
     assert run(command, output, cwd=place).code == 0
-    again = rerun(other_environment, str(output), "--exact", cwd=now, output=now / "outputs" / "out-rerun")
+    words = [str(environment / "bin" / "python"), "-m", "launch", "rerun", str(output), "--exact"]
+    again = run(words, now / "outputs" / "out-rerun", {"PYTHONPATH": ""}, now)
     assert again.code == 0, again.output
     assert "nothing differs here" in again.output
     then = read_record(output)
@@ -100,7 +89,7 @@ def test_a_run_is_repeated_bit_by_bit_in_another_environment(processes, other_en
 
 
 def test_the_same_run_here_has_no_difference(place, capsys):
-    code, script, said, _ = dry(capsys, str(recorded(place / "out")), "--exact")
+    code, script, said = dry(capsys, recorded(place / "out"), "--exact")
     assert code == 0 and ": nothing differs here" in said
     assert f"--config {place}/out/run.json" in script and "--output_dir outputs/out-rerun" in script
 
@@ -108,7 +97,7 @@ def test_the_same_run_here_has_no_difference(place, capsys):
 DIFFERENCES = {
     "a version": ({"versions": {"torch": "1.0+cu999"}}, "torch 1.0+cu999"),
     "a library that is missing": ({"versions": {"flash-attn": "2"}}, "flash-attn 2 null"),
-    "the code": ({"code": {"version": "0", "source": "x", "commit": "abc"}}, "code commit abc"),
+    "the code": ({"code": {"version": "0", "source": "x", "commit": "abc"}}, "commit abc"),
     "the CPU": ({"hardware": {"gpus": [], "cpu": "Z80"}}, "cpu Z80"),
     "the GPUs": ({"hardware": {"gpus": [{"name": "H9"}, {"name": "H9"}]}}, 'gpus ["H9", "H9"] []'),
     "a variable": ({"environment": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO Ring null"),
@@ -125,17 +114,16 @@ def test_a_difference_is_listed_and_refused_by_exact(what, place, capsys, monkey
     changes, words = DIFFERENCES[what]
     folder = recorded(place / "out")
     change(folder, **changes)
-    for flags, code in (((), 0), (("--exact",), 2)):
-        outcome = dry(capsys, str(folder), *flags)
-        assert outcome[0] == code, outcome
-        assert any(set(words.split()) <= set(line.split()) for line in outcome[3]), outcome[3]
+    code, _, said = dry(capsys, folder)
+    assert code == 0 and words in said
+    assert dry(capsys, folder, "--exact")[0] == 2
 
 
 def test_a_flag_that_changes_something_is_listed(place, capsys):
     folder = recorded(place / "out", "--seed", "7")
-    code, script, said, _ = dry(capsys, str(folder), "--seed", "8")
+    code, script, said = dry(capsys, folder, "--seed", "8")
     assert code == 0 and "seed 7 8 command line" in said and "--seed 8" in script
-    assert dry(capsys, str(folder), "--seed", "8", "--exact")[0] == 2
+    assert dry(capsys, folder, "--seed", "8", "--exact")[0] == 2
 
 
 def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, capsys):
@@ -144,19 +132,18 @@ def test_the_same_contents_at_another_path_are_no_difference(place, tmp_path, ca
     for name, path in moved.items():
         (place / name).rename(path)
     words = ["--model_name_or_path", str(moved["tiny"]), "--dataset_name", str(moved["texts.jsonl"])]
-    code, script, said, _ = dry(capsys, str(folder), "--exact", *words)
+    code, script, said = dry(capsys, folder, "--exact", *words)
     assert code == 0 and ": nothing differs here" in said and str(moved["tiny"]) in script
 
 
-@pytest.mark.parametrize("words", [(), ("--exact",)])
-def test_a_value_of_the_user_that_is_not_legal_is_an_error_of_the_record(words, place, capsys):
+def test_a_value_of_the_user_that_is_not_legal_is_an_error_of_the_record(place, capsys):
     folder = recorded(place / "out", "--learning_rate", "1e-4")
     settings = json.loads((folder / "run.json").read_text())["settings"]
     change(folder, settings={**settings, "learning_rate": {**settings["learning_rate"], "value": "abc"}})
-    code, _, said, _ = dry(capsys, str(folder), *words)
+    code, _, said = dry(capsys, folder, "--exact")
     assert code == 2 and said.count("learning_rate: ") == 1
     assert f"error learning_rate: takes a number, got 'abc' ({folder}/run.json)" in said
-    assert dry(capsys, str(folder), "--learning_rate", "1e-4")[0] == 0
+    assert dry(capsys, folder, "--learning_rate", "1e-4")[0] == 0
 
 
 def test_a_token_is_advised_only_where_the_run_is_pushed(place, capsys, monkeypatch):
@@ -164,16 +151,16 @@ def test_a_token_is_advised_only_where_the_run_is_pushed(place, capsys, monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "of a login")
     folder = recorded(place / "out", "--hub_token", "mine")
-    assert "hub_token" not in dry(capsys, str(folder), "--exact")[2]
+    assert "hub_token" not in dry(capsys, folder, "--exact")[2]
     folder = recorded(place / "out", "--hub_token", "mine", "--push_to_hub")
-    code, _, said, _ = dry(capsys, str(folder))
+    code, _, said = dry(capsys, folder)
     assert code == 0 and "advice hub_token: " in said and "any HF_TOKEN in the environment" in said
     monkeypatch.setenv("HF_TOKEN", "another")
-    assert "hub_token" not in dry(capsys, str(folder))[2]
+    assert "hub_token" not in dry(capsys, folder)[2]
 
 
 def test_more_processes_share_the_same_global_batch(place, capsys):
-    code, script, said, _ = dry(capsys, str(recorded(place / "out")), "--num_processes", "2")
+    code, script, said = dry(capsys, recorded(place / "out"), "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script
     assert "world_size 1 2" in said and "gradient_accumulation_steps" not in said
 
@@ -183,7 +170,7 @@ def test_more_processes_share_the_same_global_batch(place, capsys):
 
 @pytest.mark.parametrize("words", [("--output_dir", "out"), ("--output-dir=../then/out",)])
 def test_it_never_writes_to_the_folder_of_the_run(words, place, capsys):
-    code, _, said, _ = dry(capsys, str(recorded(place / "out")), *words)
+    code, _, said = dry(capsys, recorded(place / "out"), *words)
     assert code == 2 and "is the folder of the recorded run" in said
 
 
@@ -203,9 +190,9 @@ def test_a_changed_recipe_is_used_as_it_was_recorded(place, capsys):
     (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [1, ours]\n")
     (place / "mine.yaml").write_text("base: base.yaml\npurpose: Ours.\nchanges:\n  weight_decay: [0.1, ours]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
-    assert "--recipe mine.yaml" in dry(capsys, str(folder), "--exact")[1]
+    assert "--recipe mine.yaml" in dry(capsys, folder, "--exact")[1]
     (place / "base.yaml").write_text("base: fast\npurpose: Ours.\nchanges:\n  seed: [2, ours]\n")
-    code, script, said, _ = dry(capsys, str(folder), "--exact")
+    code, script, said = dry(capsys, folder, "--exact")
     restored = place / "outputs" / "out-rerun" / "again"
     assert code == 0 and f"--recipe {restored}/mine.yaml" in script
     assert "base.yaml: has changed since: the recorded content is used" in said
@@ -213,12 +200,11 @@ def test_a_changed_recipe_is_used_as_it_was_recorded(place, capsys):
 
 
 def test_a_missing_function_of_python_is_restored_with_its_name(place, capsys):
-    (place / "mine.py").write_text(
-        "from recipes.catalog import fast\ndef ours():\n    return fast().but('ours', 'Ours.')\n"
-    )
+    file = place / "mine.py"
+    file.write_text("from recipes.catalog import fast\ndef ours():\n    return fast().but('ours', 'Ours.')\n")
     folder = recorded(place / "out", "--recipe", "mine.py:ours")
-    (place / "mine.py").unlink()
-    code, script, said, _ = dry(capsys, str(folder))
+    file.unlink()
+    code, script, said = dry(capsys, folder)
     assert code == 0 and "again/mine.py:ours" in script and "mine.py: is missing" in said
 
 
@@ -226,9 +212,9 @@ def test_a_recipe_that_holds_a_secret_is_used_where_it_is_and_never_restored(pla
     secret = "hf_" + "a" * 30
     (place / "mine.yaml").write_text(f"base: fast\npurpose: Ours.\nchanges:\n  seed: [1, {secret}]\n")
     folder = recorded(place / "out", "--recipe", "mine.yaml")
-    assert dry(capsys, str(folder))[0] == 0
+    assert dry(capsys, folder)[0] == 0
     (place / "mine.yaml").unlink()
-    code, _, said, _ = dry(capsys, str(folder))
+    code, _, said = dry(capsys, folder)
     assert code == 2 and "held a secret" in said and secret not in said
 
 
@@ -244,16 +230,16 @@ def test_the_recorded_accelerate_yaml_is_used_where_it_is(place, capsys):
     file = place / "engine.yaml"
     shutil.copy(ROOT / "accelerate_configs" / "standard.yaml", file)
     folder = recorded(place / "out", yaml=file, launcher=f"accelerate launch --config_file {file}")
-    assert f"--config_file {file} " in dry(capsys, str(folder), "--exact")[1]
+    assert f"--config_file {file} " in dry(capsys, folder, "--exact")[1]
     file.write_text("")
-    code, script, said, _ = dry(capsys, str(folder), "--exact")
+    code, script, said = dry(capsys, folder, "--exact")
     assert code == 0 and launched_yaml(script)["distributed_type"] == "MULTI_GPU" and "has changed since" in said
 
 
 def test_flags_of_the_launcher_are_kept(place, capsys):
     launcher = "python -m accelerate.commands.launch --multi_gpu --num_processes 2 --mixed-precision=bf16 --zebra %j"
     folder = recorded(place / "out", "--bf16", launcher=launcher, processes=2)
-    _, script, said, _ = dry(capsys, str(folder))
+    _, script, said = dry(capsys, folder)
     engine = launched_yaml(script)
     assert (engine["distributed_type"], engine["mixed_precision"]) == ("MULTI_GPU", "bf16")
     assert "--num_processes 2" in script and "--zebra: was a flag of the launcher, and is left out" in said
@@ -266,11 +252,11 @@ def test_a_deepspeed_json_is_found_from_another_folder(place, tmp_path, capsys, 
     file.write_text(yaml.safe_dump({**content, "deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
     folder = recorded(place / "out", "--recipe", "memory", yaml=file)
     monkeypatch.chdir(tmp_path)
-    _, script, _, _ = dry(capsys, str(folder))
+    _, script, _ = dry(capsys, folder)
     assert launched_yaml(script)["deepspeed_config"]["deepspeed_config_file"] == str(place / "ds.json")
 
 
 def test_a_model_of_the_hub_is_taken_at_its_commit(place, capsys):
     folder = recorded(place / "out", "--model_name_or_path", "org/name")
     change(folder, model="commit " + "a" * 40)
-    assert "--model_revision " + "a" * 40 in dry(capsys, str(folder))[1]
+    assert "--model_revision " + "a" * 40 in dry(capsys, folder)[1]

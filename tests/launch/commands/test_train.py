@@ -1,27 +1,32 @@
-"""`recipes train` checks a run, and becomes its launcher; `recipes where` names the files."""
+"""`recipes train` checks a run, and becomes its launcher; `prepare` tokenizes for it."""
 
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
+import datasets
 import pytest
 
 from launch.cli import main
+from launch.data import cache
 from launch.host.launcher import LAUNCHER
 from launch.host.signals import PASSED_ON
+from launch.train import main as train
 from tests.support.running import ROOT, SCRIPT, model_flags, run
 
 CONFIGS = ROOT / "accelerate_configs"
 
 
 @pytest.fixture
-def becomes(monkeypatch):
+def becomes(monkeypatch, tmp_path):
     """The command line that `recipes train` with these words is replaced by."""
 
     def words_of(*words: str) -> list[str]:
         replaced = []
         monkeypatch.setattr(os, "execv", lambda program, argv: replaced.append(argv))
-        main(["train", *words])
+        main(["train", *words, "--output_dir", str(tmp_path)])
         return replaced[0]
 
     yield words_of
@@ -29,30 +34,29 @@ def becomes(monkeypatch):
 
 
 def test_the_recipes_yaml_one_process_without_gpus_and_the_flags(becomes, tmp_path):
-    words = becomes("--recipe", "fast", "--output_dir", str(tmp_path), "--run_name", "a $b")
+    words = becomes("--recipe", "fast", "--run_name", "a $b")
     assert words[:4] == [sys.executable, str(LAUNCHER), "--config_file", str(CONFIGS / "fast.yaml")]
     assert words[words.index("--num_processes") + 1] == "1"
     script = words.index(str(SCRIPT))
-    assert words[script + 1 :] == ["--recipe", "fast", "--output_dir", str(tmp_path), "--run_name", "a $$b"]
+    assert words[script + 1 :] == ["--recipe", "fast", "--run_name", "a $$b", "--output_dir", str(tmp_path)]
 
 
 def test_another_yaml_by_name_or_by_path(becomes, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text((CONFIGS / "standard.yaml").read_text().replace("num_processes: 1", "num_processes: 2"))
-    named = becomes("--accelerate_config", "memory", "--recipe", "memory", "--output_dir", str(tmp_path))
-    own = becomes("--accelerate_config", str(mine), "--output_dir", str(tmp_path))
-    assert str(CONFIGS / "memory.yaml") in named
+    own = becomes("--accelerate_config", str(mine))
+    assert str(CONFIGS / "memory.yaml") in becomes("--accelerate_config", "memory", "--recipe", "memory")
     assert str(mine) in own and own[own.index("--num_processes") + 1] == "2"
 
 
 def test_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(becomes, tmp_path):
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}')
-    words = becomes("--recipe", "memory", "--deepspeed", str(tmp_path / "ds.json"), "--output_dir", str(tmp_path))
+    words = becomes("--recipe", "memory", "--deepspeed", str(tmp_path / "ds.json"))
     assert str(CONFIGS / "standard.yaml") in words
 
 
-def test_a_token_may_be_given_since_nothing_of_the_command_is_stored(becomes, tmp_path):
-    assert "--hub_token" in becomes("--hub_token", "abc", "--output_dir", str(tmp_path))
+def test_a_token_may_be_given_since_nothing_of_the_command_is_stored(becomes):
+    assert "--hub_token" in becomes("--hub_token", "abc")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,6 @@ def test_a_token_may_be_given_since_nothing_of_the_command_is_stored(becomes, tm
     [
         ("--lerning_rate 1", "--learning_rate"),
         ("--recipe baseline --num_processes 2", "one process"),
-        ("--accelerate_config fsat", "Fix: fast"),
         ("--accelerate_config mine.yaml", "an existing file, or one of fast, memory, memory_zero3"),
     ],
 )
@@ -83,31 +86,36 @@ def test_a_recipe_of_ones_own_trains_in_two_processes(tiny_model, texts, tmp_pat
     assert done.output.startswith("recipe "), "nothing is printed before train.py's own lines"
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [("train.py", SCRIPT), ("fast", CONFIGS / "fast.yaml"), ("azureml/fast.yaml", ROOT / "azureml" / "fast.yaml")],
-)
-def test_where_prints_a_path_and_nothing_else(name, path, capsys):
-    assert main(["where", name]) == 0
-    assert capsys.readouterr().out == f"{path}\n"
+# --- prepare --------------------------------------------------------------------------------------
 
 
-def test_where_knows_no_other_file(capsys):
-    assert main(["where", "fsat"]) == 2
-    assert "train.py, fast.yaml" in capsys.readouterr().err
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("task", ["causal_lm", "sequence_classification"])
+def test_train_py_finds_what_was_prepared(task, tiny_model, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "some words", "label": "x"}\n{"text": "others", "label": "y"}\n' * 8)
+    flags = [*model_flags(tiny_model, file), "--task", task]
+    assert main(["prepare", *flags]) == 0
+    found = re.search(r"([\d,]+) examples, ([\d,]+) tokens in .*s\n(.*) \(", capsys.readouterr().out)
+    assert found and Path(found[3]).is_dir() and int(found[2].replace(",", "")) > 0
+    monkeypatch.setattr(cache, "_make", None)  # it is not called again
+    assert main(["prepare", *flags]) == 0
+    assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.parametrize(
-    "command", ["check", pytest.param("plan --model 1B --gpu H100 --recipe fast", marks=pytest.mark.slow)]
-)
-def test_a_yaml_is_known_by_its_name(command, capsys):
-    assert main([*command.split(), "--accelerate_config", "fast"]) == 0
-    assert main([*command.split(), "--accelerate_config", "fats"]) == 2
-    assert "Fix: fast" in capsys.readouterr().err
+def test_a_mistake_about_the_data_to_prepare_is_one_line(tiny_model, tmp_path, capsys):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"body": "a"}\n')
+    assert main(["prepare", *model_flags(tiny_model, file)]) == 2
+    assert "there is no column 'text'; the data has body" in capsys.readouterr().err
+    assert main(["prepare"]) == 2
+    assert "there is nothing to prepare" in capsys.readouterr().err
 
 
-def test_a_file_wins_over_a_name(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "fast").write_text("")
-    assert main(["check", "--accelerate_config", "fast"]) == 2
-    assert "fast is empty" in capsys.readouterr().err
+def test_a_cache_that_cannot_be_written_is_named(tiny_model, texts, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "datasets")
+    assert main(["prepare", *model_flags(tiny_model, texts)]) == 1
+    said = capsys.readouterr().err
+    assert "/datasets" in said and "cannot be read or written: Not a directory. Set HF_HOME " in said

@@ -11,6 +11,8 @@ of almost no size takes from there on is measured first, and added to each limit
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import random
@@ -263,11 +265,20 @@ def main() -> int:
     import bitsandbytes  # noqa: F401  what a training imports is not a part of a plan
     import deepspeed  # noqa: F401
 
-    from tests.campaigns.bad_input.preloaded import preload
-
-    preload(heavy=True)
+    _preload()
     found = [one for one in _all(options) if one]
     return _summary(found)
+
+
+def _preload() -> None:
+    """Import once what every case needs: each is a fork of this process."""
+    from recipes.rules.check import check
+    from recipes.run import resolve
+
+    for name in ("launch.train", "launch.training.build", "launch.data.load", "launch.commands.plan", "peft"):
+        importlib.import_module(name)
+    check(resolve([]))  # it keeps what it has read of the libraries' source
+    gc.freeze()
 
 
 def _all(options: argparse.Namespace) -> Iterator[Json | None]:

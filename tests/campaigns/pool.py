@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import TypeVar
 
 Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for a campaign, and what each of its processes finds in its environment.
+
+    Before torch is imported.
+    """
+    own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    own["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"  # killed runs leave their locks behind
+    with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
+        os.environ.update(own, HF_HOME=f"{folder}/hf")
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+        yield Path(folder)
 
 
 def results(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:

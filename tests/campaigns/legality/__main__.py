@@ -16,21 +16,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 from tests.campaigns.legality.campaign import DRAWS
 from tests.campaigns.legality.case import from_json
-from tests.campaigns.legality.workers import Totals, prepare_environment, results, try_alone
+from tests.campaigns.legality.workers import Totals, results, try_alone
+from tests.campaigns.pool import scratch_folder
 
 
 def main() -> int:
     options = _parser().parse_args()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="legality-") as scratch:
-        folder = Path(scratch)
-        prepare_environment(folder)
+    with scratch_folder() as folder:
         if options.case:
             return int(try_alone(from_json(options.case), folder))
         numbers = [options.only] if options.only is not None else list(range(options.runs))

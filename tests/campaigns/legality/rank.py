@@ -24,8 +24,8 @@ FOLDER = "observed"
 def main(argv: list[str]) -> int:
     """Returns train.py's exit code; raises what train.py raises."""
     from launch import train
-    from tests.campaigns import moment
     from tests.campaigns.legality import cards
+    from tests.campaigns.resuming import moment
 
     if os.environ.get("LEGALITY_UNCHECKED"):
         _switch_off_the_check()

@@ -18,10 +18,10 @@ from typing import NoReturn
 
 from launch.host.processes import free_port
 from launch.host.signals import end_with_parent
-from tests.campaigns import moment
 from tests.campaigns.legality import rank
 from tests.campaigns.legality.cards import VARIABLE
 from tests.campaigns.legality.case import Case, flags, launch
+from tests.campaigns.resuming import moment
 
 _GRACE = 10  # seconds, for the ranks of a run that is watched
 

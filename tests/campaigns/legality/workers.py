@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,14 +12,6 @@ from typing import Any
 
 from tests.campaigns.legality.case import Case, described
 from tests.campaigns.legality.material import write_material
-
-
-def prepare_environment(folder: Path) -> None:
-    """What every process of the campaign finds in its environment. Before torch is imported."""
-    own = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    own["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"  # killed runs leave their locks behind
-    os.environ.update(own, HF_HOME=str(folder / "hf"))
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def results(seed: str, numbers: list[int], folder: Path, workers: int, kind: str = "plain") -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Ends a training at an exact moment, so that the same seed kills in the same place.
 
-A rank counts events in each phase of its run: Trainer's and torch's own functions as they begin and
-end, and every file below the output folder that Python opens, renames or removes. At the drawn
-event, or some milliseconds later, it kills itself and all others, or only itself.
+A rank counts its events: Trainer's and torch's own functions as they begin and end, and every file
+below the output folder that Python opens, renames or removes. At the drawn event, or some
+milliseconds later, it kills itself and all others, or only itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import wraps
@@ -23,17 +22,19 @@ from typing import Any
 
 VARIABLE = "CAMPAIGN_MOMENT"  # in the environment of a rank: a Moment as JSON, or COUNT
 COUNT = "count"  # only count the events
-HIT = "hit"  # the file that says that the moment came
-BACKGROUND = "background"  # what another thread does
+HIT = "hit"  # the file that names the phase in which the moment came
+MAIN, BACKGROUND = "main", "background"  # a save goes on in another thread
 
-# Function of the Trainer or of a module -> the phase that it is; "" if it is only two events.
+# Function -> its phase; "" if its begin and end are only two events.
 _OF_TRAINER = {
+    "_inner_training_loop": "training",
+    "_finalize_training": "end",
     "_save_checkpoint": "save",
     "_load_from_checkpoint": "loading",
     "_load_best_model": "best model",
     "evaluation_loop": "evaluation",
     "prediction_step": "",
-    "training_step": "step {}",
+    "training_step": "step",
 }
 _OF_MODULES = {("transformers.trainer", "rotate_checkpoints"): "rotation", ("torch", "save"): "", ("os", "fsync"): ""}
 _FILES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "shutil.rmtree"}
@@ -42,50 +43,44 @@ _REMOVALS = {"os.remove", "os.rmdir"}
 
 @dataclass(frozen=True)
 class Moment:
-    """`delay` seconds after the event with this `number` (from 1) of a phase, as `rank` counts.
+    """`delay` seconds after the event with this `number` (from 1) of a thread, as `rank` counts.
 
-    `alone`: only that rank is killed. Otherwise all processes of the run, the launcher among them.
+    `alone`: only that rank is struck. Otherwise all processes of the run, the launcher among them.
     """
 
-    phase: str
     number: int
     delay: float = 0.0
     rank: int = 0
     alone: bool = False
+    thread: str = MAIN
     signal: int = int(signal.SIGKILL)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
-    def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.alone else "all"
-        return f"{who} at event {self.number} of {self.phase} + {self.delay * 1000:.1f} ms"
-
 
 class Watch:
-    """Counts the events of this rank, and acts at the moment. Phases: `start`, `training`, `end`,
-    while they last those of `_OF_TRAINER` and `_OF_MODULES`, and what other threads do.
-    """
+    """Keeps the phase of each event of this rank, by its thread, and acts at the moment."""
 
     def __init__(self, moment: Moment | None, folder: str) -> None:
         self.moment, self.folder = moment, os.path.abspath(folder)  # noqa: PTH100
         self.phases = ["start"]
-        self.counts: Counter[str] = Counter()
+        self.events: dict[str, list[str]] = {MAIN: [], BACKGROUND: []}
 
     def event(self) -> None:
-        main = threading.current_thread() is threading.main_thread()
-        phase = self.phases[-1] if main else BACKGROUND
-        self.counts[phase] += 1
-        moment = self.moment
-        if moment and (phase, self.counts[phase]) == (moment.phase, moment.number):
+        thread = MAIN if threading.current_thread() is threading.main_thread() else BACKGROUND
+        phase, moment = self.phases[-1] if thread == MAIN else BACKGROUND, self.moment
+        self.events[thread].append(phase)
+        if moment and (thread, len(self.events[thread])) == (moment.thread, moment.number):
             if moment.delay:
-                threading.Timer(moment.delay, self.act).start()
+                threading.Timer(moment.delay, self.act, [phase]).start()
             else:
-                self.act()
+                self.act(phase)
 
-    def act(self) -> None:
+    def act(self, phase: str) -> None:
         assert self.moment is not None
-        os.close(os.open(HIT, os.O_CREAT))
+        handle = os.open(HIT, os.O_CREAT | os.O_WRONLY)
+        os.write(handle, phase.encode())
         if self.moment.alone or self.moment.signal != signal.SIGKILL:
             os.kill(os.getpid(), self.moment.signal)
         else:
@@ -101,26 +96,18 @@ class Watch:
     def within(self, phase: str, function: Callable) -> Callable:
         @wraps(function)
         def inside(*args, **kwargs):
-            if phase:
-                self.phases.append(phase.format(args[0].state.global_step + 1) if "{}" in phase else phase)
+            named = f"step {args[0].state.global_step + 1}" if phase == "step" else phase
+            self.phases.append(named or self.phases[-1])
             self.event()
             try:
                 return function(*args, **kwargs)
             finally:
                 self.event()
-                if phase:
-                    self.phases.pop()
+                self.phases.pop()
+                if phase == "training":
+                    self.phases[0] = "end"
 
         return inside
-
-    def from_now(self, phase: str, function: Callable) -> Callable:
-        @wraps(function)
-        def beginning(*args, **kwargs):
-            self.phases[:] = [phase]
-            self.event()
-            return function(*args, **kwargs)
-
-        return beginning
 
 
 @contextlib.contextmanager
@@ -135,16 +122,6 @@ def watched(folder: str) -> Iterator[None]:
         return
     moment = None if asked == COUNT else Moment(**json.loads(asked))
     watch = Watch(moment if moment and moment.rank == rank else None, folder)
-    _mark(watch)
-    sys.addaudithook(watch.audit)
-    watch.event()
-    try:
-        yield
-    finally:
-        Path(f"events-{rank}.json").write_text(json.dumps(watch.counts), encoding="utf-8")
-
-
-def _mark(watch: Watch) -> None:
     from launch.training.trainer import RecipeTrainer
 
     for name, phase in _OF_TRAINER.items():
@@ -152,5 +129,9 @@ def _mark(watch: Watch) -> None:
     for (module, name), phase in _OF_MODULES.items():
         holder = importlib.import_module(module)
         setattr(holder, name, watch.within(phase, getattr(holder, name)))
-    RecipeTrainer._inner_training_loop = watch.from_now("training", RecipeTrainer._inner_training_loop)
-    RecipeTrainer._finalize_training = watch.from_now("end", RecipeTrainer._finalize_training)
+    sys.addaudithook(watch.audit)
+    watch.event()
+    try:
+        yield
+    finally:
+        Path(f"events-{rank}.json").write_text(json.dumps(watch.events), encoding="utf-8")

@@ -1,0 +1,172 @@
+"""Kills and damage come as they are drawn, are judged rightly, and a broken product is caught."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import launch.training.trainer  # noqa: F401 - what is forked below need not import it
+from tests.campaigns.legality.start import forked
+from tests.campaigns.legality.tried import Outcome
+from tests.campaigns.resuming import damage, kills, trainings
+from tests.campaigns.resuming.moment import BACKGROUND, HIT, MAIN, VARIABLE, Moment, watched
+from tests.support.campaigns import campaign
+from tests.support.running import ROOT
+
+PHASES = ["start"] * 9 + ["step 1", "save"] * 20 + ["end"] * 3
+EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BACKGROUND: [BACKGROUND] * 9}] * 2}
+
+
+def test_the_same_seed_draws_the_same():
+    chains = [[kills.draw(Random(f"seed-{number}"), EVENTS) for number in range(99)] for _ in range(2)]
+    assert chains[0] == chains[1] == [kills.from_json(str(chain)) for chain in chains[0]]
+    moments = [moment for chain in chains[0] for moment in chain.moments]
+    assert {moment.thread for moment in moments} == {MAIN, BACKGROUND} and any(moment.alone for moment in moments)
+    faults = [damage.draw(Random("seed"), ["single", "ddp"], 30) for _ in range(2)]
+    assert faults[0] == faults[1] == [damage.from_text(str(fault)) for fault in faults[0]]
+
+
+def test_each_kind_of_damage_is_drawn_in_the_shortest_campaign():
+    faults = damage.draw(Random("seed"), ["single"], 1)
+    assert {fault.kind for fault in faults if fault.where == damage.CHECKPOINT} == set(damage.KINDS)
+    assert {fault.where for fault in faults} == {damage.CHECKPOINT, damage.WHOLE, damage.TWO, *damage.INPUTS}
+
+
+def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
+    """How a process ends that writes the files a, b and c, and which of them are there then."""
+
+    def write() -> None:
+        os.setsid()
+        os.chdir(folder)
+        with watched("out"):
+            for name in "abc":
+                Path("out", name).write_text(name)
+
+    (folder / "out").mkdir()
+    pid = forked(write, {**os.environ, VARIABLE: moment.as_json()})
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), sorted(file.name for file in folder.glob("out/*"))
+
+
+def test_a_moment_comes_before_the_file_of_its_number_is_opened(tmp_path):
+    assert written(tmp_path, Moment(3)) == (-signal.SIGKILL, ["a"])  # the first is the start itself
+    assert (tmp_path / HIT).read_text() == "start"
+
+
+def test_the_moment_of_another_rank_does_not_come(tmp_path):
+    assert written(tmp_path, Moment(3, rank=1)) == (0, ["a", "b", "c"])
+    assert not (tmp_path / HIT).exists()
+
+
+CONTENT, OTHER = bytes(range(1, 129)) * 192, b"another run's"  # six pages
+LOOKS = {
+    "truncated": lambda found: CONTENT.startswith(found) and len(found) < len(CONTENT),
+    "emptied": lambda found: found == b"",
+    "half zeroed": lambda found: found == CONTENT[:12288] + bytes(12288),
+    "one page zeroed": lambda found: found.count(0) == damage.PAGE and len(found) == len(CONTENT),
+    "one bit flipped": lambda found: sum((a ^ b).bit_count() for a, b in zip(found, CONTENT, strict=True)) == 1,
+    "removed": lambda found: found is None,
+    damage.REPLACED: lambda found: found == OTHER,
+}
+
+
+@pytest.mark.parametrize("kind", damage.KINDS)
+def test_each_fault_is_what_it_is_called(kind, tmp_path):
+    file, other = tmp_path / "file", tmp_path / "other"
+    file.write_bytes(CONTENT)
+    other.write_bytes(OTHER)
+    assert damage.do(kind, file, other, Random(0))
+    assert LOOKS[kind](file.read_bytes() if file.exists() else None)
+
+
+RESUMED = "note  checkpoint-5 is damaged (model.safetensors is cut off)\nresuming from out/checkpoint-4, step 4"
+SILENT = "resuming from out/checkpoint-4, step 4"
+ERROR = "\nerror  dataset_name: texts.jsonl is not valid. Fix: write it again"
+CRASH = "Traceback (most recent call last):\nValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "output", "differs", "kind"),
+    [
+        (damage.CHECKPOINT, 0, RESUMED, "", damage.MENDED),
+        (damage.CHECKPOINT, 0, RESUMED.replace("model.safe", "model.\nsafe"), "", damage.MENDED),
+        (damage.CHECKPOINT, 0, SILENT, "", damage.UNNAMED),
+        (damage.CHECKPOINT, 0, RESUMED, "weights", damage.DIFFERENT),
+        (damage.CHECKPOINT, 0, "model.safetensors: training starts over", "", damage.STARTED_OVER),
+        (damage.CHECKPOINT, 1, CRASH, "", damage.TRACEBACK),
+        (damage.CHECKPOINT, None, "", "", damage.HANGS),
+        ("data", 2, ERROR, "", damage.REFUSED),
+        ("data", 0, SILENT, "", damage.MENDED),
+        ("data", 0, SILENT, "losses", damage.DIFFERENT),
+        ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", damage.TOLD),
+    ],
+)
+def test_what_becomes_of_a_fault_is_told_apart(where, code, output, differs, kind):
+    file = damage.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
+    fault = damage.Fault("single", where, "removed", 0)
+    assert damage.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
+
+
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """A finished run in the current folder, and beside it what it left when nobody touched it."""
+    import torch
+    from safetensors.torch import save_file
+
+    last = tmp_path / trainings.OUTPUT / trainings.LAST
+    last.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    save_file({"weight": torch.ones(2)}, last.parent / "model.safetensors")
+    torch.save({"state": {0: {"exp_avg": torch.ones(2), "step": 6}}}, last / "optimizer.pt")
+    torch.save({"cpu": torch.arange(5), "python": (3, (1, 2), None)}, last / "rng_state.pth")
+    (last.parent / "run.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.5, "eval_runtime": 7}]}))
+    (tmp_path / "single").mkdir()
+    (tmp_path / "single" / "left").write_bytes(pickle.dumps(trainings.left()))
+    return last
+
+
+CHANGED = {
+    "optimizer.pt": {"state": {0: {"exp_avg": [1, 1 + 1e-7], "step": 6}}},
+    "rng_state.pth": {"cpu": [0, 1, 2, 3, 4], "python": (3, (1, 3), None)},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_another_state_in_the_last_checkpoint_is_another_training(name, finished, tmp_path):
+    import torch
+
+    assert not trainings.difference(tmp_path, "single")
+    torch.save(CHANGED[name], finished / name)
+    assert name in trainings.difference(tmp_path, "single")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "engines"), [("kills", ["single", "ddp", "lora-best"]), ("damage", ["single", "ddp"])]
+)
+def test_no_run_is_lost(what, engines):
+    assert " 0 lost" in campaign("resuming", what, "--seed", "slow tier", "--count", "12", "--engine", *engines)
+
+
+@pytest.mark.slow
+def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_path):
+    for name in ("recipes", "launch", "tests", "accelerate_configs", "azureml"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    product = tmp_path / "launch" / "output" / "identity.py"
+    checked = "return run is not None and writer is not None and not is_same(writer, run)"
+    assert checked in product.read_text()
+    product.write_text(product.read_text().replace(checked, "return False"))
+    words = ["damage", "--only", f"single:{damage.WHOLE}:{damage.REPLACED}:0", "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.campaigns.resuming", *words],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and damage.DIFFERENT in done.stdout, done.stdout + done.stderr

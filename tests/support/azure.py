@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import http.server
-import ipaddress
 import json
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -45,11 +44,11 @@ class Workspace:
         self.secrets: dict[str, str] = {}
         self.port = 0
 
+    @property
+    def address(self) -> str:
+        return f"https://localhost:{self.port}"
+
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
-        if path == "/metadata":
-            return 200, [self._cloud()]
-        if path == "/token":
-            return 200, {"access_token": "t", "expires_on": str(int(time.time()) + 3600), "token_type": "Bearer"}
         if path.startswith(_ARM):
             return self._resource(method, path.removeprefix(_ARM), body)
         if path.startswith("/secrets/"):
@@ -58,29 +57,32 @@ class Workspace:
         if path.endswith("/rundata"):
             return 200, {"runMetadata": {"runId": next(iter(self.jobs)), "outputs": {}}}
         if path.startswith("/history/"):
-            return 200, {"runId": path.split("/")[-2], "status": self.status, "logFiles": self._log_files()}
-        return self._blob(method, path, query, body)
+            logs = {"user_logs/std_log.txt": f"{self.address}/log"}
+            return 200, {"runId": path.split("/")[-2], "status": self.status, "logFiles": logs}
+        if path == "/log":
+            self.log_was_read.set()
+        fixed = {
+            "/metadata": [self._cloud()],
+            "/token": {"access_token": "t", "expires_on": str(int(time.time()) + 3600), "token_type": "Bearer"},
+            "/discovery": {"api": self.address, "history": self.address},
+            "/log": self.log,
+        }
+        return (200, fixed[path]) if path in fixed else self._blob(method, path, query, body)
 
     def _cloud(self) -> dict[str, Any]:
-        here = f"https://localhost:{self.port}/"
-        return {
-            "name": "Loopback",
-            "portal": here,
-            "resourceManager": here,
-            "authentication": {"loginEndpoint": here, "audiences": [here]},
-            "suffixes": {"storage": f"localhost:{self.port}"},
-        }
+        names = dict.fromkeys(("portal", "resourceManager"), f"{self.address}/")
+        login = {"loginEndpoint": f"{self.address}/", "audiences": [f"{self.address}/"]}
+        return {"name": "Loopback", **names, "authentication": login, "suffixes": {"storage": self.address[8:]}}
 
     def _resource(self, method: str, path: str, body: bytes) -> tuple[int, Any]:
         kind, _, name = path.strip("/").partition("/")
         if path == "":
-            addresses = {"discoveryUrl": f"https://localhost:{self.port}/discovery"}
-            return 200, {"properties": addresses, "name": "lab"}
+            return 200, {"properties": {"discoveryUrl": f"{self.address}/discovery"}, "name": "lab"}
         if kind == "jobs" and self.refuse:
             return 400, {"error": {"code": "UserError", "message": self.refuse}}
-        if kind == "jobs" and method == "PUT":
-            self.jobs[name] = json.loads(body)["properties"]
         if kind == "jobs":
+            if method == "PUT":
+                self.jobs[name] = json.loads(body)["properties"]
             studio = {"Studio": {"endpoint": f"https://studio/runs/{name}", "jobServiceType": "Studio"}}
             job = {"status": self.status, "services": studio, "properties": {}, "tags": {}}
             return 200, {"id": _ARM + path, "name": name, "type": "job", "properties": {**self.jobs[name], **job}}
@@ -106,11 +108,8 @@ class Workspace:
         asset, _, versions = name.partition("/")
         if asset not in self.assets:
             return 404, {"error": {"code": "UserError", "message": f"{asset} is not found"}}
-        known = {
-            "dataType": self.assets[asset],
-            "dataUri": f"azureml://datastores/x/paths/{asset}",
-            "isArchived": False,
-        }
+        uri = f"azureml://datastores/x/paths/{asset}"
+        known = {"dataType": self.assets[asset], "dataUri": uri, "isArchived": False}
         version = {"id": f"{_ARM}/data/{asset}/versions/1", "name": "1", "type": "data", "properties": known}
         if not versions:
             latest = {**known, "latestVersion": "1", "nextVersion": "2"}
@@ -118,11 +117,6 @@ class Workspace:
         return 200, {"value": [version]} if versions == "versions" else version
 
     def _blob(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
-        if path == "/discovery":
-            return 200, {"api": f"https://localhost:{self.port}", "history": f"https://localhost:{self.port}"}
-        if path == "/log":
-            self.log_was_read.set()
-            return 200, self.log
         if path == "/box" and "comp" in query:
             return 200, self._listed(query["prefix"][0])
         name = path.removeprefix("/box/")
@@ -145,30 +139,29 @@ class Workspace:
         head = '<?xml version="1.0" encoding="utf-8"?>'
         return f"{head}<EnumerationResults><Blobs>{blobs}</Blobs><NextMarker/></EnumerationResults>".encode()
 
-    def _log_files(self) -> dict[str, str]:
-        return {"user_logs/std_log.txt": f"https://localhost:{self.port}/log"}
-
 
 @contextlib.contextmanager
 def loopback(folder: Path, monkeypatch: Any) -> Iterator[Workspace]:
     """The workspace. The environment points to it: a real client with a real login finds it."""
     workspace = Workspace()
-    certificate = _certificate(folder / "certificate.pem")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    with _serving(workspace, context) as workspace.port, _serving(workspace, None) as plain_port:
+    certificate = folder / "certificate.pem"
+    openssl = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=localhost"
+    names = "subjectAltName=DNS:localhost,DNS:acct.blob.localhost,IP:127.0.0.1"
+    words = [*openssl.split(), "-addext", names, "-keyout", folder / "key.pem", "-out", certificate]
+    subprocess.run(words, check=True, capture_output=True)
+    with _serving(workspace, certificate, folder / "key.pem") as workspace.port:
         monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-        monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"https://localhost:{workspace.port}/metadata")
+        monkeypatch.setenv("ARM_CLOUD_METADATA_URL", f"{workspace.address}/metadata")
         monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "")  # the SDK sets it: afterwards it is taken back
         monkeypatch.delenv("AZUREML_CURRENT_CLOUD")
-        monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{plain_port}/token")  # a managed identity's
+        monkeypatch.setenv("IDENTITY_ENDPOINT", f"{workspace.address}/token")  # a managed identity's
         monkeypatch.setenv("IDENTITY_HEADER", "any")
         monkeypatch.setattr(socket, "getaddrinfo", _only_here)
         yield workspace
 
 
 @contextlib.contextmanager
-def _serving(workspace: Workspace, context: ssl.SSLContext | None) -> Iterator[int]:
+def _serving(workspace: Workspace, certificate: Path, key: Path) -> Iterator[int]:
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -178,12 +171,12 @@ def _serving(workspace: Workspace, context: ssl.SSLContext | None) -> Iterator[i
             code, found = workspace.answer(self.command, url.path, parse_qs(url.query), body)
             data = found if isinstance(found, bytes) else json.dumps(found).encode()
             self.send_response(code)
-            length = {"Content-Length": str(len(data))}
+            headers = {**_BLOB_HEADERS, "Content-Length": str(len(data))}
             if code == 206:
-                length["Content-Range"] = f"bytes 0-{len(data) - 1}/{len(data)}"
+                headers["Content-Range"] = f"bytes 0-{len(data) - 1}/{len(data)}"
             if data.startswith(b"<?xml"):
-                length["Content-Type"] = "application/xml"
-            for name, value in {**_BLOB_HEADERS, **length}.items():
+                headers["Content-Type"] = "application/xml"
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
@@ -195,8 +188,9 @@ def _serving(workspace: Workspace, context: ssl.SSLContext | None) -> Iterator[i
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if context:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_port
@@ -213,26 +207,3 @@ def _only_here(host: Any, *others: Any, **named: Any) -> Any:
     if name == "127.0.0.1" or str(name).endswith("localhost"):
         return _real_getaddrinfo("127.0.0.1", *others, **named)
     raise socket.gaierror(f"{name} is not on this machine")
-
-
-def _certificate(file: Path) -> Path:
-    """A self-signed certificate and its key."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    names = [x509.DNSName("localhost"), x509.DNSName("acct.blob.localhost")]
-    names.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
-    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    file.write_bytes(secret + certificate.public_bytes(pem))
-    return file

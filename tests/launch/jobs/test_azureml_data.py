@@ -1,8 +1,9 @@
-"""Azure ML with one's own data: every form of `--data`, and what a node trains on it."""
+"""Azure ML over the wire, to a workspace on this machine; and with one's own data."""
 
 import json
+import re
 import shutil
-from dataclasses import dataclass
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from tests.support.running import read_record
 SUBMIT = "submit azureml --compute gpus".split()
 CLASSIFY = "--task sequence_classification --model_name_or_path somebody/model".split()
 STORE = "azureml://datastores/lab/paths"
+TWO_NODES = [*SUBMIT, *"--recipe fast --nodes 2 --processes_per_node 8 -- --seed 1".split()]
 
 
 def dry_run(*words: str, training: tuple[str, ...] | list[str] = ()) -> Path:
     """The YAML of a dry run, in the current folder, beside its code."""
+    Path("mine.yaml").unlink(missing_ok=True)
     assert main([*SUBMIT, *words, "--dry_run", "--output", "mine.yaml", "--", *training]) == 0
     return Path("mine.yaml")
 
@@ -33,6 +36,63 @@ def dry_run(*words: str, training: tuple[str, ...] | list[str] = ()) -> Path:
 def empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def workspace(empty, monkeypatch):
+    pytest.importorskip("azure.ai.ml")
+    Path("config.json").write_text(json.dumps(NAMES))
+    with loopback(empty, monkeypatch) as workspace:
+        workspace.assets = {"rows": "uri_file", "parts": "uri_folder", "table": "mltable"}
+        yield workspace
+
+
+# --- Over the wire --------------------------------------------------------------------------------
+
+
+def test_the_job_that_is_sent_with_its_code_is_the_one_that_a_dry_run_writes(workspace):
+    assert main(TWO_NODES) == 0
+    (body,) = workspace.jobs.values()
+    assert main([*TWO_NODES[:-3], "--dry_run", "--output", "mine.yaml", *TWO_NODES[-3:]]) == 0
+    shown = sent(Path("mine.yaml"))
+    for name in ("command", "distribution", "resources", "inputs", "outputs", "environmentVariables", "displayName"):
+        assert body[name] == shown[name], name
+    assert body["computeId"].endswith("/computes/gpus")
+    assert "/environments/" in body["environmentId"] and "/codes/" in body["codeId"]
+    names = [name.removeprefix(f"{CODE}/") for name in workspace.blobs]
+    assert {"launch/train.py", "recipes/catalog.py", "accelerate_configs/fast.yaml"} <= set(names)
+    assert any(name.endswith("environment/Dockerfile") for name in names)
+    unwanted = re.compile(r"(^|/)(\.git|\.venv|tests|outputs)/|checkpoint-|safetensors|__pycache__")
+    assert [name for name in names if unwanted.search(name)] == []
+
+
+def test_status_and_logs_find_the_job_again(workspace, capsys):
+    assert main(TWO_NODES) == 0
+    (name,) = workspace.jobs
+    folder = str(Path("outputs") / name)
+    workspace.log = b"step 1/2 loss 3\n"
+    assert main(["status"]) == 0 and "Running" in capsys.readouterr().out
+    finish = lambda: workspace.log_was_read.wait() and setattr(workspace, "status", "Completed")  # noqa: E731
+    threading.Thread(target=finish, daemon=True).start()
+    assert main(["logs", "-f", folder]) == 0 and "step 1/2 loss 3" in capsys.readouterr().out
+    workspace.blobs[f"ExperimentRun/dcid.{name}/user_logs/std_log.txt"] = b"step 2/2 loss 1\n"
+    assert main(["logs", folder]) == 0 and "step 2/2 loss 1" in capsys.readouterr().out
+
+
+def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspace, monkeypatch, capsys):
+    def last_line() -> str:
+        assert main(TWO_NODES) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    workspace.refuse = "Unknown compute target 'gpus'."
+    assert "Azure says: (UserError) Unknown compute target 'gpus'" in last_line()
+    monkeypatch.delenv("IDENTITY_ENDPOINT")
+    assert "az login" in last_line()
+    Path("config.json").unlink()
+    assert "--workspace_name" in last_line()
+
+
+# --- Every form of --data -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,41 +129,17 @@ def test_a_recorded_run_can_be_sent(empty):
 
 
 def test_a_dry_run_says_what_it_assumes_of_an_asset(empty):
-    text = dry_run("--data", "azureml:texts:1").read_text()
+    text = dry_run("--data", "azureml:texts:1", training=CLASSIFY).read_text()
     assert text.startswith("# azureml:texts:1 is taken for a folder") and "--data_type" in text.splitlines()[0]
     assert yaml.safe_load(text)["inputs"]["data"] == {"type": "uri_folder", "path": "azureml:texts:1"}
-    Path("mine.yaml").unlink()
     text = dry_run("--data", "azureml:texts:1", "--data_type", "uri_file").read_text()
     assert not text.startswith("#") and yaml.safe_load(text)["inputs"]["data"]["type"] == "uri_file"
 
 
-def test_data_counts_as_the_data_set_and_is_named_as_its_source(empty, capsys):
-    dry_run("--data", "azureml:texts:1", training=CLASSIFY)
-    assert main([*SUBMIT, "--dry_run", "--", *CLASSIFY]) == 2
-    assert "needs labelled data" in capsys.readouterr().err
-    words = ["--data", "azureml:texts:1", "--dry_run", "--", "--dataset-name=other/data"]
-    assert main([*SUBMIT, *words]) == 2
-    assert "data: is the job's data set, and so is --dataset_name" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words", ["azureml:", "azureml:texts:x:y", "azureml:texts@", "azureml::1", "hf://x", "s3://x/y"]
-)
+@pytest.mark.parametrize("words", ["azureml:", "azureml:texts:x:y", "azureml:texts@", "azureml::1", "hf://x"])
 def test_what_azure_cannot_mount_is_refused(words, capsys):
     assert main([*SUBMIT, "--data", words, "--dry_run"]) == 2
     assert "is not a place in the cloud" in capsys.readouterr().err
-
-
-# --- Assets of a workspace ------------------------------------------------------------------------
-
-
-@pytest.fixture
-def workspace(empty, monkeypatch):
-    pytest.importorskip("azure.ai.ml")
-    Path("config.json").write_text(json.dumps(NAMES))
-    with loopback(empty, monkeypatch) as workspace:
-        workspace.assets = {"rows": "uri_file", "parts": "uri_folder", "table": "mltable"}
-        yield workspace
 
 
 def test_the_workspace_is_asked_for_the_type_of_each_part(workspace):
@@ -114,34 +150,26 @@ def test_the_workspace_is_asked_for_the_type_of_each_part(workspace):
     assert body["inputs"]["data"]["uri"].endswith("/data/rows/versions/1")
 
 
-@pytest.mark.parametrize(
-    ("asset", "advice"),
-    [
-        ("azureml:table:1", "is of type mltable"),
-        ("azureml:nothing:1", "Azure says"),
-        ("azureml://registries/lab/data/rows/versions/1", "--data_type"),
-    ],
-)
-def test_an_asset_that_cannot_be_trained_on_is_refused_in_one_line(asset, advice, workspace, capsys):
-    assert main([*SUBMIT, "--data", asset]) == 2
-    assert advice in capsys.readouterr().err.splitlines()[-1]
+def test_an_asset_that_cannot_be_trained_on_is_refused_in_one_line(workspace, capsys):
+    refused = {
+        "table:1": "is of type mltable",
+        "nothing:1": "Azure says",
+        "//registries/l/data/r/versions/1": "--data_",
+    }
+    for asset, advice in refused.items():
+        assert main([*SUBMIT, "--data", f"azureml:{asset}"]) == 2
+        assert advice in capsys.readouterr().err.splitlines()[-1]
     assert not workspace.jobs
 
 
 # --- The job's command, on two simulated nodes ----------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=128, num_labels=2)
-    return save(BertForSequenceClassification(config), tmp_path_factory.mktemp("classifier"))
-
-
-def mounted(folder: Path, kind: str, rows: list[dict]) -> Path:
-    """Data where Azure ML mounts them: a file keeps its name in a folder INPUT_data."""
+def mounted(folder: Path, kind: str) -> Path:
+    """64 rows where Azure ML mounts them: a file keeps its name in a folder INPUT_data."""
     inside = folder / "wd" / "INPUT_data"
     inside.mkdir(parents=True)
-    lines = [json.dumps(row) + "\n" for row in rows]
+    lines = [f'{{"text": "Example {number} is {number % 2}.", "label": {number % 2}}}\n' for number in range(64)]
     if kind == "uri_file":
         (inside / "rows.jsonl").write_text("".join(lines))
         return inside / "rows.jsonl"
@@ -150,59 +178,29 @@ def mounted(folder: Path, kind: str, rows: list[dict]) -> Path:
     return inside
 
 
-ROWS = [
-    {"text": f"Example {number} is {'good' if number % 2 else 'bad'}.", "label": number % 2} for number in range(64)
-]
-
-
-@dataclass
-class Training:
-    """A job of two nodes on data of its own, as Azure ML runs it."""
-
-    body: dict
-    folder: Path
-
-    def run(self, start: str) -> dict:
-        """Runs it on data that are mounted in the folder `start`. Returns run.json."""
-        there = mounted(self.folder / start, self.body["inputs"]["data"]["jobInputType"], ROWS)
-        output = self.folder / "out"
-        assert run_on_nodes(self.body, Path(CODE), output, processes_per_node=1, data=there) == [0, 0]
-        record = read_record(output)
-        assert (record["world_size"], record["status"]) == (2, "finished")
-        assert record["settings"]["dataset_name"]["value"] == str(there)
-        return record
-
-
-def two_nodes(folder: Path, data: tuple[str, ...], task: str, model: Path) -> Training:
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sequence_classification", "causal_lm"])
+def test_two_nodes_train_on_mounted_data_and_resume_where_they_are_mounted_elsewhere(task, empty, tiny_model):
+    """A classifier on a file, a language model on a folder."""
+    data, model = (f"{STORE}/parts",), Path(tiny_model)
+    if task == "sequence_classification":
+        config = BertConfig(**SMALL, intermediate_size=64, max_position_embeddings=128, num_labels=2)
+        data, model = (
+            ("azureml:rows:1", "--data_type", "uri_file"),
+            save(BertForSequenceClassification(config), empty / "bert"),
+        )
     flags = ["--task", task, "--model_name_or_path", "somebody/model", *"--max_length 64 --report_to none".split()]
     words = ["--nodes", "2", "--processes_per_node", "1", "--data", *data]
     body = sent(dry_run(*words, training=[*flags, "--max_steps", "2"]))
     shutil.copytree(model, Path(CODE) / "somebody" / "model")  # a local folder of that name stands for the Hub
-    return Training(body, folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "task"),
-    [
-        ((f"{STORE}/rows.jsonl",), "sequence_classification"),
-        (("azureml:rows:1", "--data_type", "uri_file"), "causal_lm"),
-        (("azureml:parts@latest",), "sequence_classification"),
-    ],
-    ids=["file", "asset that is a file", "asset that is a folder"],
-)
-def test_two_nodes_train_on_mounted_data(data, task, empty, classifier, tiny_model):
-    model = Path(classifier if task == "sequence_classification" else tiny_model)
-    assert two_nodes(empty, data, task, model).run("wd")["global_step"] == 2
-
-
-@pytest.mark.slow
-def test_a_job_resumes_where_its_data_are_mounted_elsewhere(empty, tiny_model):
-    training = two_nodes(empty, (f"{STORE}/parts",), "causal_lm", tiny_model)
-    training.run("first")
-    training.body["command"] = training.body["command"].replace("--max_steps 2", "--max_steps 3")
-    record = training.run("second")
-    assert [entry["step"] for entry in record["log_history"] if "loss" in entry][-1] == record["global_step"] == 3
+    for start, steps in (("first", 2), ("second", 3)):
+        body["command"] = body["command"].replace("--max_steps 2", f"--max_steps {steps}")
+        there = mounted(empty / start, body["inputs"]["data"]["jobInputType"])
+        assert run_on_nodes(body, Path(CODE), empty / "out", processes_per_node=1, data=there) == [0, 0]
+        record = read_record(empty / "out")
+        assert (record["world_size"], record["status"], record["global_step"]) == (2, "finished", steps)
+        assert record["settings"]["dataset_name"]["value"] == str(there)
+    assert [entry["step"] for entry in record["log_history"] if "loss" in entry][-1] == 3
 
 
 # --- A secret of a key vault ----------------------------------------------------------------------
@@ -231,22 +229,3 @@ def test_a_secret_reaches_the_environment_of_the_training_and_nothing_else(store
     else:
         assert codes == [1] and f"{address} cannot be read: HTTP Error 404" in printed
         assert not (Path(CODE) / "seen.json").exists()
-
-
-# --- More of a job's fields -----------------------------------------------------------------------
-
-
-def test_fields_of_a_job_reach_the_body_of_the_request(empty):
-    words = "--timeout 129600 --tags team=nlp run=7 --identity user_identity --priority high".split()
-    body = sent(dry_run(*words, "--docker_args=--ipc=host --cap-add SYS_PTRACE"))
-    assert body["limits"]["timeout"] == "P1DT12H"
-    assert body["tags"] == {"team": "nlp", "run": "7"}
-    assert body["identity"] == {"identityType": "UserIdentity"}
-    assert body["queueSettings"] == {"priority": 3}
-    assert body["resources"]["dockerArgs"] == "--ipc=host --cap-add SYS_PTRACE"
-
-
-def test_serverless_compute_takes_a_tier(empty):
-    words = "submit azureml --instance_type Standard_NC24ads_A100_v4 --spot --dry_run --output mine.yaml"
-    assert main(words.split()) == 0
-    assert sent(Path("mine.yaml"))["queueSettings"] == {"jobTier": "Spot"}

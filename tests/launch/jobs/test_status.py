@@ -16,10 +16,8 @@ from launch.jobs.local import is_written
 from launch.jobs.submit import submitted
 from launch.output import record, submission
 from launch.output.submission import Submission
-from tests.support.running import model_flags, read_record, train_here
+from tests.support.running import model_flags, read_record
 from tests.support.waiting import wait_for
-
-RECIPES = [sys.executable, "-m", "launch"]
 
 
 def status(folder, capsys) -> str:
@@ -33,7 +31,8 @@ def orphan(tiny_model, texts, tmp_path):
     """The output folder and process group of a run whose `recipes submit local` was killed."""
     folder = tmp_path / "run"
     flags = [*model_flags(tiny_model, texts), "--max_steps", "100000", "--output_dir", str(folder)]
-    submit = subprocess.Popen([*RECIPES, "submit", "local", "--", *flags], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "launch", "submit", "local", "--", *flags]
+    submit = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     log = folder / "train.log"
     wait_for("step 5", lambda: log.exists() and "step 5/" in log.read_text())
     group = int(Path(f"/proc/{submit.pid}/task/{submit.pid}/children").read_text())
@@ -75,26 +74,35 @@ def test_a_run_that_was_killed_is_not_running(orphan, capsys):
     assert "ended unexpectedly (killed?)" in status(folder, capsys)
 
 
-def test_a_run_that_was_started_by_hand_is_shown_too(tiny_model, texts, tmp_path, capsys):
-    train_here(tiny_model, texts, tmp_path / "run", "--max_steps", "1")
-    assert "started by hand  finished" in status(tmp_path, capsys)
+def test_a_run_that_was_started_by_hand_runs_while_it_holds_its_folder(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"status": "running"}')
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    assert "started by hand  running" in status(tmp_path, capsys)
+    os.close(handle)
+    assert "ended unexpectedly (killed?)" in status(tmp_path, capsys)
     assert main(["logs", str(tmp_path)]) == 2
     assert "without `recipes submit`" in capsys.readouterr().err
 
 
-def test_the_newest_run_comes_first(tmp_path, capsys):
+def test_the_newest_run_comes_first_and_without_one_the_message_says_so(tmp_path, capsys):
+    for command in ("status", "logs"):
+        assert main([command, str(tmp_path)]) == 2
+        assert "no run was submitted" in capsys.readouterr().err
     for name, day in (("old", 1), ("new", 2)):
         record.write(tmp_path / name, {"status": "finished", "started": f"2026-01-0{day}T00:00:00+0000"})
     assert str(tmp_path / "new") in status(tmp_path, capsys)
 
 
-@pytest.mark.parametrize("command", ["status", "logs"])
-def test_without_a_run_the_message_says_so(command, tmp_path, capsys):
-    assert main([command, str(tmp_path)]) == 2
-    assert "no run was submitted" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["{", '{"target": "local"}', '{"target": "local", "title": "a", "log": 5}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"target": "local"}',
+        '{"target": "local", "title": "a", "log": 5}',
+        '{"target": "mars", "title": "a", "log": "x"}',
+    ],
+)
 def test_a_damaged_note_is_ignored(text, tmp_path):
     (tmp_path / submission.NAME).write_text(text)
     assert submitted(tmp_path) is None
@@ -110,21 +118,14 @@ def test_a_submission_that_failed_at_its_start_is_not_the_run_before_it(tmp_path
 def test_a_log_is_followed_through_a_character_that_comes_in_two_parts(tmp_path, capsys):
     log = tmp_path / "log"
     log.write_bytes("é".encode()[:1])
-    answers = iter([False, True])
-
-    def ended():
-        if done := next(answers):
-            log.write_bytes("é".encode())
-        return done
-
-    follow(log, ended, ask_every=0)
+    answers = iter([lambda: False, lambda: log.write_bytes("é".encode())])
+    follow(log, lambda: next(answers)(), ask_every=0)
     assert capsys.readouterr().out == "é"
 
 
 @pytest.mark.parametrize(
     ("text", "last"),
     [
-        ("", ""),
         ("one\ntwo\n\n", "two"),
         ("0: step 3/9  loss 1\nTraceback\n", "0: step 3/9  loss 1"),
         ("x" * 200, "x" * 77 + "..."),
@@ -133,12 +134,3 @@ def test_a_log_is_followed_through_a_character_that_comes_in_two_parts(tmp_path,
 def test_the_last_line_of_a_log_is_about_a_step(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
     assert last_line(tmp_path / "log") == last
-
-
-def test_a_run_started_by_hand_runs_while_it_holds_its_folder(tmp_path, capsys):
-    (tmp_path / "run.json").write_text('{"status": "running"}')
-    handle = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    assert "started by hand  running" in status(tmp_path, capsys)
-    os.close(handle)
-    assert "ended unexpectedly (killed?)" in status(tmp_path, capsys)

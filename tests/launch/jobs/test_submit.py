@@ -18,8 +18,6 @@ from tests.support.waiting import PATIENCE
 
 GOLDEN = ROOT / "tests" / "launch" / "jobs" / "golden"
 STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
-RECIPES = [sys.executable, "-m", "launch"]
-
 
 FULL = Slurm(
     partition="gpu", account="lab", time="1-00:00:00", gpus_per_node="a100:4", cpus_per_task=32, module=("cuda/12.6",)
@@ -48,16 +46,13 @@ def test_a_job_with_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(tmp
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 1}}')
     text = FULL.render(job("memory", 2, 4, ("--deepspeed", str(file))))
-    assert "standard.yaml" in text
-    assert "DeepSpeed ZeRO-1" in text
-    assert "--deepspeed_multinode_launcher" not in text
+    assert "standard.yaml" in text and "DeepSpeed ZeRO-1" in text and "--deepspeed_multinode_launcher" not in text
 
 
 def test_arguments_arrive_as_they_were_typed(tmp_path):
     text = script_that_prints_its_words("local", HOSTILE, tmp_path)
     subprocess.run(["bash", "-c", text], check=True, cwd=tmp_path)
-    assert received(tmp_path) == HOSTILE
-    assert not (tmp_path / "broken").exists()
+    assert received(tmp_path) == HOSTILE and not (tmp_path / "broken").exists()
 
 
 @pytest.mark.slow
@@ -72,26 +67,30 @@ def test_what_a_dry_run_prints_trains_when_it_is_run_by_hand(tiny_model, texts, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")], ids=["ctrl-c", "SIGTERM"]
-)
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, "1"), (signal.SIGTERM, "2")])
 def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--max_steps", "5000", "--output_dir", str(tmp_path)]
-    command = [*RECIPES, "submit", "local", "--processes_per_node", processes, "--", *flags]
+    command = [sys.executable, "-m", "launch", "submit", "local", "--processes_per_node", processes, "--", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job:
         assert "no GPU here" in job.stdout.readline()
-        for line in job.stdout:
-            if "step 5/" in line:
-                break
+        next(line for line in job.stdout if "step 5/" in line)
         job.send_signal(number)
         job.communicate(timeout=PATIENCE)
-    assert job.returncode == EXIT_CODE
-    assert read_record(tmp_path)["status"] == "preempted"
+    assert job.returncode == EXIT_CODE and read_record(tmp_path)["status"] == "preempted"
     assert list(tmp_path.glob("checkpoint-*/trainer_state.json"))
 
 
 # --- Nothing illegal is submitted -----------------------------------------------------------------
+
+
+@pytest.fixture
+def unsent(tmp_path, monkeypatch):
+    """A folder in which nothing reaches Slurm, with files of the user's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Slurm, "send", lambda *anything: pytest.fail("it was sent"))
+    (tmp_path / "fresh.yaml").write_text("fresh: true\n")
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: multi_gpu\nnum_processes: 1\n")
 
 
 @pytest.mark.parametrize(
@@ -102,33 +101,24 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
         ("submit slurm --nodes 3 -- --global_batch_size 16", "--global_batch_size 15 or 18"),
         ("submit slurm --recipe memory -- --optim adamw_bnb_8bit", "--optim adamw_torch"),
         ("submit slurm --recipe baseline --nodes 2", "--recipe standard"),
-        ("submit slurm --gpus_per_node many", "--gpus_per_node 4"),
-        ("submit slurm --gpus_per_node a100:2,h100:2", "or a100:4"),
+        ("submit slurm --gpus_per_node a100:2,h100:2", "--gpus_per_node 4, or a100:4"),
         ("submit slurm --job_name $HOME", "letters, digits"),
+        ("submit slurm --job_name a/b", "letters, digits"),
         ("submit slurm --dry_run -- --hub_token abc", "hf auth login"),
+        ("submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "others can read it"),
+        ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
+        ("submit slurm -- --config fresh.yaml", "another --output_dir"),
+        ("submit slurm --dry_run -- --accelerate_config mine.yaml", "before `--` of `recipes submit`"),
+        ("submit slurm --gpus_per_node 1 --accelerate_config accelerate.yaml", "'multi_gpu' is not a valid Distribut"),
         ("submit local --output job.sh", "--dry_run"),
         ("submit local --nodes 2 --dry_run", "--processes_per_node"),
-        ("submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "others can read it"),
-        ("submit slurm -- --fresh", "another --output_dir"),
-        ("submit slurm --job_name a/b", "letters, digits"),
-        ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
         ("submit local --dry_run --output /nowhere/job.sh", "a writable folder"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_sent(words, advice, capsys, monkeypatch):
-    monkeypatch.setattr(Slurm, "send", lambda *anything: pytest.fail("it was sent"))
+def test_a_mistake_is_named_and_nothing_is_sent(words, advice, unsent, capsys):
     assert main(words.split()) == 2
     printed = capsys.readouterr()
-    assert advice in printed.err and not printed.out
-
-
-def test_what_the_libraries_refuse_is_not_sent(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Slurm, "send", lambda *anything: pytest.fail("it was sent"))
-    file = tmp_path / "accelerate.yaml"
-    file.write_text("distributed_type: multi_gpu\nnum_processes: 1\n")
-    words = ["submit", "slurm", "--gpus_per_node", "1", "--accelerate_config", str(file), "--", "--output_dir", "out"]
-    assert main(words) == 2
-    assert "'multi_gpu' is not a valid DistributedType" in " ".join(capsys.readouterr().err.split())
+    assert advice in " ".join(printed.err.split()) and not printed.out
 
 
 def test_a_configuration_names_its_recipe(tmp_path, capsys):
@@ -155,31 +145,20 @@ def test_train_pys_flags_before_the_dashes_are_explained(capsys):
     assert "come after --" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", ["local --processes_per_node 2", "slurm --gpus_per_node 2"])
+@pytest.mark.parametrize("target", ["local --processes_per_node 2", "slurm --nodes 2 --gpus_per_node 2"])
 def test_an_accelerate_yaml_of_ones_own_replaces_the_recipes(target, tmp_path, capsys):
-    file, text = tmp_path / "mine.yaml", (ROOT / "accelerate_configs" / "memory.yaml").read_text()
+    """With plain DDP the launcher knows nothing of the DeepSpeed that the recipe starts itself."""
+    file, folder = tmp_path / "mine.yaml", ROOT / "accelerate_configs"
     words = ["submit", *target.split(), "--recipe", "memory", "--accelerate_config", str(file), "--dry_run"]
-    file.write_text(text.replace("zero_stage: 2", "zero_stage: 1"))
-    assert main(words) == 0
-    assert f"--config_file {file} " in capsys.readouterr().out
-    file.write_text(text.replace("zero_stage: 2", "zero_stage: many"))
-    assert main(words) == 2
-    assert "zero_stage" in capsys.readouterr().err
-
-
-def test_an_accelerate_yaml_of_plain_ddp_is_launched_as_such(tmp_path, capsys):
-    """The memory recipe starts DeepSpeed itself: the launcher knows nothing of it."""
-    file = tmp_path / "mine.yaml"
-    file.write_text((ROOT / "accelerate_configs" / "standard.yaml").read_text())
-    words = "submit slurm --nodes 2 --gpus_per_node 2 --recipe memory --dry_run --accelerate_config".split()
-    assert main([*words, str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert f"--config_file {file} " in printed and "--deepspeed" not in printed
-
-
-def test_an_accelerate_yaml_after_the_dashes_is_explained(capsys):
-    assert main("submit slurm --recipe sharded --dry_run -- --accelerate_config mine.yaml".split()) == 2
-    assert "before `--` of `recipes submit`" in capsys.readouterr().err
+    memory, ddp = ((folder / f"{name}.yaml").read_text() for name in ("memory", "standard"))
+    for text in (memory.replace("zero_stage: 2", "zero_stage: 1"), ddp):
+        file.write_text(text)
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        assert f"--config_file {file} " in printed
+    assert "--deepspeed" not in printed
+    file.write_text(memory.replace("zero_stage: 2", "zero_stage: many"))
+    assert main(words) == 2 and "zero_stage" in capsys.readouterr().err
 
 
 def test_the_command_starts_quickly_also_for_a_dry_run():

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.cli import main
+from launch.scaling.run import points
 from recipes.scaling.advice import Advice, advise, applied
 from recipes.scaling.analyse import Size, analyse
 from recipes.scaling.timings import Timing, append, read
 from tests.support import emulated
-from tests.support.running import ROOT, run
+from tests.support.running import ROOT, losses, run, train_here
 
 LINK = "3mbit"
 needs_links = pytest.mark.skipif(
@@ -41,12 +43,6 @@ def healthy(measured) -> Timing:
     return measured(2, 16)
 
 
-@pytest.fixture(scope="module")
-def on_a_slow_link(measured) -> Timing:
-    with emulated.link(LINK) as namespace:
-        return measured(2, 16, namespace=namespace)
-
-
 def verdict(alone: list[Timing], row: Timing) -> Size:
     return analyse([*alone, row])[0].sizes[-1]
 
@@ -56,92 +52,55 @@ def advice(alone: list[Timing], row: Timing) -> list[Advice]:
     return advise(series.sizes[-1], series)
 
 
-# --- Why it is slow ------------------------------------------------------------------------------
+# --- Why it is slow, and what is counted ----------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_healthy_run_has_no_cause(alone, healthy):
-    assert verdict(alone, healthy).cause is None
-
-
-@pytest.mark.slow
-@needs_links
-def test_slow_link_is_negative_scaling_by_communication(alone, on_a_slow_link):
-    found = verdict(alone, on_a_slow_link)
-    assert (found.band, found.cause) == ("negative scaling", "communication")
-
-
-@pytest.mark.slow
-@needs_links
-def test_compression_on_a_slow_link_gains_what_was_predicted(alone, on_a_slow_link, measured):
-    compression = next(one for one in advice(alone, on_a_slow_link) if one.key == "compression")
-    with emulated.link(LINK) as namespace:
-        after = measured(2, 16, *shlex.split(compression.shown_flags), namespace=namespace)
-    gained = on_a_slow_link.step_time / after.step_time
-    assert gained == pytest.approx(compression.gain, rel=0.25)
-
-
-@pytest.mark.slow
-def test_slow_data_is_named(alone, measured):
-    assert verdict(alone, measured(2, 16, SLOW_DATA="0.2")).cause == "data"
-
-
-@pytest.mark.slow
-def test_contention_is_named(alone, measured):
-    assert verdict(alone, measured(2, 16, ON_ONE_CORE="yes")).cause == "contention"
-
-
-@pytest.mark.slow
-def test_straggler_is_named(alone, measured):
-    slow = measured(2, 16, PACE_OF_RANK_1="2.5")
-    assert verdict(alone, slow).cause == "straggler"
-    assert (slow.slowest_rank, slow.slowest_host) == (1, platform.node())
-
-
-# --- What is counted -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_accumulation_exchanges_gradients_once_a_step(healthy):
-    assert (healthy.accumulation, healthy.syncs) == (2, 1)
-
-
-@pytest.mark.slow
-def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
-    each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
-    assert measured(2, 16, "--accelerator_config", each).syncs == 2
-
-
-@pytest.mark.slow
-def test_a_row_says_what_it_timed_and_how_steps_differed(healthy):
-    assert healthy.timed == f"{emulated.STEPS} steps"
-    assert 0.32 < healthy.step_p50 <= healthy.step_p99 < healthy.epoch_time  # it sleeps for 0.32 s
-    assert healthy.other_load >= 0
-
-
-@pytest.mark.slow
-def test_rows_of_jobs_at_two_sizes_are_paired(alone, healthy):
-    (series,) = analyse([alone[0], dataclasses.replace(healthy, name="another job")])
-    assert [size.num_processes for size in series.sizes] == [1, 2]
-
-
-@pytest.mark.slow
-def test_parts_of_a_step_add_up_to_it(healthy):
-    assert sum(healthy.parts.values()) == pytest.approx(healthy.step_time)
-
-
-@pytest.mark.slow
-def test_bytes_of_an_exchange_are_those_of_the_gradients(healthy, tiny_model):
+def test_a_healthy_run_has_no_cause_and_says_what_it_timed(alone, healthy, tiny_model):
     from safetensors import safe_open
 
+    (series,) = analyse([*alone[:1], dataclasses.replace(healthy, name="another job")])
+    assert [size.num_processes for size in series.sizes] == [1, 2]
+    assert verdict(alone, healthy).cause is None
+    assert (healthy.accumulation, healthy.syncs, healthy.timed) == (2, 1, f"{emulated.STEPS} steps")
+    assert 0.32 < healthy.step_p50 <= healthy.step_p99 < healthy.epoch_time  # it sleeps for 0.32 s
+    assert healthy.other_load >= 0 and sum(healthy.parts.values()) == pytest.approx(healthy.step_time)
     with safe_open(tiny_model / "model.safetensors", "pt") as weights:
         parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
     assert healthy.sync_bytes == pytest.approx(4 * parameters, rel=0.01)
 
 
-def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
-    from tests.support.running import losses, train_here
+@pytest.mark.slow
+@needs_links
+def test_a_slow_link_is_negative_scaling_and_compression_gains_what_was_predicted(alone, measured):
+    with emulated.link(LINK) as namespace:
+        slow = measured(2, 16, namespace=namespace)
+        found = verdict(alone, slow)
+        assert (found.band, found.cause) == ("negative scaling", "communication")
+        compression = next(one for one in advice(alone, slow) if one.key == "compression")
+        after = measured(2, 16, *shlex.split(compression.shown_flags), namespace=namespace)
+    assert slow.step_time / after.step_time == pytest.approx(compression.gain, rel=0.25)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "where"),
+    [("data", {"SLOW_DATA": "0.2"}), ("contention", {"ON_ONE_CORE": "yes"}), ("straggler", {"PACE_OF_RANK_1": "2.5"})],
+)
+def test_the_cause_is_named(cause, where, alone, measured):
+    slow = measured(2, 16, **where)
+    assert verdict(alone, slow).cause == cause
+    if cause == "straggler":
+        assert (slow.slowest_rank, slow.slowest_host) == (1, platform.node())
+
+
+@pytest.mark.slow
+def test_sync_each_batch_exchanges_gradients_in_every_micro_batch(measured):
+    each = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
+    assert measured(2, 16, "--accelerator_config", each).syncs == 2
+
+
+def test_measuring_leaves_the_training_as_it_is(tiny_model, texts, tmp_path):
     flags = ["--max_steps", "6", "--logging_steps", "1"]
     plain = train_here(tiny_model, texts, tmp_path / "plain", *flags)
     measured = train_here(tiny_model, texts, tmp_path / "measured", *flags, "--measure", str(tmp_path / "t.jsonl"))
@@ -186,16 +145,12 @@ def test_advice_is_tried_beside_the_present_settings(alone, healthy, tiny_model,
     ],
 )
 def test_mistakes_are_reported_before_anything_runs(words, says, tmp_path, capsys):
-    from launch.cli import main
-
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
 def test_if_every_run_fails_it_says_so_and_recommends_no_report(tmp_path, capsys):
-    from launch.cli import main
-
     (tmp_path / "bad.jsonl").write_text('{"a": "b"}')
     words = ["--num_processes", "1", "--repeats", "1", "--dataset_name", str(tmp_path / "bad.jsonl")]
     assert main(["scale", "run", *words, "--output", str(tmp_path / "out")]) == 1
@@ -204,24 +159,14 @@ def test_if_every_run_fails_it_says_so_and_recommends_no_report(tmp_path, capsys
     assert "scale report" not in printed.out
 
 
-def test_timings_of_another_training_are_not_mixed(alone_row, tmp_path, capsys):
-    from launch.cli import main
-
-    append(tmp_path / "timings.jsonl", [alone_row])
+def test_timings_of_another_training_are_not_mixed(tmp_path, capsys):
+    append(tmp_path / "timings.jsonl", [Timing(1, 10.0, name="demonstration", command="--seed 1")])
     assert main(["scale", "run", "--learning_rate", "1", "--output", str(tmp_path)]) == 2
-    assert "holds timings of demonstration with --seed 1, not --learning_rate 1" in " ".join(
-        capsys.readouterr().err.split()
-    )
-
-
-@pytest.fixture
-def alone_row() -> Timing:
-    return Timing(1, 10.0, name="demonstration", command="--seed 1")
+    said = "holds timings of demonstration with --seed 1, not --learning_rate 1"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_sizes_share_the_largest_run_of_both_kinds_of_scaling():
-    from launch.scaling.run import points
-
     both = ("strong", "weak")
     found = [(point.num_processes, point.global_batch, point.series) for point in points([], both, sizes=[1, 2, 4])]
     expected = [(1, 16, both[:1]), (1, 4, both[1:]), (2, 16, both[:1]), (2, 8, both[1:]), (4, 16, both)]

@@ -10,12 +10,8 @@ from hypothesis import strategies as st
 from recipes.scaling import sentences
 from recipes.scaling.advice import advise
 from recipes.scaling.analyse import Series, Size, analyse
-from recipes.scaling.causes import losses_of
-from recipes.scaling.timings import PARTS, Timing
+from recipes.scaling.timings import Timing
 from tests.support import simulated
-
-quickly = settings(max_examples=50, deadline=None)
-seeds = st.integers(0, 10**6)
 
 
 def last(rows: list[Timing]) -> Size:
@@ -36,41 +32,17 @@ def of_rates(throughputs: dict[int, float]) -> Series:
 # --- What holds for any timings ------------------------------------------------------------------
 
 
-def some_rows(seed: int) -> list[Timing]:
-    random = Random(seed)
-    return simulated.measured(*simulated.draw(random), 3, random)
-
-
-def scaled(row: Timing, factor: float) -> Timing:
-    """The row of a machine on which everything takes `factor` times as long."""
-    times = [*PARTS, "epoch_time", "step_time", "data_wait_max", "no_sync_step", "no_sync_step_max"]
-    return replace(row, **{name: factor * getattr(row, name) for name in times})
-
-
-@quickly
-@given(seeds, st.floats(1e-3, 1e3))
-def test_a_machine_on_which_all_takes_longer_gets_the_same_verdict(seed, factor):
-    rows = some_rows(seed)
-    before, after = (
-        [size for series in analyse(some) for size in series.sizes]
-        for some in (rows, [scaled(row, factor) for row in rows])
-    )
-    assert [size.speedup.median for size in after] == pytest.approx([size.speedup.median for size in before])
-    assert [size.cause for size in after] == [size.cause for size in before]
-    assert [size.speedup.median for size in after if not size.band] == pytest.approx([1, 1])
-
-
-@quickly
-@given(seeds, st.randoms(use_true_random=False))
-def test_the_order_of_rows_changes_nothing(seed, random):
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_rows_changes_nothing(seed):
     def of(rows):
         return {series.title: replace(series, rows=()) for series in analyse(rows)}
 
-    rows = some_rows(seed)
+    random = Random(seed)
+    rows = simulated.measured(*simulated.draw(random), 3, random)
     assert of(random.sample(rows, len(rows))) == of(rows)
 
 
-@quickly
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(2, 64), unique=True, max_size=5).map(lambda found: [1, *sorted(found)]),
     st.floats(0, 1),
@@ -81,23 +53,6 @@ def test_amdahls_serial_fraction_is_found_again_from_three_sizes_on(worlds, seri
     assert series.serial_fraction == (pytest.approx(serial, abs=1e-9) if len(worlds) >= 3 else None)
 
 
-times = [*PARTS, "step_time", "data_wait_max", "no_sync_step", "no_sync_step_max"]
-any_row = st.fixed_dictionaries(
-    {"num_processes": st.sampled_from([1, 2, 4]), "epoch_time": st.floats(1e-6, 1e6)},
-    optional={"global_batch": st.sampled_from([4, 8]), **{name: st.floats(0, 1e6) for name in times}},
-).map(lambda values: Timing(**values))
-
-
-@quickly
-@given(any_row, st.lists(any_row, max_size=6))
-def test_no_loss_is_negative_and_none_against_a_reference_exceeds_the_lost_time(row, others):
-    found = losses_of(row, others)
-    assert all(cause.seconds >= 0 for cause in found.causes)
-    assert (found.lost or 0) >= 0 and (found.unexplained or 0) >= 0
-    referred = sum(cause.seconds for cause in found.causes if cause.key in ("contention", "work"))
-    assert found.lost is None or referred <= found.lost * (1 + 1e-9)
-
-
 # --- How fast ------------------------------------------------------------------------------------
 
 
@@ -105,13 +60,10 @@ def test_slower_than_any_smaller_size_is_negative():
     found = of_rates({1: 255, 4: 691, 8: 666})
     words = sentences.verdict(found.sizes[-1], found)
     assert [size.band for size in found.sizes] == ["", "poor", "negative scaling"]
+    assert [size.band for size in of_rates({1: 100, 2: 180, 4: 180}).sizes] == ["", "excellent", "poor"]
     assert "2.61 times as fast as 1, 32.6% efficiency: negative scaling (one timing)" in words
     assert "It is 0.96 times as fast as 4 processes." in words
     assert "Of the measured sizes 4 is the best, 2.71 times as fast as 1" in sentences.law(found)
-
-
-def test_a_size_that_is_as_fast_as_a_smaller_one_is_not_negative():
-    assert [size.band for size in of_rates({1: 100, 2: 180, 4: 180}).sizes[1:]] == ["excellent", "poor"]
 
 
 def test_a_difference_that_repeats_leave_open_is_not_negative_and_no_reason_for_fewer_processes():
@@ -159,11 +111,6 @@ def test_the_law_of_the_sizes_or_why_there_is_none(rates, says):
 def test_amdahls_law_is_not_fitted_to_a_growing_number_of_samples():
     (series,) = analyse([Timing(world, 100 + world, samples=1000 * world) for world in (1, 2, 4)])
     assert series.serial_fraction is None and "differ in samples" in sentences.law(series)
-
-
-def test_counts_stay_whole_in_the_median_of_two():
-    size = last([Timing(2, 10, micro_batch=4), Timing(2, 11, micro_batch=4)])
-    assert repr(size.typical.micro_batch) == "4"
 
 
 # --- Why -----------------------------------------------------------------------------------------
@@ -274,19 +221,6 @@ def job(world: int, batch: int, seconds: float = 1.0, steps: int = 10, flags: st
     return Timing(world, steps * seconds, name, samples=steps * batch, **known)
 
 
-@settings(max_examples=30, deadline=None)
-@given(seeds)
-def test_jobs_are_reported_like_the_same_runs_of_scale_run(seed):
-    random = Random(seed)
-    rows = simulated.measured(*simulated.draw(random), 2, random)
-    largest = max(row.num_processes for row in rows)
-    once = [row for row in rows if row.scaling == "strong" or row.num_processes < largest]
-    once = [replace(row, engine="ddp") for row in once]
-    by_scale_run = once + [replace(row, scaling="weak") for row in once if row.num_processes == largest]
-    found = {series.title: series.sizes for series in analyse([replace(row, scaling="") for row in once])}
-    assert found == {series.title: series.sizes for series in analyse(by_scale_run)}
-
-
 FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
 
 
@@ -313,13 +247,6 @@ FLAGS = [f"--seed 1 --max_length {length}" for length in (64, 128)]
 )
 def test_rows_are_paired_by_their_training(rows, titles):
     assert [series.title for series in analyse(rows)] == titles
-
-
-@quickly
-@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from((8, 16)), st.text("-' \"a", max_size=9)), min_size=1))
-def test_no_job_is_lost_whatever_its_flags(jobs):
-    series = analyse([job(world, batch, flags=flags) for world, batch, flags in jobs])
-    assert {(row.num_processes, row.global_batch, row.command) for one in series for row in one.rows} == set(jobs)
 
 
 def test_a_run_that_tries_a_recommendation_is_no_part_of_the_series():

@@ -52,7 +52,7 @@ BUDGETS = {
     "launch/explain": 480,
     "launch/fit": 360,
     "launch/host": 1590,
-    "launch/jobs": 1590,
+    "launch/jobs": 1620,
     "launch/output": 2150,
     "launch/scaling": 1060,
     "launch/training": 2700,

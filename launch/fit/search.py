@@ -2,7 +2,8 @@
 
 For each candidate every rank starts one process, a probe, which takes two steps of the real run
 with its longest example; the rank itself holds nothing on the GPU. A micro-batch fits if it runs on
-all ranks, which hear of each other through the store where their training will meet.
+all ranks, which hear of each other through the store where their training will meet: a process
+group would need a network that gloo finds, or memory of the GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from launch import terminal
 from launch.doctor.measured import keep_own_context
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 
 PROBE = __name__
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
-_GRACE = 10  # seconds: the rank that failed first has so long to say why before the ranks that lost it end
+_GRACE = 3  # seconds in which the ranks beside one that has failed may say why they fail
 _STEPS = 2  # the second one has the optimizer's state
 
 # A probe saves and reports nothing, and its schedule needs no evaluation.
@@ -67,13 +70,10 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     store = early_store("fit", world.rank, world.size)
     if world.is_main:
         _tell(store, "start", _start(run))
-    start = _require_no_mistake(_hear(store, "start"))
-    found = start["kept"]
-    if not found:
-        found = _search(run, argv, world, store, start)
-        if world.is_main:
-            record.write(run["output_dir"], found, FIT)
-        found["file"] = str(Path(run["output_dir"]) / FIT)
+    start = _hear(store, "start")
+    found = start.get("kept") or _search(run, argv, world, store, start)
+    if world.is_main and "kept" not in start:
+        record.write(run["output_dir"], found, FIT)
     batch = fitted.as_batch(run, found)  # as rank 0 found it: another node may have other devices
     terminal.console(world.is_main).print(f"fit   {batch}: {batch.reason}", highlight=False)
     return replace(run, batch=batch)
@@ -83,35 +83,21 @@ def _start(run: RunSpec) -> Json:
     """The fit that is `kept`, or else where the search starts: the bytes of `limit` for a process,
     the micro-batch `guess` and a `port` for the probes.
     """
-    kept = {} if run["fit_only"] else fitted.read(run["output_dir"])
+    folder, kept = Path(run["output_dir"]), {} if run["fit_only"] else fitted.read(run["output_dir"])
     if fitted.batch(run, kept):
-        return {"kind": "kept", "kept": kept}
-    try:
-        _require_writable(run)
-        limit = _limit(run)
-    except UserError as error:
-        return _mistaken(run, error)
-    return {"kind": "start", "kept": {}, "limit": limit, "guess": _guess(run, limit), "port": processes.free_port()}
-
-
-def _require_writable(run: RunSpec) -> None:
-    """Find out now and not after all probes."""
-    folder = Path(run["output_dir"])
-    try:
+        return {"kept": kept}
+    try:  # now and not after all probes
         folder.mkdir(parents=True, exist_ok=True)
         require_writable(folder)
     except OSError as error:
         what = f"{folder} cannot be written: {error.strerror}"
-        raise mistake("output_dir", what, "choose a writable folder") from None
-
-
-def _limit(run: RunSpec) -> int:
-    """Bytes for each process: what was asked for, all of a GPU, or its share of the free RAM."""
-    if run["memory_limit"]:
-        return round(run["memory_limit"] * 1e9)
+        return _mistaken(run, mistake("output_dir", what, "choose a writable folder"))
+    limit = psutil.virtual_memory().available // run.local_world_size
     if run.hardware.gpus:
-        return min(gpu.memory_bytes for gpu in run.hardware.gpus)
-    return memory.free_ram() // run.local_world_size
+        limit = min(gpu.memory_bytes for gpu in run.hardware.gpus)
+    if run["memory_limit"]:
+        limit = round(run["memory_limit"] * 1e9)
+    return {"limit": limit, "guess": _guess(run, limit), "port": processes.free_port()}
 
 
 def _guess(run: RunSpec, limit: int) -> int:
@@ -119,7 +105,7 @@ def _guess(run: RunSpec, limit: int) -> int:
     from launch.training.model import load_config, load_tokenizer
     from recipes.planner.plan import plan_run
 
-    usable = limit if run.hardware.cuda else limit - memory.resident()  # in RAM the libraries take their part
+    usable = limit if run.hardware.cuda else limit - psutil.Process().memory_info().rss  # what libraries take
     try:
         return plan_run(run, load_config(run, load_tokenizer(run)), usable).micro_batch
     except Exception:  # this is only where to begin: the first probe says what is wrong with the run
@@ -166,14 +152,14 @@ def _search(run: RunSpec, argv: list[str], world: World, store: Store, start: Js
         "found": record.now(),
         "probes": probes,
         "holds_for": fitted.identity(run),
+        "file": str(Path(run["output_dir"]) / FIT),
     }
 
 
 def _tokenize(run: RunSpec) -> None:
     """Make the tokens that the probes will find, once what can be told before is told.
 
-    Of a probe that tokenizes nobody sees how far it is, and if the kernel ended it for that, its
-    micro-batch would count as too large.
+    If the kernel ended a probe that tokenizes, its micro-batch would count as too large.
     """
     from launch.data.mixture import tokens_of_parts
     from launch.output.resume import look_ahead
@@ -194,7 +180,7 @@ def _probe(request: Json, world: World, store: Store, port: int) -> Json:
     """How a micro-batch went on all ranks together."""
     size = request["micro_batch"]
     _tell(store, f"{size}/{world.rank}", _probe_here(request, store, port))
-    verdicts = [_require_no_mistake(_hear(store, f"{size}/{rank}")) for rank in range(world.size)]
+    verdicts = [_hear(store, f"{size}/{rank}") for rank in range(world.size)]
     short = [verdict for verdict in verdicts if verdict["kind"] == "out_of_memory"]
     failed = [(rank, verdict["words"]) for rank, verdict in enumerate(verdicts) if verdict["kind"] != "fits"]
     if failed and not short:
@@ -221,13 +207,12 @@ def _probe_here(request: Json, store: Store, port: int) -> Json:
     with processes.ask(PROBE, [request], environment) as (child,):
         for _ in processes.watch([child]):
             if store.check([failed]):
-                grace = 0 if _hear(store, failed)["kind"] == "out_of_memory" else _GRACE
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, time.monotonic() + _GRACE)
             if time.monotonic() >= deadline:
                 return {"kind": "stopped", "words": ""}
         verdict = child.answer or _without_answer(child)
     if verdict["kind"] != "fits":
-        _tell(store, failed, verdict)
+        store.set(failed, "")
     return verdict
 
 
@@ -244,20 +229,18 @@ def _mistaken(run: RunSpec, error: UserError) -> Json:
     return {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
 
 
-def _require_no_mistake(verdict: Json) -> Json:
-    if verdict["kind"] == "mistake":
-        raise UserError(*(Problem(**problem) for problem in verdict["problems"]))
-    return verdict
-
-
 def _tell(store: Store, name: str, content: Json) -> None:
     store.set(name, json.dumps(content))
 
 
 def _hear(store: Store, name: str) -> Json:
+    """What a rank has told. Raises the `UserError` of one that has met a mistake."""
     while not store.check([name]):  # no signal interrupts a wait inside the store
         time.sleep(0.05)
-    return json.loads(store.get(name))
+    told = json.loads(store.get(name))
+    if "problems" in told:
+        raise UserError(*(Problem(**problem) for problem in told["problems"]))
+    return told
 
 
 # --- A probe, in a process of its own -------------------------------------------------------------
@@ -267,9 +250,9 @@ def main(folder: str) -> None:
     """Take two steps of the run in the request, and answer how they went on this rank."""
     request, world = processes.request(folder), launched()
     run = _requested(request, world, folder)
+    quiet_libraries(run["verbose"])
+    prepare_process(run)
     try:
-        quiet_libraries(run["verbose"])
-        prepare_process(run)
         verdict = _try(run, world, request, folder)
     except UserError as error:
         verdict = _mistaken(run, error)

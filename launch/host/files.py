@@ -12,8 +12,8 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from recipes.errors import UserError
 
@@ -115,18 +115,16 @@ _OF_MACHINE = {
     errno.EMFILE: "Run `ulimit -n 4096`",
     **dict.fromkeys((errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOLCK), ""),
 }
-_OF_CACHES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 _NO_SHARED_MEMORY = ("out of shared memory", "unable to allocate shared memory", "shared memory segment")
 # torch's words when `end_workers_that_cannot_send` has ended a worker.
 _WORKER_ENDED = re.compile(r"exited unexpectedly with exit code (\d+)\.")
 
 
-@dataclass(frozen=True)
-class StorageFailure:
+class StorageFailure(NamedTuple):
     """`what` happened, and the `remedy` as the start of a sentence; empty if a user has none."""
 
     what: str
-    remedy: str = ""
+    remedy: str
 
 
 def storage_failure(error: BaseException, folder: Path | None = None) -> StorageFailure | None:
@@ -140,13 +138,9 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
         if code == errno.ENOSPC:
             return StorageFailure("/dev/shm is full", "Make it larger or take --dataloader_num_workers 0")
         code = code or _code(failed)
-        file = os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
-        of_a_cache = code in _OF_CACHES and _is_of_a_cache(Path(file))
-        if code is not None and (code in _OF_MACHINE or of_a_cache):
-            # Libraries write to caches below the home folder: read-only in many containers.
-            move = "Set HF_HOME (or TORCH_EXTENSIONS_DIR, TRITON_CACHE_DIR) to a writable folder with room"
-            what = f"{file} cannot be read or written: {os.strerror(code)}"
-            return StorageFailure(what, move if of_a_cache else _OF_MACHINE[code])
+        if code in _OF_MACHINE:
+            file = os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
+            return StorageFailure(f"{file} cannot be read or written: {os.strerror(code)}", _OF_MACHINE[code])
     if folder and not isinstance(error, UserError):
         try:
             # Until a run has made it, only an error that names it is of that folder.
@@ -193,26 +187,19 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _code_of_sending(error: BaseException) -> int | None:
-    """Why a worker's batch could not be sent, in the worker as in the process that waits for it."""
+def _code_of_sending(error: BaseException) -> int:
+    """Why a worker's batch could not be sent, in the worker as in the process that waits for it; 0
+    if it is another error.
+    """
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_SHARED_MEMORY):
         return errno.ENOSPC
     ended = _WORKER_ENDED.search(str(error))
-    code, full = (int(ended[1]), errno.ENOSPC) if ended else (_code(error), None)
-    return code if code in (errno.EMFILE, errno.ENFILE, full) else None
+    code, full = (int(ended[1]), errno.ENOSPC) if ended else (_code(error), 0)
+    return code if code in (errno.EMFILE, errno.ENFILE, full) else 0
 
 
-def _code(error: BaseException) -> int | None:
-    """The system's error number: Python's own, or by its words in a library's message."""
+def _code(error: BaseException) -> int:
+    """The system's error number: Python's own, or by its words in a message; 0 if there is none."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    return next((code for code, remedy in _OF_MACHINE.items() if remedy and os.strerror(code) in str(error)), None)
-
-
-def _is_of_a_cache(file: Path) -> bool:
-    from recipes.run.files import hf_home  # which the launcher need not wait for
-
-    variables = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR")
-    folders = [str(hf_home(os.environ).absolute()), *(os.environ[name] for name in variables if os.environ.get(name))]
-    is_below = any(file.absolute().is_relative_to(folder) for folder in folders)
-    return is_below or bool({".cache", ".triton"} & {*file.parts})
+    return next((code for code, remedy in _OF_MACHINE.items() if remedy and os.strerror(code) in str(error)), 0)

@@ -1,9 +1,9 @@
 """Names the rank that the others wait for in vain: one that hangs, or that a signal has stopped.
 
-Each rank has a thread that gives signs of life in the store of torch.distributed, and says where
-its main thread is. It costs a step nothing, and goes on through an evaluation, a save or a
-compilation, however long they take. Without it gloo only says that it timed out, and a GPU's rank
-that is stopped is missed after half an hour, by no name.
+A thread of each rank gives signs of life in the store of torch.distributed, and says where its main
+thread is: through an evaluation, a save or a compilation too, and at no cost for a step. Without it
+gloo only says that it timed out, and a GPU's rank that is stopped is missed after half an hour, by
+no name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from recipes.errors import Failure
@@ -30,7 +29,7 @@ _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
 
 # Here Python waits for other ranks: in a collective, in DDP's backward, or to name one of them.
-_WAITING = ("torch/distributed/", "torch/autograd/graph.py", __file__)
+_WAITING = ("distributed/", "autograd/graph.py", "host/heartbeat.py")
 _TIMED_OUT = ("Timed out waiting", "wait timeout after", "Application timeout")  # gloo's words, and the store's
 
 
@@ -123,22 +122,28 @@ def _beating(store: Store, rank: int, watched: int | None = None) -> Iterator[St
 
 def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -> None:
     """Until this rank leaves, or its launcher ends, which holds the store."""
-    parent, number, last, since, noted = os.getppid(), 0, Json(), time.monotonic(), False
+    parent, number, last, since = os.getppid(), 0, Json(), time.monotonic()
     name = f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
     with contextlib.suppress(RuntimeError):
         while not left.is_set() and os.getppid() == parent:
             number += 1
-            beat = {"number": number, "name": name, "place": _place(), "waits": _waits()}
-            store.set(f"heartbeat/{rank}", json.dumps(beat))
+            store.set(f"heartbeat/{rank}", json.dumps({"number": number, "name": name, "place": _place()}))
             seen = _last(store, watched) if watched is not None else {}
             if seen != last or not seen:
-                last, since, noted = seen, time.monotonic(), False
-            elif time.monotonic() - since > _SILENT_SECONDS and not noted:
-                noted = True
+                last, since = seen, time.monotonic()
+            elif time.monotonic() - since > _SILENT_SECONDS:
                 line = f"{seen['name']} has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?"
                 print(line, file=sys.stderr, flush=True)
+                since = float("inf")  # said once in a silence
             left.wait(_BEAT_SECONDS)
         store.set(f"heartbeat/{rank}", "{}")  # it has left
+
+
+def _place() -> str:
+    """Where the main thread is: the function, and the line of its file."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    file = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name}, {file.parent.name}/{file.name} line {frame.f_lineno}"
 
 
 def _last(store: Store, rank: int) -> Json:
@@ -150,39 +155,17 @@ def _last(store: Store, rank: int) -> Json:
 def _explained(store: Store, rank: int, size: int, limit: str) -> RankHangs:
     """Look at all ranks twice: one that is alive has answered in between."""
     try:
-        before = [_last(store, other) for other in range(size)]
+        beats = {other: beat for other in range(size) if (beat := _last(store, other))}
         time.sleep(2 * _BEAT_SECONDS + 1)
-        there = [other for other in range(size) if before[other]]
-        silent = [other for other in there if _last(store, other) == before[other]]
+        silent = [other for other, beat in beats.items() if _last(store, other) == beat]
     except RuntimeError:  # the store is gone
         return RankHangs(f"another rank did not answer {limit}", True)
-    busy = [other for other in there if not before[other]["waits"]]
+    busy = [other for other, beat in beats.items() if not any(part in beat["place"] for part in _WAITING)]
+    message = f"an exchange between the ranks did not end {limit}, though all of them are alive and wait for it"
     if silent:
-        who = " and ".join(before[other]["name"] for other in silent)
+        who = " and ".join(beats[other]["name"] for other in silent)
         message = f"{who} did not answer {limit}: stopped, or on a machine that is"
     elif busy:
-        who = " and ".join("{name} in {place}".format(**before[other]) for other in busy)
+        who = " and ".join("{name} in {place}".format(**beats[other]) for other in busy)
         message = f"the other ranks waited in vain {limit} for {who}"
-    else:
-        message = f"an exchange between the ranks did not end {limit}, though all of them are alive and wait for it"
-    reporter = min({*range(size)} - {*(silent or busy)}, default=rank)
-    return RankHangs(message, rank == reporter)
-
-
-def _place() -> str:
-    """Where the main thread is: the function, and the line of its file."""
-    frame = next(_frames())
-    file = Path(frame.f_code.co_filename)
-    return f"{frame.f_code.co_name}, {file.parent.name}/{file.name} line {frame.f_lineno}"
-
-
-def _waits() -> bool:
-    return any(part in frame.f_code.co_filename for frame in _frames() for part in _WAITING)
-
-
-def _frames() -> Iterator[FrameType]:
-    """From the innermost outwards."""
-    frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return RankHangs(message, rank == min({*range(size)} - {*(silent or busy)}, default=rank))

@@ -1,9 +1,9 @@
 """`accelerate launch` that leaves a failed run the last word, and what its ranks know of it.
 
-Started by path, with the same arguments: accelerate and torch elastic answer the failure of a rank
-with a traceback of their own and with exit code 1. Here accelerate's own parser and launch_command
-run too, but nothing is printed after what the rank has printed, and the exit code is that of the
-first rank that failed.
+Started by path, with the same arguments. accelerate and torch elastic answer the failure of a rank
+with a traceback of their own and exit code 1. Here accelerate's own parser and launch_command run,
+nothing is printed after what the rank has printed, and the exit code is that of the rank that
+failed first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__)
 THREADS = "OMP_NUM_THREADS"
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
-_LATE_SECONDS = 10
 _KILLED = {
     signal.SIGKILL: ": the kernel does that when RAM runs out (`dmesg` tells)",
     signal.SIGSEGV: ": native code crashed (PYTHONFAULTHANDLER=1 shows where)",
@@ -98,29 +97,22 @@ class Signals:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in a shell's background
                 signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked them
-        threading.Thread(target=self._pass_on_all, daemon=True).start()
+        threading.Thread(target=self._pass_on, daemon=True).start()
 
-    def _pass_on_all(self) -> None:
-        while number := os.read(self._arriving, 1):
-            self._pass_on(number[0])
-
-    def _pass_on(self, number: int) -> None:
-        again = number in self.received
-        self.received.add(number)
-        ranks = psutil.Process().children()
-        if not ranks:  # nothing has started yet
-            os._exit(self._without_a_word())
-        if number == signal.SIGQUIT or (number == signal.SIGINT and again):
-            _send(ranks, signal.SIGKILL)
-        elif number == signal.SIGINT:
-            # A terminal tells all processes of this one's session, but `kill -INT` only this one: a
-            # rank that does not end is told to stop.
-            _send(ranks, signal.SIGINT, told=os.getsid(0))
-            late = threading.Timer(_LATE_SECONDS, _send, (ranks, signal.SIGTERM))
-            late.daemon = True
-            late.start()
-        else:
-            _send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
+    def _pass_on(self) -> None:
+        while True:
+            number = os.read(self._arriving, 1)[0]
+            kills = number == signal.SIGQUIT or (number == signal.SIGINT and number in self.received)
+            self.received.add(number)
+            ranks = psutil.Process().children()
+            if not ranks:  # nothing has started yet
+                os._exit(self._without_a_word())
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    if kills or number == signal.SIGHUP:
+                        os.kill(rank.pid, signal.SIGKILL if kills else signal.SIGTERM)
+                    elif number != signal.SIGINT or os.getsid(rank.pid) != os.getsid(0):
+                        os.kill(rank.pid, number)  # a terminal interrupts its whole session itself
 
     def exit_code_of(self, rank: int, code: int) -> int:
         """The exit code of the launcher. A rank that was killed could not print anything itself."""
@@ -128,11 +120,11 @@ class Signals:
             return code
         if -code in {*self.received, *SIGNALS}:  # it did not handle the signal yet
             return self._without_a_word()
-        if self.received:
-            return self._exit_code
-        how = signal.Signals(-code)
-        _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
-        return 128 - code
+        if not self.received:
+            how = signal.Signals(-code)
+            _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
+            return 128 - code
+        return self._exit_code
 
     def _without_a_word(self) -> int:
         """The exit code of a run whose ranks were ended before they could say why: this says it."""
@@ -143,14 +135,6 @@ class Signals:
     @property
     def _exit_code(self) -> int:
         return 130 if self.received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
-
-
-def _send(ranks: list[psutil.Process], number: int, told: int | None = None) -> None:
-    """Send a signal to the ranks, but not to those of a session that was `told`."""
-    for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(rank.pid) != told:
-                os.kill(rank.pid, number)
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, int]:
@@ -206,7 +190,7 @@ def first_environment() -> Mapping[str, str]:
 
 
 def threads_per_process(cores: int, processes: int) -> int:
-    """The CPU threads of each process: what a person asked for, or an equal share of the cores."""
+    """What a person asked for, or an equal share of the cores."""
     return own_threads() or max(1, cores // processes)
 
 
@@ -228,8 +212,8 @@ def own_threads() -> int | None:
 def write_error_file(text: str, since: float | None = None) -> None:
     """Have the box that torch elastic prints at the end hold this text. Nothing happens without it.
 
-    `since` is the time of the failure [now]. The earliest one, in whole seconds, is torch's root
-    cause, and a rank without a file fails when torch looks: one with a file is dated earlier.
+    torch's root cause is the earliest failure, in whole seconds. `since` is the time of this one
+    [now], which is dated earlier than that of a rank without a file.
     """
     if file := os.environ.get(_ERROR_FILE):
         failed = str(int(since or time.time()) - 1)

@@ -58,11 +58,6 @@ def limit(limit_bytes: int, cuda: bool) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def resident() -> int:
-    """Bytes of RAM that this process holds now."""
-    return psutil.Process().memory_info().rss
-
-
 def peak(cuda: bool) -> int:
     """The most bytes that this process has held: reserved on its GPU, or else in RAM."""
     if cuda:
@@ -72,11 +67,6 @@ def peak(cuda: bool) -> int:
     # psutil does not read the peak, and getrusage includes that of the parent process.
     line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.M)
     return int(line[1]) * 1024 if line else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def free_ram() -> int:
-    """Bytes of RAM that the system has available. Reads no cgroup limit."""
-    return psutil.virtual_memory().available
 
 
 # --- When it ran out -----------------------------------------------------------------------------
@@ -120,7 +110,7 @@ def shortage(error: BaseException) -> Shortage:
         left, free = (_size(f"{_SIZE} allowed", text) or math.inf) - taken, _size(f"{_SIZE} is free", text)
         return Shortage(_size(f"Tried to allocate {_SIZE}", text), free and round(max(0, min(free, left))))
     match = re.search(r"you tried to allocate (\d+) bytes|(?:malloc|realloc) of size (\d+)", text)
-    asked, free = int(match[1] or match[2]) if match else None, free_ram()
+    asked, free = int(match[1] or match[2]) if match else None, psutil.virtual_memory().available
     if soft != resource.RLIM_INFINITY:
         free = max(0, min(free, soft - psutil.Process().memory_info().data))
     return Shortage(asked, None if asked and free >= asked else free)  # the failed step has freed its memory since

@@ -1,9 +1,8 @@
 """`recipes` and `launch`, though other distributions have packages of these names too.
 
 Of two in the same folder, the one that was installed last has overwritten files of the other
-(torchtune's wheel brings a `recipes`). Of two in different folders, the one that is first on
-sys.path hides the other (ROS 2 puts its `launch` on PYTHONPATH). This file is read before anything
-of `recipes` is, and imports nothing of it.
+(torchtune's wheel brings a `recipes`). Of two in different folders, the first on sys.path hides the
+other (ROS 2 puts its `launch` on PYTHONPATH). This file imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _ROOT = Path(__file__).resolve().parents[2]  # the folder that holds them
 def import_own_packages() -> None:
     """Import ours, whatever else is on sys.path. Exit with code 2 if they are no longer whole.
 
-    A script calls this once it has imported this file, with their folder first on the path. The
-    order of the path is the user's: a library on PYTHONPATH stays before an installed one.
+    A script calls this with their folder first on the path. The order of the path is the user's: a
+    library on PYTHONPATH stays before an installed one.
     """
     for name in NAMES:
         file = _ROOT / name / "__init__.py"

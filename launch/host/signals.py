@@ -23,16 +23,8 @@ _received: set[int] = set()  # by this process, since it handles them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
-def block_until_listening() -> None:
-    """Keep the signals waiting until `StopRequest.listen` handles them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-
-
 class Preempted(BaseException):
-    """The run was told to stop.
-
-    Like KeyboardInterrupt not an `Exception`, so that nothing catches it by accident.
-    """
+    """The run was told to stop. Not an `Exception`, so that nothing catches it by accident."""
 
 
 class StopRequest:
@@ -56,7 +48,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    signal.signal(number, self._request_stop)
+                    signal.signal(number, self._handle)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
     def defer(self, patience: float) -> None:
@@ -77,12 +69,17 @@ class StopRequest:
         if self.signal:
             raise Preempted(f"told to stop by {self.signal}")
 
-    def _request_stop(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         _received.add(number)
         self.signal = self.signal or signal.Signals(number).name
         if not self._deferred:
             self._deferred = True  # a second signal must not interrupt the cleanup
             self._end_if_requested()
+
+
+def block_until_listening() -> None:
+    """Keep the signals waiting until `StopRequest.listen` handles them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
 
 def ignore_stop_requests() -> None:
@@ -104,7 +101,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 @contextlib.contextmanager
 def ending_children() -> Iterator[None]:
-    """If the block is interrupted, end what it has started, and what that has started in turn.
+    """If the block is interrupted, end all that it has started.
 
     A parent that is killed leaves its children to this process meanwhile. Linux only.
     """

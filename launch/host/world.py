@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from launch.host.heartbeat import heartbeat, meeting
 from launch.host.launcher import launcher_argv, threads_per_process
@@ -55,9 +55,7 @@ class World:
 
         The ranks of one node need no meeting: they read the same data, and are ready at once.
         """
-        if self.nodes == 1:
-            return contextlib.nullcontext()
-        return meeting(self.rank, self.size, timeout)
+        return contextlib.nullcontext() if self.nodes == 1 else meeting(self.rank, self.size, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
@@ -95,21 +93,15 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def require_launcher(world: World, environment: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Raises `UserError` if several processes were started that cannot find each other. Returns
+    """Raises `UserError` if several processes were started that do not know each other. Returns
     advice if `accelerate launch --num_processes N` has started one process without a word.
     """
-    if world.size > 1 and "MASTER_ADDR" not in environment:
-        what = f"is not set, and {world.size} processes (WORLD_SIZE) have to find each other"
-        raise mistake("MASTER_ADDR", what, "accelerate launch sets it; for one process unset RANK and WORLD_SIZE")
     starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
     for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)
         if count > 1 and not {"RANK", "WORLD_SIZE"} <= set(environment):
-            raise mistake(
-                variable,
-                f"{starter} started {count} processes that would each train a model of their own",
-                f"start one process per node with {starter}, and `accelerate launch` in it",
-            )
+            what = f"{starter} started {count} processes that would each train a model of their own"
+            raise mistake(variable, what, f"start one process per node with {starter}, and `accelerate launch` in it")
     asked = re.search(r"--num[_-]processes[ =](\d+)", " ".join(launcher_argv()))
     if world.size > 1 or "ACCELERATE_MIXED_PRECISION" not in environment or not asked or int(asked[1]) < 2:
         return []
@@ -259,8 +251,6 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
 
 # --- torch's compiler of C++, which DeepSpeed's operators need once -------------------------------
 
-_TELL_SECONDS = 5
-
 
 def compile_safely() -> None:
     """From now on an interrupted compilation, which takes minutes, ends with all its processes, and
@@ -283,19 +273,11 @@ class _Baton:
         self.folder, self.lock = Path(file).parent, FileLock(f"{file}.flock")
 
     def try_acquire(self) -> bool:
-        try:
-            self.lock.acquire(timeout=_TELL_SECONDS)
-        except Timeout:
-            _say(f"waiting until another process has compiled {self.folder.name}, with {self.lock.lock_file}")
-            self.lock.acquire()
-        if not any(self.folder.glob("*.so")):
-            _say(f"compiling {self.folder.name} into {self.folder}: this takes minutes, and only once")
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not any(self.folder.glob("*.so")):
+            name, line = self.folder.name, "this takes minutes, and only once; if another process does, until it has"
+            print(f"compiling {name} into {self.folder}: {line}", file=sys.stderr, flush=True)
+        self.lock.acquire()
         return True
 
     def release(self) -> None:
         self.lock.release()
-
-
-def _say(line: str) -> None:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ python3 launch doctor
 && """
 
 # The value goes through a pipe into the environment: into no file, log or argument.
-_TOKEN = 'HF_TOKEN="$(python3 launch/host/key_vault.py {secret})" && export HF_TOKEN &&\n'
+_TOKEN = 'HF_TOKEN="$(python3 launch/jobs/key_vault.py {secret})" && export HF_TOKEN &&\n'
 
 
 def _one_of(choices: str, help: str) -> Any:

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import psutil
+
 from tests.benchmarks.resident import ALLOCATOR
 
 Json = dict[str, object]
@@ -216,7 +218,7 @@ def _trained(argv: list[str], log: Path) -> Json:
 
     def limit_from_here(limit_bytes: int, cuda: bool) -> None:
         nonlocal before, of_files, data
-        before, of_files, data = memory.resident(), _bytes("RssFile"), _bytes("VmData")
+        before, of_files, data = psutil.Process().memory_info().rss, _bytes("RssFile"), _bytes("VmData")
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
         limit(limit_bytes + before, cuda)
 

@@ -1,17 +1,17 @@
 """Ranks whose launcher has ended: they save and end, and a rank that cannot says so and ends."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from launch.host.signals import EXIT_CODE
 from tests.launch.host.test_preemption import ENDLESS, assert_resumable
+from tests.launch.host.test_processes import alive
 from tests.support.running import ROOT, model_flags
 from tests.support.stopping import ONE_PROCESS, TWO_RANKS
 from tests.support.waiting import wait_for
@@ -28,7 +28,7 @@ from launch.host.launcher import end_with_launcher
 from launch.host.signals import Preempted, StopRequest
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
-(folder / "rank").write_text(str(os.getpid()))
+(folder / "rank").write_text(f"{os.getpid()}\\n")
 if what == "late":
     while not (folder / "go").exists():
         time.sleep(0.05)
@@ -43,93 +43,54 @@ try:
     (folder / "ready").touch()
     while what == "stuck" or not stop.stop_requested:
         time.sleep(0.05)
-    (folder / "saved").write_text(stop.signal)
+    print("saved by", stop.signal, flush=True)
 except Preempted as error:
-    (folder / "ended").write_text(str(error))
+    print(error, flush=True)
 """
 
 
-class Family:
-    """A launcher with one rank, which both end with the test."""
-
-    def __init__(self, folder: Path, what: str, name: str = "torchrun") -> None:
-        self.folder = folder
-        (folder / name).write_text(LAUNCHER)
-        (folder / "rank.py").write_text(RANK)
-        words = [sys.executable, str(folder / name), str(folder / "rank.py"), str(folder), what]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "1"}
-        self.log = (folder / "log").open("wb")
-        self.launcher = subprocess.Popen(
-            words, env=environment, stdout=self.log, stderr=self.log, start_new_session=True
-        )
-        wait_for("the rank", lambda: self.has("rank") and (folder / "rank").read_text())
-        self.rank = int((folder / "rank").read_text())
-
-    def has(self, name: str) -> bool:
-        return (self.folder / name).exists()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for pid in (self.rank, self.launcher.pid):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.launcher.wait()
-
-    def kill_launcher(self) -> None:
-        self.launcher.kill()
-        self.launcher.wait()
-
-
-def is_there(pid: int) -> bool:
+@pytest.mark.parametrize(
+    ("what", "name", "printed"),
+    [
+        ("running", "torchrun", "saved by the end of its launcher\n"),
+        ("stopped", "torchrun", "saved by the end of its launcher\n"),
+        ("late", "torchrun", "told to stop by the end of its launcher\n"),  # before the rank looks for it
+        ("stuck", "torchrun", "rank 1: the launcher has ended, and nothing after step 7 within 2 s (ddp_timeout)\n"),
+        ("running", "shell", None),  # which may exit and leave the run in the background
+    ],
+)
+def test_a_rank_stops_when_its_launcher_ends(what, name, printed, tmp_path):
+    (tmp_path / name).write_text(LAUNCHER)
+    (tmp_path / "rank.py").write_text(RANK)
+    words = [sys.executable, str(tmp_path / name), str(tmp_path / "rank.py"), str(tmp_path), what]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RANK": "1"}
+    log, started = tmp_path / "log", tmp_path / "rank"
+    with log.open("wb") as stream:
+        launcher = subprocess.Popen(words, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped by SIGSTOP"])
-def test_a_rank_stops_when_its_launcher_ends(stopped, tmp_path):
-    with Family(tmp_path, "train") as family:
-        wait_for("its loop", lambda: family.has("ready"))
-        if stopped:
-            os.kill(family.rank, signal.SIGSTOP)
-        family.kill_launcher()
-        wait_for("its end", lambda: not is_there(family.rank))
-        assert (tmp_path / "saved").read_text() == "the end of its launcher"
-
-
-def test_a_launcher_may_end_before_its_rank_looks_for_it(tmp_path):
-    with Family(tmp_path, "late") as family:
-        family.kill_launcher()
+        wait_for("the rank", lambda: started.exists() and started.read_text().endswith("\n"))
+        rank = int(started.read_text())
+        wait_for("its loop", lambda: what == "late" or (tmp_path / "ready").exists())
+        if what == "stopped":
+            os.kill(rank, signal.SIGSTOP)
+        launcher.kill()
+        launcher.wait()
         (tmp_path / "go").touch()
-        wait_for("its end", lambda: not is_there(family.rank))
-        assert (tmp_path / "ended").read_text() == "told to stop by the end of its launcher"
-
-
-def test_a_rank_that_is_stuck_says_so_and_ends(tmp_path):
-    with Family(tmp_path, "stuck") as family:
-        wait_for("its loop", lambda: family.has("ready"))
-        family.kill_launcher()
-        wait_for("its end", lambda: not is_there(family.rank))
-        said = "rank 1: the launcher has ended, and nothing after step 7 within 2 s (ddp_timeout)"
-        assert said in (tmp_path / "log").read_text() and not family.has("saved")
-
-
-def test_a_shell_may_exit_and_leave_the_run_in_the_background(tmp_path):
-    with Family(tmp_path, "train", name="shell") as family:
-        wait_for("its loop", lambda: family.has("ready"))
-        family.kill_launcher()
-        time.sleep(3)
-        assert is_there(family.rank) and not family.has("saved")
+        if printed is None:
+            time.sleep(3)
+            assert alive(rank) and not log.read_text()
+        else:
+            wait_for("its end", lambda: not alive(rank))
+            assert log.read_text() == printed
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-@pytest.mark.parametrize("start", [ONE_PROCESS, TWO_RANKS], ids=["one process", "two ranks"])
+@pytest.mark.parametrize(
+    ("start", "number"), [(ONE_PROCESS, signal.SIGKILL), (TWO_RANKS, signal.SIGKILL), (TWO_RANKS, signal.SIGUSR1)]
+)
 def test_ranks_of_accelerates_launcher_save_when_it_dies(start, number, tiny_model, texts, tmp_path):
     """It dies of SIGUSR1 at once."""
     with start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path) as run:
@@ -138,5 +99,5 @@ def test_ranks_of_accelerates_launcher_save_when_it_dies(start, number, tiny_mod
         output = run.end()
     # Rank 0 speaks for both. Rank 1 may have seen it first.
     assert re.search("told to stop by (the end of its launcher|another rank) at step", output), output
-    assert run.process.returncode == -number != EXIT_CODE
+    assert run.process.returncode == -number
     assert assert_resumable(tmp_path) >= 5

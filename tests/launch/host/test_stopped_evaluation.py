@@ -19,6 +19,7 @@ STEPS = (
     "--dataset_train_split train[:90%] --dataset_test_split train[90%:] --per_device_eval_batch_size 1"
 ).split()
 EVERY_FOURTH = "--eval_strategy steps --eval_steps 4".split()
+AT_THE_END = "--eval_strategy steps --eval_steps 1000".split()
 BEST = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true".split()  # the first is
 SECONDS = 3  # a batch of an evaluation; there are 26
 
@@ -31,15 +32,19 @@ class Slow:
         self.brake = Path(f"{folder}.slow")
         self.flags = write_slowly_evaluated_model(folder, tiny_model, SECONDS)
 
-    def stopped(self, start: type[Run], output: Path, *flags: str, after: str = "step 4/") -> Run:
-        """A run that was told to stop while it evaluated, and has ended."""
+    def stopped(self, start: type[Run], output: Path, *flags: str, step: int) -> Run:
+        """A run that was told to stop while it evaluated after a step, which is saved."""
         self.brake.touch()
         words = [*self.flags, "--dataset_name", str(self.texts), "--max_length", "64", *STEPS, *flags]
         with start(words, output) as run:
-            run.wait_for_output(after)
+            run.wait_for_output(f"step {step}/")
             os.kill(run.ranks()[-1], signal.SIGTERM)
             run.printed = run.end()
         self.brake.unlink()
+        newest, damaged = newest_valid(output)
+        assert newest is not None and newest.step == step and not damaged
+        assert read_record(output)["status"] == "preempted"
+        assert "eval_loss" not in (newest.path / "trainer_state.json").read_text()
         return run
 
     def trained(self, output: Path, *flags: str):
@@ -56,40 +61,26 @@ def evaluations(record: dict) -> dict[int, float]:
     return {entry["step"]: entry["eval_loss"] for entry in record.get("log_history", []) if "eval_loss" in entry}
 
 
-def assert_saved_without_evaluation(output: Path, step: int) -> None:
-    newest, damaged = newest_valid(output)
-    assert newest is not None and newest.step == step and not damaged
-    assert read_record(output)["status"] == "preempted"
-    assert f'"step": {step}' in (newest.path / "trainer_state.json").read_text()
-    assert "eval_loss" not in (newest.path / "trainer_state.json").read_text()
-
-
-def test_an_evaluation_is_cut_short_and_made_up_for(slow, tmp_path):
-    run = slow.stopped(Forked, tmp_path / "out", *EVERY_FOURTH, *BEST)
-    assert run.process.exitcode == EXIT_CODE and "told to stop by SIGTERM at step 4" in run.printed
-    assert_saved_without_evaluation(tmp_path / "out", 4)
-    whole, again = (slow.trained(tmp_path / name, *EVERY_FOURTH, *BEST) for name in ("whole", "out"))
-    assert "resuming from" in again.output
-    assert losses(again) == losses(whole)
-    assert evaluations(again.record) == evaluations(whole.record) != {}
-    assert (again.record["model_step"], whole.record["model_step"]) == (4, 4)
-
-
-@pytest.mark.parametrize("steps", ["8", "1000"], ids=["in the training", "after the training"])
-def test_a_cut_evaluation_at_the_end_is_all_that_the_next_start_does(steps, slow, tmp_path):
-    at_the_end = [*"--eval_strategy steps --eval_steps".split(), steps]
-    run = slow.stopped(Forked, tmp_path / "out", *at_the_end, after="step 8/")
-    assert run.process.exitcode == EXIT_CODE
-    assert_saved_without_evaluation(tmp_path / "out", 8)
-    whole, again = (slow.trained(tmp_path / name, *at_the_end) for name in ("whole", "out"))
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [([*EVERY_FOURTH, *BEST], 4), pytest.param(AT_THE_END, 8, marks=pytest.mark.slow)],
+    ids=["in the training", "after the training"],
+)
+def test_an_evaluation_is_cut_short_and_made_up_for(flags, step, slow, tmp_path):
+    run = slow.stopped(Forked, tmp_path / "out", *flags, step=step)
+    assert run.process.exitcode == EXIT_CODE and f"told to stop by SIGTERM at step {step}" in run.printed
+    whole, again = (slow.trained(tmp_path / name, *flags) for name in ("whole", "out"))
     assert (again.code, again.record["status"]) == (0, "finished")
     assert again.record["eval_loss"] == whole.record["eval_loss"]
+    if step == 4:
+        assert losses(again) == losses(whole)
+        assert evaluations(again.record) == evaluations(whole.record) != {}
+        assert again.record["model_step"] == whole.record["model_step"] == 4
 
 
 @pytest.mark.slow
 def test_two_ranks_cut_it_after_the_same_batch(slow, tmp_path):
-    slow.stopped(TWO_RANKS, tmp_path / "out", *EVERY_FOURTH)
-    assert_saved_without_evaluation(tmp_path / "out", 4)
+    slow.stopped(TWO_RANKS, tmp_path / "out", *EVERY_FOURTH, step=4)
     words = [*slow.flags, "--dataset_name", str(slow.texts), "--max_length", "64", *STEPS, *EVERY_FOURTH]
     whole, again = (launch_quickly(*words, output=tmp_path / name) for name in ("whole", "out"))
     assert again.code == 0, again.output

@@ -10,28 +10,19 @@ from torch.utils.data import DataLoader
 
 from launch.host.files import end_workers_that_cannot_send, storage_failure
 
-FORK = multiprocessing.get_context("fork")
-
 
 class Unsendable:
     """A batch whose file cannot be opened when it is sent."""
 
-    def __init__(self, code):
-        self.code = code
-
     def __reduce__(self):
-        raise OSError(self.code, "made for a test")
+        raise OSError(errno.EMFILE, "made for a test")
 
 
-def collate_without_files(_):
-    return Unsendable(errno.EMFILE)
-
-
-def wait_for_its_batch():
+def wait_for_its_batch(_):
     """As a training does. In a process of its own: the DataLoader must not outlive the test."""
     end_workers_that_cannot_send()
     torch.set_num_threads(1)
-    loader = DataLoader([1, 2], num_workers=1, collate_fn=collate_without_files, timeout=60)
+    loader = DataLoader([1, 2], num_workers=1, collate_fn=lambda _: Unsendable(), timeout=60)
     try:
         next(iter(loader))
     except RuntimeError as error:
@@ -42,21 +33,19 @@ def wait_for_its_batch():
 def fail_in_a_thread(code):
     """As the thread does that hands over the file of a batch."""
     end_workers_that_cannot_send()
-    error = OSError(code, "made for a test")
-    sys.excepthook(OSError, error, None)
+    sys.excepthook(OSError, OSError(code, "made for a test"), None)
 
 
-def exit_code_of(target, *arguments):
-    process = FORK.Process(target=target, args=arguments)
+@pytest.mark.parametrize(
+    ("target", "code", "ends"),
+    [
+        (wait_for_its_batch, 0, 3),
+        (fail_in_a_thread, errno.EMFILE, errno.EMFILE),
+        (fail_in_a_thread, errno.EIO, 0),  # another error
+    ],
+)
+def test_a_worker_that_cannot_send_ends_and_so_does_the_wait_for_it(target, code, ends):
+    process = multiprocessing.get_context("fork").Process(target=target, args=(code,))
     process.start()
     process.join(120)
-    return process.exitcode
-
-
-def test_a_batch_that_cannot_be_sent_ends_the_wait_for_it():
-    assert exit_code_of(wait_for_its_batch) == 3
-
-
-@pytest.mark.parametrize(("code", "ends"), [(errno.EMFILE, errno.EMFILE), (errno.ENFILE, errno.ENFILE), (errno.EIO, 0)])
-def test_a_file_that_cannot_be_handed_over_ends_the_worker_and_no_other_error_does(code, ends):
-    assert exit_code_of(fail_in_a_thread, code) == ends
+    assert process.exitcode == ends

@@ -1,4 +1,4 @@
-"""Prints a secret of an Azure key vault: `HF_TOKEN="$(python3 launch/host/key_vault.py ADDRESS)"`.
+"""Prints a secret of an Azure key vault: `HF_TOKEN="$(python3 launch/jobs/key_vault.py ADDRESS)"`.
 
 A job on Azure ML runs it, with the managed identity of its compute: the job's YAML holds the
 secret's address, and the value goes through a pipe into the environment of the training. Tried
@@ -30,7 +30,7 @@ def read_secret(address: str) -> str:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder, whose secrets.py azure-identity would take for Python's
+    del sys.path[0]  # this folder: none of its files is a library
     try:
         print(read_secret(sys.argv[1]))
     except Exception as error:  # of azure-identity, or of urllib

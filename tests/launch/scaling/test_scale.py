@@ -113,10 +113,8 @@ def test_sync_each_batch_exchanges_them_in_every_micro_batch(measured):
 
 
 @pytest.mark.slow
-def test_a_row_says_what_it_timed_and_how_steps_differed(healthy):
+def test_a_row_says_what_it_timed(healthy):
     assert healthy.timed == f"{emulated.STEPS} steps"
-    assert 0.32 < healthy.step_p50 <= healthy.step_p99 < healthy.epoch_time  # it sleeps for 0.32 s
-    assert healthy.other_load >= 0
 
 
 @pytest.mark.slow

@@ -171,8 +171,8 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
         for suffix, field in (("", "median"), ("_low_quartile", "low"), ("_high_quartile", "high")):
             spreads[name + suffix] = getattr(spread, field) if spread else None
     losses, typical = size.losses, vars(size.typical)
-    names = ["samples", "global_batch", "micro_batch", "accumulation", "step_time", "step_p50", "step_p99", *PARTS]
-    names += ["loss", "peak_memory", "other_load", *OF_ONE_PROCESS, "engine", "hardware"]
+    names = ["samples", "global_batch", "micro_batch", "accumulation", "step_time", *PARTS]
+    names += ["loss", "peak_memory", *OF_ONE_PROCESS, "engine", "hardware"]
     return {
         **{name: getattr(series, name) for name in ("name", "recipe", "scaling")},
         "num_processes": size.num_processes,

@@ -159,7 +159,7 @@ def results(series: Series) -> Table:
 
 def step_parts(series: Series) -> Table:
     """The parts of a step, in milliseconds, where they were measured."""
-    names = ("step_time", "step_p50", "step_p99", *PARTS, "data_wait_max")
+    names = ("step_time", *PARTS, "data_wait_max")
     columns = {name.replace("_", " "): [getattr(size.typical, name) for size in series.sizes] for name in names}
     return _in_milliseconds(f"{series.title}: parts of an optimizer step, ms", series, columns)
 

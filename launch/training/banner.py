@@ -23,7 +23,6 @@ from recipes.catalog import RECIPES
 from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
 from recipes.run.metrics import METRICS, PER_CLASS
-from recipes.scaling.timings import Timing
 
 if TYPE_CHECKING:
     import torch
@@ -59,18 +58,16 @@ def train_help() -> str:
             text, width=110, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
         )
 
-    recipes = "\n".join(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items())
     own = []
     for field in legal.run_flags().values():
         choices = f" ({', '.join(field.choices)})" if field.choices else ""
         default = f" [{field.default}]" if field.default not in (None, False) else ""
         own.append(wrapped(f"{field.help}{choices}{default}", f"  --{field.name:<26} ", 31))
-    theirs = wrapped(", ".join(f"--{name}" for name in legal.trainer_fields()), "  ", 2)
-    return (
-        f"{_USAGE}\nRecipes (recipes show NAME explains one):\n{recipes}\n{_OWN}\n\n"
-        f"Run, model and data:\n{chr(10).join(own)}\n\n"
-        f"Every field of TrainingArguments (transformers {legal.version('transformers')}):\n{theirs}\n"
-    )
+    lines = [_USAGE, "Recipes (recipes show NAME explains one):"]
+    lines += [*(f"  {name:<14}{recipe().purpose}" for name, recipe in RECIPES.items()), _OWN, ""]
+    lines += ["Run, model and data:", *own, ""]
+    lines += [f"Every field of TrainingArguments (transformers {legal.version('transformers')}):"]
+    return "\n".join([*lines, wrapped(", ".join(f"--{name}" for name in legal.trainer_fields()), "  ", 2), ""])
 
 
 # --- Before the first step ------------------------------------------------------------------------
@@ -96,24 +93,26 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
             "output": run["output_dir"],
         }
     )
-    changed = {name: s for name, s in sorted(run.given.items()) if name not in ("recipe", "config", "output_dir")}
-    for index, (name, setting) in enumerate(changed.items()):
-        value = shown(name, setting.value)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # `--save_steps 2` is 2.0
-        row = f"{name} = {value} ({setting.source})"
-        table.add_row("" if index else "changed", escape(row))
+    heading = "changed"
+    for name, setting in sorted(run.given.items()):
+        if name not in ("recipe", "config", "output_dir"):
+            value = shown(name, setting.value)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)  # `--save_steps 2` is 2.0
+            table.add_row(heading, escape(f"{name} = {value} ({setting.source})"))
+            heading = ""
     out.print(table)
-    idle, advice = len(run.hardware.gpus) - run.local_world_size, []
-    if idle > 0:
+    if (idle := len(run.hardware.gpus) - run.local_world_size) > 0:
         are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
-        advice.append(f"{are_idle}: --num_processes {len(run.hardware.gpus)} uses all")
+        _advise(f"{are_idle}: --num_processes {len(run.hardware.gpus)} uses all", out)
     if run.world_size > 1 and has_batch_norm(model):
         what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
         fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
-        advice.append(f"{what}. Fix: {fix}")
-    for line in advice:
-        out.print(f"[yellow]advice[/yellow]  {line}", highlight=False)
+        _advise(f"{what}. Fix: {fix}", out)
+
+
+def _advise(line: str, out: Console) -> None:
+    out.print(f"[yellow]advice[/yellow]  {line}", highlight=False)
 
 
 def batch(run: RunSpec) -> str:
@@ -155,7 +154,7 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
         out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
         if run["measure"]:
-            _timing(None, run, out)
+            out.print(_table(_measured(run, False)))
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
@@ -164,18 +163,18 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
+    """Add the row of `--measure`, print the summary, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
     """
-    out = console(world.is_main)
-    with only_noted("printing its summary", world):
-        _summary(results, run, out)
+    lines: dict[str, str] = {}
     if run["measure"]:
         from launch.training.timing import add_timings_row
 
         with only_noted(f"adding a row to {run['measure']}", world):
-            _timing(add_timings_row(run, world, trainer, results), run, out)
+            lines = _measured(run, add_timings_row(run, world, trainer, results))
+    with only_noted("printing its summary", world):
+        _summary(results, run, lines, console(world.is_main))
     if run.hardware.cuda and world.is_local_main:
         with only_noted("keeping what CUDA takes, for the next plan,", world):
             keep_own_context(run.hardware.gpus[0].name, world.size > 1)
@@ -195,11 +194,13 @@ def show_sample(run: RunSpec, world: World) -> None:
             console().print(escape(text), highlight=False)
 
 
-def _summary(results: Json, run: RunSpec, out: Console) -> None:
+def _summary(results: Json, run: RunSpec, more: dict[str, str], out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
     out.print()
-    out.print(_table({**dict(_summary_lines(results, run)), "written to": run["output_dir"]}))
-    per_class = results.get("per_class") or {}
+    out.print(_table({**dict(_summary_lines(results, run)), "written to": run["output_dir"], **more}))
+    per_class = results.get("per_class")
+    if not per_class:
+        return
     shown = sorted(per_class, key=lambda name: per_class[name]["f1"])[:_MOST_CLASSES]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("class", *PER_CLASS):
@@ -207,17 +208,16 @@ def _summary(results: Json, run: RunSpec, out: Console) -> None:
     for name in (name for name in per_class if name in shown):
         *shares, examples = (per_class[name][figure] for figure in PER_CLASS)
         table.add_row(escape(name), *(f"{share:.4f}" for share in shares), f"{examples:,}")
-    if shown:
-        out.print()
-        out.print(table)
+    out.print()
+    out.print(table)
     if len(per_class) > len(shown):
         out.print(f"of {len(per_class):,} classes, those with the lowest F1; run.json has all", highlight=False)
 
 
-def _timing(row: Timing | None, run: RunSpec, out: Console) -> None:
-    """Whether `--measure` added a row of timings, and why not."""
-    result = "no step was measured, so no row was added" if row is None else "a row was added"
-    out.print(_table({"timings": f"{run['measure']}: {result}"}))
+def _measured(run: RunSpec, added: bool) -> dict[str, str]:
+    """The line of the table about `--measure`. `added`: it has a new row."""
+    result = "a row was added" if added else "no step was measured, so no row was added"
+    return {"timings": f"{run['measure']}: {result}"}
 
 
 def _table(lines: Mapping[str, object]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 class GroupedByLength(LengthGroupedSampler):
     """Trainer's order of examples by length, but the same one on any hardware and after any resume.
 
-    Trainer groups what one process trains on in a step, and shuffles with the state of its random
-    numbers: another number of processes has another order, and so has a run that was resumed in
-    the middle of its second epoch.
+    Trainer groups what one process trains on in a step, and shuffles with random numbers that a
+    resume in the second epoch does not have.
     """
 
     def __init__(self, global_batch: int, lengths: list[int], seed: int):
@@ -41,7 +41,7 @@ class GroupedByLength(LengthGroupedSampler):
 
 def examples_in_last_round(loader: Any) -> int:
     """The examples in the last round of micro-batches of all processes, as accelerate counts them
-    where it does; -1 or 0: all.
+    in an epoch from its beginning; -1 or 0: all.
     """
     try:
         return -1 if loader._drop_last else len(loader.dataset) % loader.total_batch_size
@@ -84,10 +84,8 @@ def tokens_of(batch: Mapping[str, torch.Tensor], padding_free: bool) -> torch.Te
 
 def has_batch_norm(model: torch.nn.Module) -> bool:
     """True if a layer normalises over the micro-batch of its own process."""
-    per_process = torch.nn.modules.batchnorm._BatchNorm
-    return any(
-        isinstance(module, per_process) and not isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()
-    )
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    return any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
 
 
 def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
@@ -98,11 +96,10 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, exampl
     leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
     if not (micro == 1 or leaves_one) or not has_batch_norm(model) or is_deepspeed_zero3_enabled():
         return
-    row, was_training = torch.arange(1, 9, device=model.device).unsqueeze(0), model.training
-    means = {name: buffer.clone() for name, buffer in model.named_buffers()}  # the trial moves them
+    trial, row = copy.deepcopy(model).train(), torch.arange(1, 9, device=model.device).unsqueeze(0)
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            torch.func.functional_call(model.train(), means, kwargs={"input_ids": row})
+            trial(input_ids=row)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -111,5 +108,3 @@ def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, exampl
             setting = "per_device_train_batch_size"
             fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
         raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix) from None
-    finally:
-        model.train(was_training)

@@ -15,7 +15,7 @@ from launch.host.signals import StopRequest
 from launch.host.world import World
 from launch.output.other_world import AnyWorld
 from launch.terminal import print_note
-from launch.training.callbacks import EarlyStopping, Progress, StopOnNotANumber
+from launch.training.callbacks import EarlyStopping, Progress, StopOnNotANumber, StopWhenRequested
 from launch.training.objective import MeanOverExamples, Metrics
 from launch.training.trainer import RecipeTrainer
 from recipes.errors import mistake, one_line
@@ -25,8 +25,7 @@ from recipes.run import Json, RunSpec, Settings
 
 
 def require_hub(run: Settings) -> None:
-    """Ask the Hub before the start, and not after hours, for the repository that Trainer will push
-    to. A run that does not push asks nothing.
+    """Ask the Hub before the start for the repository that Trainer will push to after hours.
 
     Raises `UserError` with the Hub's own message.
     """
@@ -73,13 +72,10 @@ def build_trainer(
     """
     end_workers_that_cannot_send()
     kind = data.problem_type  # None for a language model
-    callbacks = [StopOnNotANumber(), Progress(run, out)]
-    if run["early_stopping_patience"]:
-        callbacks.append(EarlyStopping(run["early_stopping_patience"]))
     any_world = None
     if run.engine.kind == "deepspeed":
         any_world = AnyWorld(Path(run["output_dir"]), world, run.data_parallel_size, partial(print_note, out=out))
-    return RecipeTrainer(
+    trainer = RecipeTrainer(
         model=model,
         args=args,
         train_dataset=data.train,
@@ -88,11 +84,14 @@ def build_trainer(
         processing_class=tokenizer,
         compute_metrics=Metrics(kind, data.labels or ()) if kind else None,
         compute_loss_func=MeanOverExamples(kind, args.label_smoothing_factor) if kind else None,
-        callbacks=callbacks,
+        callbacks=[StopOnNotANumber(), Progress(run, out)],
         run=run,
-        world=world,
-        stop=stop,
         any_world=any_world,
         engine=run.engine.title,
         identity=identity,
     )
+    if run["early_stopping_patience"]:
+        trainer.add_callback(EarlyStopping(run["early_stopping_patience"]))
+    if stop is not None:
+        trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
+    return trainer

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
@@ -25,7 +23,7 @@ from recipes.rules.training import warmup_within
 from recipes.run import RunSpec
 from recipes.run.metrics import IN_SHORT
 from recipes.scaling.noise import of_median
-from recipes.scaling.timings import PARTS, WARM_UP_STEPS
+from recipes.scaling.timings import WARM_UP_STEPS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,27 +56,19 @@ class StopOnNotANumber(TrainerCallback):
 
 
 class StoppedInEvaluation(Preempted):
-    """All ranks were told to stop after the same batch of an evaluation.
-
-    `RecipeTrainer.evaluate` saves the step that was being evaluated.
-    """
+    """Told to stop in an evaluation. `RecipeTrainer.evaluate` saves the step that was evaluated."""
 
 
 class StopWhenRequested(TrainerCallback):
     """Once any rank was told to stop, all ranks complete the step, save and leave together.
 
     An evaluation is cut short after its current batch: it may take longer than the time that is
-    left. The run that resumes repeats it.
-
-    The ranks ask each other over gloo, so that no GPU waits for the answer.
-
-    `finish_saving` waits until the checkpoint that was just written is complete.
+    left. The run that resumes repeats it. The ranks ask each other over gloo, so that no GPU waits
+    for the answer. `finish_saving` waits until the checkpoint that was just written is complete.
     """
 
     def __init__(self, request: StopRequest, world: World, finish_saving: Callable[[], None] = lambda: None) -> None:
-        self.request = request
-        self.world = world
-        self.finish_saving = finish_saving
+        self.request, self.world, self.finish_saving = request, world, finish_saving
         self.group: ProcessGroup | None = None
         self.agreed = False
 
@@ -165,20 +155,15 @@ class StepTiming(TrainerCallback):
     def __init__(self, cuda: bool, parts: bool = False) -> None:
         self.durations: list[float] = []  # of steps that neither save nor evaluate
         self.steps_trained = 0
-        self._started: float | None = None
-        self._interrupted = False
+        self._started: float | None = None  # the step that is timed, unless something else interrupts it
 
         self.parts = self.on = parts
         self.seconds: Counter[str] = Counter()  # in each part
-        self.steps: list[float] = []  # of each step, by its parts
         self.sent: tuple[int, int, int] | None = None  # in one step: `_counted`
         # The micro-batches of the first timed step, and their items: an epoch's last step is short.
         self.first_batches: tuple[list[dict[str, torch.Tensor]], torch.Tensor | int | None] = ([], None)
-        self.busy_cores = (0.0, 0.0)  # during the timed steps: of all programs, and of this one
-        self._load = _load()
         self._cuda = cuda
-        self._marks: deque[tuple[str, Any, bool]] = deque()
-        self._step: Counter[str] = Counter()
+        self._marks: deque[tuple[str, Any]] = deque()
         self._begun = 0
         self._profiler: profile | None = None
 
@@ -186,13 +171,13 @@ class StepTiming(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         now = time.perf_counter()
-        if self._started is not None and not self._interrupted and self.steps_trained > WARM_UP_STEPS:
+        if self._started is not None and self.steps_trained > WARM_UP_STEPS:
             self.durations.append(now - self._started)
-        self._started, self._interrupted = now, False
+        self._started = now
         self.steps_trained += 1
 
     def on_save(self, args, state, control, **kwargs):
-        self._interrupted = True
+        self._started = None
 
     on_evaluate = on_epoch_end = on_save
 
@@ -218,7 +203,7 @@ class StepTiming(TrainerCallback):
     def timed_steps(self) -> int:
         return max(0, self._begun - WARM_UP_STEPS)
 
-    def mark(self, part: str, ends_step: bool = False) -> None:
+    def mark(self, part: str) -> None:
         """The time since the last mark was that part."""
         if not self.on:
             return
@@ -226,7 +211,7 @@ class StepTiming(TrainerCallback):
         if self._cuda:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
-        self._marks.append((part, now, ends_step))
+        self._marks.append((part, now))
 
     def begin_step(self) -> None:
         """Before the micro-batches of a step are read: the warm-up's last step is counted."""
@@ -235,9 +220,8 @@ class StepTiming(TrainerCallback):
             self._profiler.start()
         if self.parts and self._begun == WARM_UP_STEPS:
             self._fold(wait=True)
-            for seen in (self.seconds, self.steps, self._step, self._marks):
-                seen.clear()
-            self._load = _load()
+            self.seconds.clear()
+            self._marks.clear()
             self.mark("start")
 
     def have_read(self, batches: list[dict[str, torch.Tensor]], items: torch.Tensor | int | None) -> None:
@@ -262,33 +246,24 @@ class StepTiming(TrainerCallback):
             self._profiler.stop()
             self.sent, self._profiler = _counted(self._profiler), None
         self.mark("other")
-        part = _due(state, control)
-        was_on, self.on = self.on, False
+        part, was_on, self.on = _due(state, control), self.on, False
         yield
         self.on = was_on
-        self.mark(part, ends_step=True)
+        self.mark(part)
         self._fold()
 
     def finish(self) -> None:
         """After the last step: nothing is marked any more."""
         self._fold(wait=True)
         self.on = False
-        took, everyones, own = (now - before for now, before in zip(_load(), self._load, strict=True))
-        self.busy_cores = (everyones / took, own / took)
 
     def _fold(self, wait: bool = False) -> None:
         """Add up the parts that the GPU has finished; with `wait`, all parts."""
         if wait and self._cuda:
             torch.cuda.synchronize()
         while len(self._marks) > 1 and (not self._cuda or self._marks[1][1].query()):
-            (_, start, _), (part, end, ends_step) = self._marks.popleft(), self._marks[0]
-            took = start.elapsed_time(end) / 1000 if self._cuda else end - start
-            self.seconds[part] += took
-            self._step[part] += took
-            # Trainer asks once more at the end of an epoch: nothing was computed since the step.
-            if ends_step and self._step["forward"]:
-                self.steps.append(sum(self._step[part] for part in PARTS))
-                self._step.clear()
+            (_, start), (part, end) = self._marks.popleft(), self._marks[0]
+            self.seconds[part] += start.elapsed_time(end) / 1000 if self._cuda else end - start
 
 
 def _due(state: TrainerState, control: Any) -> str:
@@ -324,16 +299,3 @@ def _bytes(event: Any) -> int:
     width = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long": 8, "long int": 8, "int": 4}
     sizes = zip(event.shapes(), event.dtypes(), strict=False)
     return sum(math.prod(shape) * width.get(kind, 1) for shape, kind in sizes)
-
-
-def _load() -> tuple[float, float, float]:
-    """The time, and the CPU seconds until then: of all programs of the machine, and of this one
-    with its children.
-    """
-    times, process = psutil.cpu_times(), psutil.Process()
-    idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    own = sum(os.times()[:4])  # with the children that have ended
-    for child in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            own += sum(child.cpu_times()[:4])
-    return time.monotonic(), sum(times) - idle, own

@@ -9,11 +9,12 @@ from the run's own checkpoints. out_of_memory.json in the output folder holds th
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,15 +32,38 @@ from launch.output import record
 from launch.output.checkpoints import newest_complete, newest_valid
 from launch.output.record import OUT_OF_MEMORY
 from launch.terminal import console, memory_size, print_note, print_problems
-from launch.training.words import untrainable
 from recipes.errors import Failure, Problem, StreamBroke, UserError, one_line
 from recipes.rules.check import check
 from recipes.run import COMMAND_LINE, Json, RunSpec, resolve, with_flags
 from recipes.run.files import read_json
 
+# A library's own words for a run that it cannot train, the flag that asks for it, and the Fix.
+_CANNOT_TRAIN = (
+    ("AutoTP|HuggingFace tp_plan", "tensor_parallel", "leave tensor_parallel out of the DeepSpeed JSON"),
+    (r"mixed dtype \(CPU\)", "dtype", "--dtype float32"),  # LayerNorm's; RMSNorm takes both
+    (r"does not support \w+ checkpointing", "gradient_checkpointing", "--gradient_checkpointing false"),
+)
+
 
 class NotANumber(Failure):
     """The loss or a weight is NaN or infinite."""
+
+
+class OutOfMemory(Failure):
+    """This rank ran out of memory. `is_first`: no other rank has reported it before."""
+
+    def __init__(self, message: str, is_first: bool) -> None:
+        super().__init__(message)
+        self.is_first = is_first
+
+
+def untrainable(error: BaseException) -> list[Problem]:
+    """The mistake in a run that a library refuses while it trains; empty for any other error."""
+    found = [(flag, fix) for words, flag, fix in _CANNOT_TRAIN if re.search(words, str(error))]
+    return [Problem(flag, one_line(error), fix) for flag, fix in found]
+
+
+# --- The report -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -71,12 +95,10 @@ def report(error: BaseException, world: World) -> int:
     run, since = vars(error).get("run"), time.time()  # None if it was not resolved
     ignore_stop_requests()
     storage = _storage_failure(error, run)
-    problems = _mistakes(error, run, storage)
-    if problems:
-        text = "\n".join(f"{problem.severity}  {problem}" for problem in problems)
+    if problems := _mistakes(error, run, storage):
         if _is_reporter(world):
             print_problems(problems, console(stderr=True))
-            write_error_file(text)
+            write_error_file("\n".join(f"{problem.severity}  {problem}" for problem in problems))
         return 2
     message = _explained(error, run, storage)
     if message is None:
@@ -84,10 +106,10 @@ def report(error: BaseException, world: World) -> int:
             return 1
         write_error_file(f"{type(error).__name__}: {error}")
         raise error
-    text = f"{_rank(world)}{message}"
     if _prints(error, world, storage):
+        text = f"{_rank(world)}{message}"
         console(stderr=True).print(escape(text), style="red", highlight=False)
-        is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.first)
+        is_consequence = _lost_a_rank(error) or (isinstance(error, OutOfMemory) and not error.is_first)
         if not is_consequence:
             write_error_file(text, since=since)
     if isinstance(error, Preempted):
@@ -103,17 +125,16 @@ def _is_reporter(world: World) -> bool:
 
 
 def _mistakes(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> list[Problem]:
-    """What the user can correct; empty if that is not why it failed."""
-    found: Sequence[Problem] = ()
+    """The errors that the user can correct; empty if the run failed otherwise."""
     if isinstance(error, UserError):
-        found = () if storage else error.problems
-    elif not isinstance(error, Failure):
-        found = untrainable(error)
+        found = [] if storage else [*error.problems]
+    else:
+        found = [] if isinstance(error, Failure) else untrainable(error)
     return [run.with_source(problem) if run else problem for problem in found]
 
 
 def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailure | None:
-    """What the machine did to a file. A mistake may be what a reader makes of it."""
+    """What the machine did to a file. A parser's error can also be the user's mistake."""
     if isinstance(error, (OutOfMemory, NotANumber)) or not isinstance(error, Exception):
         return None
     if isinstance(error, UserError) and error.problems[0].subject == "output_dir":
@@ -126,28 +147,25 @@ def _storage_failure(error: BaseException, run: RunSpec | None) -> StorageFailur
 
 def _explained(error: BaseException, run: RunSpec | None, storage: StorageFailure | None) -> str | None:
     """A failure of the machine and how to resume. None for any other error: a bug of ours."""
-    if isinstance(error, OutOfMemory):
-        return error.explained()
-    if isinstance(error, Failure) and not isinstance(error, (NotANumber, Preempted, RankHangs, StreamBroke)):
-        return str(error)
-    what, remedy = None, ""
+    what, remedy = str(error), ""
     if storage:
         what, remedy = storage.what, storage.remedy
+    elif isinstance(error, NotANumber):
+        what += "; a lower learning rate or fp32 usually helps"
     elif isinstance(error, KeyboardInterrupt):
         what = "interrupted"
-    elif isinstance(error, NotANumber):
-        what = f"{error}; a lower learning rate or fp32 usually helps"
-    elif isinstance(error, (Preempted, RankHangs, StreamBroke)):
-        what = str(error)
-    elif _lost_a_rank(error):
+    elif isinstance(error, Failure) and not isinstance(error, (RankHangs, StreamBroke)):
+        return what  # nothing was trained, or the message says how to resume
+    elif not isinstance(error, (Preempted, Failure)):
+        if not _lost_a_rank(error):
+            return None
         what = "another rank failed: see the error that it printed"
     again = f"{remedy or 'To resume'}, {'then ' if remedy else ''}run the same command again"
-    if what is None or run is None:
-        return f"{what}. {again}." if remedy else what
-    newest = newest_complete(run["output_dir"])
-    if newest is None:
-        return f"{what}. Saved: no checkpoint yet." + (f" {again}." if remedy else "")
-    return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
+    newest = newest_complete(run["output_dir"]) if run else None
+    if newest:
+        return f"{what}. Saved: {newest}. {again}: it takes the newest valid checkpoint."
+    unsaved = f"{what}. Saved: no checkpoint yet." if run else what
+    return f"{unsaved.rstrip('.')}. {again}." if remedy else unsaved
 
 
 def _lost_a_rank(error: BaseException) -> bool:
@@ -178,51 +196,6 @@ def _rank(world: World) -> str:
 # --- Out of memory --------------------------------------------------------------------------------
 
 
-class OutOfMemory(Failure):
-    """This rank ran out of memory. `first`: no other rank has reported it before."""
-
-    def __init__(self, run: RunSpec, argv: list[str], facts: Json, first: bool) -> None:
-        shortage = Shortage(facts["asked_bytes"], facts["free_bytes"])
-        when = f"after step {facts['step']}" if facts["step"] else "before the first step was done"
-        super().__init__(f"out of memory {when}: {shortage_in_words(shortage)}")
-        self.run = run
-        self.argv = argv
-        self.facts = facts
-        self.first = first
-
-    def explained(self) -> str:
-        """The whole explanation from the first rank that reports it, one line from any other."""
-        run, facts = self.run, self.facts
-        if not self.first:
-            return str(self)
-        of_whom = "reserved on the GPU" if run.hardware.cuda else "the whole process, libraries included"
-        limited = f", limited to {memory_size(round(run['memory_limit'] * 1e9))}" if run["memory_limit"] else ""
-        return "\n".join(
-            [
-                str(self),
-                f"planned   {_planned(run)}",
-                f"measured  {memory_size(facts['peak_bytes'])} at most until then ({of_whom}){limited}",
-                f"saved     {facts['checkpoint'] or 'no checkpoint yet'}",
-                *self._next_lines(),
-            ]
-        )
-
-    def _next_lines(self) -> list[str]:
-        run, flags = self.run, self.facts["next"]
-        if flags is None:
-            return [f"next      {other_ways(run)}"]
-        micro = flags["per_device_train_batch_size"]
-        share = run.batch.micro * run.batch.accumulation
-        batch = replace(run.batch, micro=micro, accumulation=share // micro)
-        checkpointing = ", activations computed again" if "gradient_checkpointing" in flags else ""
-        start = "from that checkpoint" if self.facts["checkpoint"] else "from the start"
-        return [
-            f"next      {batch}, the same global batch{checkpointing}, {start}:",
-            f"          {_command(run, with_flags(self.argv, flags))}",
-            f"then      {other_ways(run, 'gradient_checkpointing' in flags)}",
-        ]
-
-
 @contextlib.contextmanager
 def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopRequest) -> Iterator[None]:
     """Turn every error that means that memory ran out into `OutOfMemory`.
@@ -235,27 +208,18 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
         if not memory.ran_out(error):
             raise
         ignore_stop_requests()
-        shortage = memory.shortage(error)  # before anything is freed
-        facts: Json = {
-            "rank": world.rank,
-            "step": stop.step,
-            "asked_bytes": shortage.asked_bytes,
-            "free_bytes": shortage.free_bytes,
-            "peak_bytes": memory.peak(run.hardware.cuda),
-        }
+        shortage, peak = memory.shortage(error), memory.peak(run.hardware.cuda)  # before anything is freed
         traceback.clear_frames(error.__traceback__)
-        first = _is_first(run)
-        if first:
+        when = f"after step {stop.step}" if stop.step else "before the first step was done"
+        message, is_first = f"out of memory {when}: {shortage_in_words(shortage)}", _is_first(run)
+        if is_first:
             newest, _ = newest_valid(run["output_dir"])
-            facts |= {"checkpoint": str(newest.path) if newest else None, "next": next_attempt(run, argv)}
+            checkpoint, attempt = str(newest.path) if newest else None, next_attempt(run, argv)
+            facts = {"rank": world.rank, "step": stop.step, "peak_bytes": peak, **vars(shortage)}
+            facts |= {"checkpoint": checkpoint, "next": attempt}
             record.note_out_of_memory(Path(run["output_dir"]), facts)
-        raise OutOfMemory(run, argv, facts, first) from None
-
-
-def next_flags(folder: Path) -> Json | None:
-    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
-    flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
-    return flags if isinstance(flags, dict) else None
+            message = "\n".join([message, *_explanation(run, argv, peak, checkpoint, attempt)])
+        raise OutOfMemory(message, is_first) from None
 
 
 def _is_first(run: RunSpec) -> bool:
@@ -269,6 +233,34 @@ def _is_first(run: RunSpec) -> bool:
     return True
 
 
+def _explanation(run: RunSpec, argv: list[str], peak: int, checkpoint: str | None, attempt: Json | None) -> list[str]:
+    of_whom = "reserved on the GPU" if run.hardware.cuda else "the whole process, libraries included"
+    limited = f", limited to {memory_size(round(run['memory_limit'] * 1e9))}" if run["memory_limit"] else ""
+    lines = [
+        f"planned   {_planned(run)}",
+        f"measured  {memory_size(peak)} at most until then ({of_whom}){limited}",
+        f"saved     {checkpoint or 'no checkpoint yet'}",
+    ]
+    if attempt is None:
+        return [*lines, f"next      {other_ways(run)}"]
+    micro = attempt["per_device_train_batch_size"]
+    batch = replace(run.batch, micro=micro, accumulation=run.batch.micro * run.batch.accumulation // micro)
+    checkpointing = ", activations computed again" if "gradient_checkpointing" in attempt else ""
+    start = "from that checkpoint" if checkpoint else "from the start"
+    return [
+        *lines,
+        f"next      {batch}, the same global batch{checkpointing}, {start}:",
+        f"          {_command(run, with_flags(argv, attempt))}",
+        f"then      {other_ways(run, bool(checkpointing))}",
+    ]
+
+
+def next_flags(folder: Path) -> Json | None:
+    """The flags of the next attempt for the run that just ended in a folder. None if unknown."""
+    flags = (read_json(folder / OUT_OF_MEMORY)[0] or {}).get("next")
+    return flags if isinstance(flags, dict) else None
+
+
 def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     """Flags for the same training in less memory, resumed from its checkpoints.
 
@@ -280,12 +272,10 @@ def next_attempt(run: RunSpec, argv: list[str]) -> Json | None:
     ]
     if not run["gradient_checkpointing"]:
         attempts.append({"per_device_train_batch_size": micro, "gradient_checkpointing": True})
-    # What prevents a resume from the newest checkpoint is left out, or overridden if a file sets
-    # it.
-    undone = {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}
+    # What prevents a resume from the newest checkpoint is left out, or overridden if a file has it.
     resumed = {
         name: None if run.setting(name).source == COMMAND_LINE else value
-        for name, value in undone.items()
+        for name, value in {"fresh": False, "fit": False, "resume_from_checkpoint": "true"}.items()
         if run.explicit(name) and run[name]
     }
     for flags in attempts:
@@ -304,10 +294,9 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     `checkpointed`: the next attempt computes activations again, so gradient checkpointing is not
     proposed once more.
     """
-    shorter = "a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
     checkpointing = "" if checkpointed or run["gradient_checkpointing"] else "--gradient_checkpointing true, "
     if not run.hardware.cuda:  # offloading needs RAM, which is what ran out
-        return checkpointing + shorter.replace("--optim adamw_bnb_8bit, ", "")
+        return f"{checkpointing}a shorter --max_length, or more memory"
     another = "with another --output_dir, since its checkpoints have another format"
     if run.world_size > 1 and run.engine.kind not in ("deepspeed", "fsdp"):
         return f"{checkpointing}--recipe sharded {another}, then memory and memory_zero3"
@@ -315,7 +304,7 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
         return f"{checkpointing}--recipe memory {another}, then memory_zero3"
     if run.engine.zero_stage < 3:
         return f"{checkpointing}--recipe memory_zero3 {another}"
-    return f"{checkpointing}more GPUs, or {shorter}"
+    return f"{checkpointing}more GPUs, or a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
 
 
 def shortage_in_words(shortage: Shortage) -> str:
@@ -342,9 +331,8 @@ def _command(run: RunSpec, argv: list[str]) -> str:
 
     On several nodes the launchers' own arguments differ, so only train.py and its `argv` are shown.
     """
-    if run.world_size > run.local_world_size:
-        start = ["train.py"]
-    else:
+    start = ["train.py"]
+    if run.world_size == run.local_world_size:
         words = launcher_argv()
         scripts = [place for place, word in enumerate(words) if Path(word).name == Path(sys.argv[0]).name]
         start = words[: scripts[0] + 1] if scripts else [sys.executable, sys.argv[0]]

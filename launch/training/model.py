@@ -1,6 +1,4 @@
-"""Tokenizer and model for a run: loaded or made, with 4-bit weights and LoRA adapters if the run
-asks for them.
-"""
+"""Tokenizer and model for a run: loaded or made, with 4-bit weights and adapters if asked for."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -32,27 +31,30 @@ from launch.host.memory import ran_out
 from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
-from launch.training.words import unloadable
 from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.planner.footprint import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
 from recipes.run import Json, RunSpec, Settings
-from recipes.run.files import expanded
+from recipes.run.files import existing_path, expanded
 from recipes.run.local_model import is_classifier, max_positions
+
+# A library's own words for a model that it cannot load, the flag that they are about, and the Fix.
+_HEADLESS = "a model without a head for other classes, or the config.json that was saved with these weights"
+_CANNOT_LOAD = (
+    ("trust_remote_code", "trust_remote_code", "read the Python code that it comes with, then --trust_remote_code"),
+    ("ignore_mismatched_sizes", "model_name_or_path", _HEADLESS),
+)
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, always with a padding token.
-
-    Raises `UserError` if it cannot be loaded.
-    """
+    """The model's tokenizer, with a padding token. Raises `UserError` if it does not load."""
     name = run["model_name_or_path"]
     if name is None:
         return demo_tokenizer()
     read_config(run)  # the tokenizer's class reads it too, and names itself where the configuration is wrong
     with _of_these_files(run, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(_expanded(name), **_origin(run))
+        tokenizer = AutoTokenizer.from_pretrained(str(expanded(name)), **_origin(run))
     if tokenizer.pad_token is None:
         # A new token would resize the embeddings.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -60,12 +62,10 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
 
 
 def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
-    """The model to train: a PreTrainedModel, or a PeftModel around it.
-
-    Raises `UserError` if it cannot be loaded.
+    """The model to train: a PreTrainedModel, or a PeftModel around it. Raises `UserError` if it
+    cannot be loaded.
     """
-    # A new head, new adapters and a model from scratch start the same on every rank.
-    set_seed(run["seed"])
+    set_seed(run["seed"])  # a new head, new adapters and a model from scratch start the same on every rank
     config = load_config(run, tokenizer, data.labels, data.problem_type)
     waits = _waits_for_weights(run)
     if waits and run["model_name_or_path"]:
@@ -84,11 +84,8 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
 
 
 def known_classes(run: Settings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The class names of a model that was trained to classify, in its order.
-
-    Empty for any other model.
-    """
-    config = load_config(run, tokenizer, labels=None)
+    """The class names of a model that was trained to classify, in its order. Empty for others."""
+    config = load_config(run, tokenizer)
     if not is_classifier({"architectures": config.architectures}):
         return []
     return [config.id2label[number] for number in sorted(config.id2label)]
@@ -98,10 +95,9 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     """The run with its model's configuration, and max_length lowered to what the model takes; and
     the advice about it that `check` could not give before.
 
-    Raises `UserError` if train.py cannot train such a model. `check` knows that of a local folder,
-    and by the same rules; of a model on the Hub only now.
+    Raises `UserError` for what `check` refuses of a local folder, and of the Hub only now.
     """
-    config = load_config(run, tokenizer, labels=None)
+    config = load_config(run, tokenizer)
     content = described(config)
     known = replace(run, model=content)
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
@@ -158,15 +154,8 @@ def checkpoint_bytes(model: torch.nn.Module, run: RunSpec) -> int:
 # --- Loading -------------------------------------------------------------------------------------
 
 
-def _expanded(name: str) -> str:
-    return str(expanded(name))
-
-
 def load_config(
-    run: Settings,
-    tokenizer: PreTrainedTokenizerBase,
-    labels: list[str] | None = None,
-    problem_type: str | None = None,
+    run: Settings, tokenizer: PreTrainedTokenizerBase, labels: list[str] | None = None, problem_type: str | None = None
 ) -> PreTrainedConfig:
     """The configuration of the run's model, with `labels` as its outputs."""
     config = demo_config(tokenizer) if run["model_name_or_path"] is None else read_config(run)
@@ -183,12 +172,9 @@ def load_config(
 
 
 def read_config(run: Settings) -> PreTrainedConfig:
-    """The configuration as the folder or the Hub has it.
-
-    Raises `UserError` if there is none, or if its class refuses a value.
-    """
+    """The configuration as the folder or the Hub has it. Raises `UserError` if it is not valid."""
     with _of_these_files(run, "model"):
-        return AutoConfig.from_pretrained(_expanded(run["model_name_or_path"]), **_origin(run))
+        return AutoConfig.from_pretrained(str(expanded(run["model_name_or_path"])), **_origin(run))
 
 
 @contextlib.contextmanager
@@ -202,7 +188,23 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
         chosen = run["model_name_or_path"] or run["attn_implementation"]
         if ran_out(error) or isinstance(error, UserError) or not chosen:
             raise
-        raise unloadable(run, what, error) from None
+        raise _unloadable(run, what, error) from None
+
+
+def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
+    """The library's message about a model or a tokenizer, under the flag that it is about."""
+    name, text = run["model_name_or_path"], str(error)
+    for words, flag, fix in _CANNOT_LOAD:
+        if words in text:
+            return mistake(flag, f"{name}: {one_line(error)}", fix)
+    if run["attn_implementation"] and re.search("ttention|attn|`kernels`", text):
+        return mistake("attn_implementation", one_line(error), "leave it out, for the best one that the model supports")
+    if existing_path(name) is None:
+        what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
+        fix = "check the spelling, the network and `hf auth login`, and that the model fits --task"
+    else:
+        fix = "a folder that save_pretrained of model and tokenizer wrote, whole, for this --task"
+    return mistake("model_name_or_path", f"{name} cannot be loaded as a {what} ({one_line(error)})", fix)
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
@@ -230,10 +232,7 @@ def _built(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _waits_for_weights(run: Settings) -> bool:
-    """Whether FSDP2 will send this process the weights that rank 0 has read.
-
-    transformers reads them on every rank all the same.
-    """
+    """True if FSDP2 sends this process the weights of rank 0; transformers would read them too."""
     sends = is_fsdp_enabled() and os.environ.get("FSDP_VERSION") == "2" and not run["load_in_4bit"]
     return sends and torch.distributed.get_rank() > 0
 
@@ -249,9 +248,11 @@ def _unread(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
 def _pretrained(run: Settings, config: PreTrainedConfig) -> PreTrainedModel:
     options = {"dtype": getattr(torch, run["dtype"])} | _origin(run) | _attention(run)
     if run["load_in_4bit"]:
-        options |= _in_4_bits(run)
+        options["quantization_config"] = _in_4_bits(run)
+        if not is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
+            options["device_map"] = {"": _device(run)}
     with _of_these_files(run, "model"):
-        name = _expanded(run["model_name_or_path"])
+        name = str(expanded(run["model_name_or_path"]))
         model, info = auto_class(run).from_pretrained(name, config=config, output_loading_info=True, **options)
     weights = [weight for weight, _ in model.named_parameters()]
     lacking = sorted(set(weights) & set(info["missing_keys"]))
@@ -283,11 +284,9 @@ def _attention(run: Settings) -> dict[str, object]:
 # --- 4 bits and adapters -------------------------------------------------------------------------
 
 
-def _in_4_bits(run: Settings) -> dict[str, object]:
-    from transformers import BitsAndBytesConfig
-
+def _in_4_bits(run: Settings) -> BitsAndBytesConfig:
     compute = torch.bfloat16 if run["bf16"] else torch.float16 if run["fp16"] else torch.float32
-    quantization = BitsAndBytesConfig(
+    return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=run["bnb_4bit_quant_type"],
         bnb_4bit_use_double_quant=run["use_bnb_nested_quant"],
@@ -295,9 +294,6 @@ def _in_4_bits(run: Settings) -> dict[str, object]:
         # FSDP shards floats of one type only: weights stored as bytes stay whole on each GPU.
         bnb_4bit_quant_storage=compute if is_fsdp_enabled() else None,
     )
-    if is_deepspeed_zero3_enabled():  # places the weights itself and refuses a device map
-        return {"quantization_config": quantization}
-    return {"quantization_config": quantization, "device_map": {"": _device(run)}}
 
 
 def _device(run: Settings) -> int | str:
@@ -311,22 +307,16 @@ def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
 
     checkpointing = bool(run["gradient_checkpointing"])
     if run["load_in_4bit"]:
-        model = prepare_model_for_kbit_training(
-            model,
-            use_gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs=run["gradient_checkpointing_kwargs"],
-        )
+        model = prepare_model_for_kbit_training(model, checkpointing, run["gradient_checkpointing_kwargs"])
     elif checkpointing:
-        # Frozen embeddings would cut the recomputed blocks off the graph.
-        model.enable_input_require_grads()
-    classifies = run["task"] == "sequence_classification"
+        model.enable_input_require_grads()  # frozen embeddings would cut the recomputed blocks off the graph
     lora = LoraConfig(
         r=run["lora_r"],
         lora_alpha=run["lora_alpha"],
         lora_dropout=run["lora_dropout"],
         target_modules=_target_modules(run, model),
         use_dora=run["use_dora"],
-        task_type=TaskType.SEQ_CLS if classifies else TaskType.CAUSAL_LM,
+        task_type=TaskType.CAUSAL_LM if run["task"] == "causal_lm" else TaskType.SEQ_CLS,
     )
     try:
         return get_peft_model(model, lora)
@@ -336,22 +326,14 @@ def with_adapters(run: Settings, model: PreTrainedModel) -> torch.nn.Module:
 
 
 def _target_modules(run: Settings, model: PreTrainedModel) -> list[str] | str:
-    """All linear layers, or the named ones.
-
-    Raises `UserError` for a name that the model does not have.
-    """
+    """All linear layers, or the named ones: peft would leave a wrong name out in silence."""
     wanted = run["lora_target_modules"]
     if not wanted or wanted == ["all-linear"]:
         return "all-linear"
-    names = [name for name, _ in model.named_modules()]
-    missing = [target for target in wanted if not any(name == target or name.endswith(f".{target}") for name in names)]
-    if missing:  # peft would leave it out in silence, if it has another of them
-        output = model.get_output_embeddings()
-        linear = {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if re.search("Linear|Conv1D", type(module).__name__) and module is not output
-        }
-        fix = "some of " + ", ".join(sorted(linear)[:12])
+    modules = {f".{name}": module for name, module in model.named_modules()}
+    if missing := [target for target in wanted if not any(name.endswith(f".{target}") for name in modules)]:
+        inner = {name: module for name, module in modules.items() if module is not model.get_output_embeddings()}
+        linear = {name for name, module in inner.items() if re.search("Linear|Conv1D", type(module).__name__)}
+        fix = "some of " + ", ".join(sorted({name.rpartition(".")[2] for name in linear})[:12])
         raise mistake("lora_target_modules", f"the model has no module {', '.join(missing)}", fix)
     return wanted

@@ -46,7 +46,7 @@ class MeanOverExamples:
 
 
 def filler(labels: torch.Tensor) -> float:
-    """What stands for the label of an example that is not counted."""
+    """The label of an example that is not counted."""
     return float("nan") if labels.is_floating_point() else IGNORED
 
 

@@ -80,10 +80,8 @@ def _reason(config: PreTrainedConfig, mixes: bool | None) -> str:
 
 
 def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
-    """True if what the second example of a row says depends on the first one.
-
-    None if it cannot run, or if no token depends on the one before it, as in a layer norm of one
-    number.
+    """True if what the second example of a row says depends on the first one. None if it cannot
+    run, or if no token depends on the one before it, as in a layer norm of one number.
     """
     embedded = []
 
@@ -156,9 +154,8 @@ def _narrowed(value: Any, by: int, name: str = "") -> Any:
 
 
 def _made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """The model, made by its own class: `from_config` would shard it under ZeRO-3.
-
-    Its weights are moved: some branches begin with zeros, and lead nothing on.
+    """The model by its own class: `from_config` would shard it under ZeRO-3. Its weights are moved:
+    some branches begin with zeros, and lead nothing on.
     """
     if not isinstance(config, kind.config_class):
         config = config.get_text_config()
@@ -184,9 +181,8 @@ def _imitate_flash_attention(model: PreTrainedModel) -> None:
 def _flash_attention(
     module, query, key, value, attention_mask=None, scaling=None, position_ids=None, cu_seq_lens_q=None, **_
 ):
-    """Attention among the tokens that a kernel of FlashAttention shows each other.
-
-    `cu_seq_lens_q` tells examples apart, else position_ids, and those only in a batch of one row.
+    """Attention among the tokens that a kernel of FlashAttention shows each other: `cu_seq_lens_q`
+    tells examples apart, else position_ids, and those only in a batch of one row.
     """
     rows, _, length, _ = query.shape
     example = torch.zeros(rows, length)

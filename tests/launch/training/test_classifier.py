@@ -10,13 +10,24 @@ from launch.data.demo import demo_tokenizer
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 
 TASK = ["--task", "sequence_classification"]
-EVAL = [*TASK, *"--eval_strategy steps --logging_steps 1 --learning_rate 3e-3".split()]
-SPLIT = [*EVAL, *"--dataset_train_split train[:48] --dataset_test_split train[48:]".split()]
+FLAGS = [*TASK, *"--eval_strategy steps --eval_steps 1 --logging_steps 1 --learning_rate 3e-3".split()]
+FLAGS += "--dataset_train_split train[:48] --dataset_test_split train[48:] --load_best_model_at_end".split()
 NAMES = ("even", "third")
 LABELS = {
     "single_label_classification": lambda n: (10, 20, 10**9)[n % 3],
     "multi_label_classification": lambda n: [name for divisor, name in enumerate(NAMES, 2) if not n % divisor],
     "regression": lambda n: (n % 3) * 500.25 - 100,
+}
+SHOWN = {
+    "single_label_classification": "3 classes",
+    "multi_label_classification": "multi-label: 2 labels",
+    "regression": "regression: numbers from -100 to 900.5",
+}
+BEST = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "mse"}
+OUTPUTS = {
+    "single_label_classification": ["10", "20", "1000000000"],
+    "multi_label_classification": ["even", "third"],
+    "regression": ["label"],
 }
 
 
@@ -29,49 +40,37 @@ def written(folder, label):
 
 @pytest.fixture(scope="module", params=LABELS)
 def trained(request, tiny_model, tmp_path_factory):
-    """The problem type, the outcome of a run that the column alone told it, and its folder."""
-    folder = tmp_path_factory.mktemp(request.param)
-    data = written(folder, LABELS[request.param])
-    return (
-        request.param,
-        train_here(tiny_model, data, folder / "out", *SPLIT, "--eval_steps", "2", "--max_steps", "4"),
-        folder,
-    )
+    """The problem type, two starts of a run that the column alone told it, and its folder."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    data, flags = written(folder, LABELS[kind]), [*FLAGS, "--metric_for_best_model", BEST[kind], "--max_steps"]
+    first = train_here(tiny_model, data, folder / "out", *flags, "3")
+    return kind, first, train_here(tiny_model, data, folder / "out", *flags, "4", "--problem_type", kind), folder
 
 
-BEST = {"single_label_classification": "f1_macro", "multi_label_classification": "f1_micro", "regression": "mse"}
-OUTPUTS = {
-    "single_label_classification": ["10", "20", "1000000000"],
-    "multi_label_classification": ["even", "third"],
-    "regression": ["label"],
-}
-
-
-def test_the_data_line_and_the_record_say_what_is_learned(trained):
-    kind, outcome, _ = trained
+def test_the_data_line_the_record_and_the_saved_model_know_what_is_learned(trained):
+    kind, outcome, _, folder = trained
     assert outcome.code == 0 and outcome.record["settings"]["problem_type"]["value"] == kind
-    several, numbers = "multi-label: 2 labels", "regression: numbers from -100 to 900.5"
-    words = {"multi_label_classification": several, "regression": numbers}
-    assert words.get(kind, "3 classes") in outcome.output
-
-
-def test_the_saved_model_is_one_of_plain_transformers(trained):
-    kind, _, folder = trained
+    assert SHOWN[kind] in outcome.output and outcome.record["classes"] == OUTPUTS[kind]
     config = AutoModelForSequenceClassification.from_pretrained(folder / "out").config
     assert config.problem_type == kind and list(config.id2label.values()) == OUTPUTS[kind]
     assert config.label2id == {name: number for number, name in enumerate(OUTPUTS[kind])}
 
 
 def test_its_figures_are_in_the_record_and_printed(trained):
-    kind, outcome, _ = trained
+    kind, outcome, _, _ = trained
     assert f"eval_{BEST[kind]}" in outcome.record and f"eval_{BEST[kind]}" in outcome.output
-    assert outcome.record["classes"] == OUTPUTS[kind]
     assert not any("per_class" in entry for entry in outcome.record["log_history"])
-    if kind == "regression":
-        assert "per_class" not in outcome.record
-    else:
-        assert set(outcome.record["per_class"]) <= set(OUTPUTS[kind])
-        assert "precision  recall" in outcome.output
+    assert set(outcome.record.get("per_class", ())) <= set(OUTPUTS[kind])
+    assert ("precision  recall" in outcome.output) == ("per_class" in outcome.record) == (kind != "regression")
+
+
+def test_it_resumes_and_keeps_the_best_model_by_its_metric(trained):
+    kind, first, outcome, _ = trained
+    assert first.code == outcome.code == 0 and "resuming from" in outcome.output
+    figures = [entry[f"eval_{BEST[kind]}"] for entry in outcome.record["log_history"] if "eval_loss" in entry][:4]
+    wanted = min(figures) if kind == "regression" else max(figures)
+    assert outcome.record["best_step"] == outcome.record["model_step"] == 1 + figures.index(wanted)
+    assert outcome.record[f"eval_{BEST[kind]}"] == pytest.approx(wanted)
 
 
 def label_of(row, kind):
@@ -84,7 +83,7 @@ def label_of(row, kind):
 
 
 def test_the_eval_loss_is_that_of_the_saved_model_in_plain_transformers(trained):
-    kind, outcome, folder = trained
+    kind, _, outcome, folder = trained
     model = AutoModelForSequenceClassification.from_pretrained(folder / "out")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()][48:]
     total = 0.0
@@ -92,35 +91,6 @@ def test_the_eval_loss_is_that_of_the_saved_model_in_plain_transformers(trained)
         ids = demo_tokenizer()(row["text"], truncation=True, max_length=64, return_tensors="pt")["input_ids"]
         total += model(input_ids=ids, labels=label_of(row, kind)).loss.item()
     assert outcome.record["eval_loss"] == pytest.approx(total / len(rows), rel=1e-4)
-
-
-def test_the_best_model_by_its_metric_is_kept(trained, tiny_model, tmp_path):
-    kind, _, folder = trained
-    best = ["--load_best_model_at_end", "--metric_for_best_model", BEST[kind], "--eval_steps", "1", "--max_steps", "4"]
-    outcome = train_here(tiny_model, folder / "rows.jsonl", tmp_path, *SPLIT, *best)
-    figures = [entry[f"eval_{BEST[kind]}"] for entry in outcome.record["log_history"] if "eval_loss" in entry][:4]
-    wanted = min(figures) if kind == "regression" else max(figures)
-    assert outcome.record["best_step"] == 1 + figures.index(wanted)
-    assert outcome.record[f"eval_{BEST[kind]}"] == wanted
-
-
-def test_it_resumes_whether_the_type_is_written_or_not(trained, tiny_model):
-    kind, _, folder = trained
-    data, again = folder / "rows.jsonl", [*SPLIT, "--eval_steps", "2", "--max_steps"]
-    as_written = train_here(tiny_model, data, folder / "out", *again, "5", "--problem_type", kind)
-    assert as_written.code == 0 and "resuming from" in as_written.output
-    as_told = train_here(tiny_model, data, folder / "out", *again, "6")
-    assert as_told.code == 0 and as_told.record["global_step"] == 6
-
-
-def test_a_best_model_of_before_the_resume_has_its_figures_too(tiny_model, tmp_path):
-    data = written(tmp_path, LABELS["single_label_classification"])
-    flags = "--eval_strategy steps --eval_steps 1 --load_best_model_at_end --learning_rate 0 --max_steps".split()
-    flags = [*TASK, *SPLIT[len(EVAL) :], *flags]
-    assert train_here(tiny_model, data, tmp_path / "out", *flags, "2").code == 0
-    outcome = train_here(tiny_model, data, tmp_path / "out", *flags, "3")
-    assert (outcome.record["model_step"], outcome.record["global_step"]) == (1, 3)
-    assert sum(figures["examples"] for figures in outcome.record["per_class"].values()) == 16
 
 
 @pytest.mark.slow
@@ -131,7 +101,6 @@ def test_deepspeed_does_not_round_the_numbers_to_learn(recipe, tiny_model, tmp_p
     flags = [*TASK, "--max_steps", "1", "--logging_steps", "1"]
     plain = train_here(tiny_model, data, tmp_path / "plain", *flags)
     flags += [*model_flags(tiny_model, data), "--recipe", recipe]
-    outcome = launch_quickly(
-        *flags, output=tmp_path / "zero", processes=2, config=f"{recipe}.yaml", env={"DS_ACCELERATOR": "cpu"}
-    )
+    how = dict(processes=2, config=f"{recipe}.yaml", env={"DS_ACCELERATOR": "cpu"})
+    outcome = launch_quickly(*flags, output=tmp_path / "zero", **how)
     assert losses(outcome)[0] == pytest.approx(losses(plain)[0], rel=2e-4)  # 1000 for 1001 is 2e-3

@@ -42,26 +42,16 @@ def ddp(flags, tmp_path_factory):
     return launch_quickly(*flags, output=tmp_path_factory.mktemp("ddp"))
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def run(request, flags, divided, tmp_path_factory):
-    output = tmp_path_factory.mktemp("divided")
-    return launch_quickly(*flags, *divided, output=output, processes=request.param), output, request.param
-
-
-def test_the_losses_are_those_of_ddp(run, ddp):
-    assert run[0].code == 0, run[0].output
-    assert losses(run[0]) == pytest.approx(losses(ddp), abs=1e-5)
-    assert run[0].record["eval_loss"] == pytest.approx(ddp.record["eval_loss"], abs=1e-5)
-
-
-def test_parameters_and_tokens_are_counted_once(run, ddp):
-    assert run[0].record["num_parameters"] == ddp.record["num_parameters"]
-    of_a_step = [outcome.record["tokens_per_second"] * outcome.record["step_time"] for outcome in (run[0], ddp)]
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_training_and_the_model_are_those_of_ddp(processes, flags, divided, ddp, tmp_path):
+    outcome = launch_quickly(*flags, *divided, output=tmp_path, processes=processes)
+    assert outcome.code == 0, outcome.output
+    assert losses(outcome) == pytest.approx(losses(ddp), abs=1e-5)
+    assert outcome.record["eval_loss"] == pytest.approx(ddp.record["eval_loss"], abs=1e-5)
+    assert outcome.record["num_parameters"] == ddp.record["num_parameters"]
+    of_a_step = [one.record["tokens_per_second"] * one.record["step_time"] for one in (outcome, ddp)]
     assert of_a_step[0] == pytest.approx(of_a_step[1], rel=0.05)  # DDP also counts what fills up an epoch's last batch
-
-
-def test_the_saved_model_is_whole(run, ddp):
-    model = AutoModelForCausalLM.from_pretrained(run[1])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert sum(parameter.numel() for parameter in model.parameters()) == ddp.record["num_parameters"]
 
 

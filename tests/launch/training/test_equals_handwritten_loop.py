@@ -34,5 +34,7 @@ def test_losses_are_those_of_the_loop(tiny_model, texts, tmp_path, recipe, micro
     outcome = train_here(
         tiny_model, texts, tmp_path, *flags.split(), *order.split(), *JOINED, *(["--bf16"] if bf16 else [])
     )
+    record = outcome.record
+    assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * LENGTH)
     expected = loop_losses(tiny_model, texts, micro=micro, accumulation=accumulation, bf16=bf16)
     assert losses(outcome) == pytest.approx(expected, rel=1e-3 if bf16 else 1e-5)

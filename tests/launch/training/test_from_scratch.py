@@ -12,7 +12,6 @@ from tests.support.running import ROOT, launch_quickly, losses, model_flags, tra
 
 STEPS = "--from_scratch --max_steps 2 --logging_steps 1 --learning_rate 1e-3".split()
 SMALL = {"vocab_size": 260, "eos_token_id": 256, "bos_token_id": None, "pad_token_id": 257}
-NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 CONFIGS = {
     "llama": LlamaConfig(**SMALL, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2),
     "tied gpt2": GPT2Config(
@@ -47,12 +46,9 @@ def test_it_trains_and_saves_a_model_of_plain_transformers(folder, one_process):
     assert losses(outcome)[0] == pytest.approx(5.56, abs=0.3)  # log 260: it knows nothing
 
 
-def weights(run):
-    return torch.cat([parameter.detach().flatten() for parameter in load(run).parameters()])
-
-
 def test_the_seed_decides_the_weights(folder):
-    one, same, other = (weights(run_with(str(folder), from_scratch=True, seed=seed)) for seed in (1, 1, 2))
+    models = [load(run_with(str(folder), from_scratch=True, seed=seed)) for seed in (1, 1, 2)]
+    one, same, other = (torch.cat([weight.detach().flatten() for weight in model.parameters()]) for model in models)
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 

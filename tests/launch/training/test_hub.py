@@ -1,7 +1,6 @@
 """A push is checked against the Hub before the run starts: a Hub over HTTP, on this machine."""
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -10,7 +9,7 @@ import pytest
 from launch.training.build import require_hub
 from recipes.errors import UserError
 from tests.support.models import run_with
-from tests.support.running import SCRIPT, model_flags, run
+from tests.support.running import train_here
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -40,15 +39,13 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.asked = []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    server.address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    yield server
-    server.shutdown()
-    server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.asked, server.address = [], f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        yield server
+        server.shutdown()
 
 
 def asked(name=None, token="hf_write", **chosen):
@@ -58,32 +55,28 @@ def asked(name=None, token="hf_write", **chosen):
 def test_the_repository_that_trainer_pushes_to_is_there_before_the_run(hub, tmp_path):
     asked("team/new")
     asked(output_dir=str(tmp_path / "my-run"))
+    require_hub(run_with())  # pushes nothing
     assert hub.asked == ["team/new", "ann/my-run"]
 
 
-@pytest.mark.parametrize(("name", "token", "says"), [("bob/his", "hf_write", "403"), ("new", "hf_nobody", "401")])
-def test_what_the_hub_refuses_is_its_own_sentence_with_a_fix(name, token, says, hub):
+@pytest.mark.parametrize(
+    ("name", "token", "address", "says"),
+    [
+        ("bob/his", "hf_write", None, "403"),
+        ("new", "hf_nobody", None, "401"),
+        ("new", "hf_write", "http://127.0.0.1:9", ""),  # where nobody listens
+    ],
+)
+def test_what_the_hub_refuses_is_its_own_sentence_with_a_fix(name, token, address, says, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address or hub.address)
     with pytest.raises(UserError) as caught:
         asked(name, token)
     (problem,) = caught.value.problems
     assert problem.subject == "push_to_hub" and says in problem.what and "hf auth login" in problem.fix
 
 
-def test_a_hub_that_nobody_reaches(hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="hf upload"):
-        asked("new")
-
-
-def test_a_run_that_does_not_push_asks_nothing(hub):
-    require_hub(run_with())
-    assert hub.asked == []
-
-
 def test_a_run_ends_before_it_reads_its_data(hub, tiny_model, texts, tmp_path):
-    environment = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_write"}
-    flags = [*model_flags(tiny_model, texts), "--push_to_hub", "--hub_model_id", "bob/new"]
-    command = [sys.executable, str(SCRIPT), *flags, "--output_dir", str(tmp_path)]
-    outcome = run(command, tmp_path, environment)
+    flags = "--push_to_hub --hub_model_id bob/new --hub_token hf_write".split()
+    outcome = train_here(tiny_model, texts, tmp_path, *flags)
     assert outcome.code == 2 and "push_to_hub: " in outcome.output
     assert "Traceback" not in outcome.output and "Tokenizing" not in outcome.output

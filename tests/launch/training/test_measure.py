@@ -10,44 +10,27 @@ from recipes.run.hardware import Gpu, Hardware
 
 CPU = Hardware(cores=2)
 H100 = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30),), cores=16)
-
-
-def llama(tied):
-    config = LlamaConfig(
-        vocab_size=10,
-        hidden_size=4,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
-
-
+SHAPE = dict(vocab_size=10, hidden_size=4, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1)
 # Attention, MLP and norms of two layers, and the last norm.
 BODY = 2 * (4 * 4 * 4 + 3 * 4 * 8 + 2 * 4) + 4
 
 
-@pytest.mark.parametrize(("tied", "expected"), [(True, BODY + 40), (False, BODY + 80)])
-def test_tied_weights_count_once(tied, expected):
-    assert parameter_count(llama(tied)) == expected
+def llama(tied):
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_untied_input_embedding_costs_no_flops(tied):
+def test_tied_weights_count_once_and_an_untied_input_embedding_costs_no_flops(tied):
+    assert parameter_count(llama(tied)) == BODY + (40 if tied else 80)
     assert flops_per_token(llama(tied), length=16) == 6 * (BODY + 40) + 6 * 2 * 4 * 16
 
 
-def test_only_what_is_trained_goes_into_a_checkpoint():
-    model = llama(tied=True).requires_grad_(False)
-    model.model.norm.weight.requires_grad_(True)
-    assert checkpoint_bytes(model, resolve(place=here(hardware=CPU, environment={}))) == 4 * (4 + 8)
-
-
 @pytest.mark.parametrize(("optim", "bytes_each"), [("adamw_torch", 8), ("sgd", 0), ("lion_32bit", 4)])
-def test_a_checkpoint_is_as_large_as_its_optimizer_makes_it(optim, bytes_each):
-    run = resolve(place=here(hardware=CPU, environment={}), settings={"optim": optim})
-    assert checkpoint_bytes(llama(tied=True), run) == (4 + bytes_each) * (BODY + 40)
+def test_a_checkpoint_holds_what_is_trained_and_what_its_optimizer_keeps(optim, bytes_each):
+    run, model = resolve(place=here(hardware=CPU, environment={}), settings={"optim": optim}), llama(tied=True)
+    assert checkpoint_bytes(model, run) == (4 + bytes_each) * (BODY + 40)
+    model.requires_grad_(False).model.norm.weight.requires_grad_(True)
+    assert checkpoint_bytes(model, run) == (4 + bytes_each) * 4
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus():

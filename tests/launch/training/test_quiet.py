@@ -13,7 +13,6 @@ from tests.support.running import ROOT, SCRIPT, model_flags
 
 FIRST = "recipe model data engine batch precision output changed advice step steps loss speed peak written".split()
 OURS = re.compile(rf"|  .*|({'|'.join(FIRST)}) .*")
-COMPILED = [name for name in RECIPES if name.startswith("memory")]
 
 
 def foreign_lines(*argv):
@@ -26,7 +25,7 @@ def foreign_lines(*argv):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NEEDS_COMPILER) if name in COMPILED else name for name in RECIPES]
+    "name", [pytest.param(name, marks=NEEDS_COMPILER * name.startswith("memory")) for name in RECIPES]
 )
 def test_a_recipe_prints_only_our_lines(name, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--recipe", name, "--max_steps", "1", "--output_dir", tmp_path]

@@ -31,7 +31,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from launch.training import separate
 from launch.training.separate import require_separate_examples, with_separate_examples
 from recipes.errors import UserError
-from tests.support.models import SMALL, run_with, save
+from tests.support.models import SMALL, load, problem, run_with, save
 from tests.support.running import launch_quickly, train_here
 
 CONVOLUTIONS = dict(layer_types=["conv", "full_attention"])
@@ -62,17 +62,6 @@ def kind(config) -> str:
     return f"{config.model_type}-{config.get_text_config().hidden_size}"
 
 
-def packs(config, **settings) -> bool:
-    """Whether `fast` packs for such a model, without its weights."""
-    run, advice = with_separate_examples(run_with("somebody/model", recipe="fast", **settings), config)
-    assert all(problem.severity == "advice" for problem in advice)
-    said = [problem.what for problem in advice]
-    assert said == (
-        [] if run["packing"] else [f"is off: a {config.model_type} model lets the examples of a row see each other"]
-    )
-    return run["packing"]
-
-
 @contextlib.contextmanager
 def zero_3():
     """transformers takes ZeRO-3 to be on."""
@@ -93,20 +82,23 @@ def accepts(model, **settings) -> bool:
 # --- Which ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", APART, ids=kind)
-def test_a_model_of_attention_keeps_examples_apart(config):
-    assert packs(config)
-
-
-@pytest.mark.parametrize("config", MIXED, ids=kind)
-def test_a_model_with_a_state_or_a_mask_of_its_own_mixes_them(config):
-    assert not packs(config)
+@pytest.mark.parametrize("config", [*APART, *MIXED], ids=kind)
+def test_fast_packs_for_a_model_that_keeps_examples_apart_and_says_so_of_another(config):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    run, advice = with_separate_examples(run_with("somebody/model", recipe="fast"), config)
+    says = f"is off: a {config.model_type} model lets the examples of a row see each other"
+    assert run["packing"] is (config in APART)
+    assert [(one.what, one.severity) for one in advice] == ([] if run["packing"] else [(says, "advice")])
+    assert torch.equal(before, torch.get_rng_state())  # as in a run that tries nothing
 
 
 @pytest.mark.parametrize("settings", [{"packing": True}, {"padding_free": True}], ids=str)
-def test_what_was_asked_for_is_refused_if_it_mixes(settings):
-    assert accepts(CausalLM.from_config(APART[1]), **settings)
-    assert not accepts(CausalLM.from_config(LFM2), **settings)
+def test_what_was_asked_for_is_refused_if_it_mixes(settings, tmp_path):
+    for config in (APART[1], GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2)):
+        assert load(run_with(save(CausalLM.from_config(config), tmp_path / config.model_type), **settings))
+    mixes = save(CausalLM.from_config(LFM2), tmp_path / "lfm2")
+    assert problem(run_with(mixes, **settings)).subject == next(iter(settings))
 
 
 def test_what_mixes_is_known_under_zero_3():
@@ -123,41 +115,20 @@ def test_flash_attention_keeps_apart_what_attention_mixes_and_not_what_a_state_d
     assert not accepts(states, **flash)
 
 
-# --- Without a twin ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_twin(monkeypatch):
+def test_without_a_twin_the_model_itself_is_tried_or_nothing_is_packed(monkeypatch):
     monkeypatch.setattr(separate, "_MOST_WEIGHTS", 0)
-
-
-def test_what_cannot_be_tried_is_not_packed_unasked(no_twin):
     run, (advice,) = with_separate_examples(run_with("somebody/model", recipe="fast"), APART[1])
     assert not run["packing"] and "cannot be tried" in advice.what
-
-
-def test_the_model_itself_is_tried_if_there_is_no_twin(no_twin):
     model = CausalLM.from_config(APART[1]).train()
     model.config.use_cache = False  # as load_model leaves it
     assert accepts(model, packing=True) and model.training
     assert all(weight.grad is None for weight in model.parameters())
     assert not accepts(CausalLM.from_config(LFM2), packing=True)
-
-
-def test_what_cannot_be_tried_is_refused(no_twin):
-    model = CausalLM.from_config(APART[1])
     with zero_3():
         assert not accepts(model, packing=True)
 
 
 # --- As users meet it ----------------------------------------------------------------------------
-
-
-def test_random_numbers_are_those_of_a_run_that_tries_nothing():
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    assert packs(APART[1])
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_fast_trains_a_model_that_mixes_without_packing_and_says_so(tmp_path, texts):

@@ -6,9 +6,13 @@ accelerate's refusal of a CPU is lifted (tests/support/fsdp_on_cpu.py); all else
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from launch.output.checkpoints import newest_valid
+from launch.training import model
+from tests.support.models import SMALL, load, run_with, save
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
@@ -56,37 +60,21 @@ def held(folder, what: str) -> list[int]:
     return [json.loads((folder / f"held-{rank}.json").read_text())[what] for rank in (0, 1)]
 
 
-def test_losses_are_those_of_ddp(both):
-    (outcome, _), (ddp, _) = both
-    assert outcome.code == 0, outcome.output
-    assert outcome.record["engine"] == "FSDP2"
+def test_it_trains_what_ddp_trains_in_shards_and_saves_one_whole_model(both):
+    (outcome, folder), (ddp, other) = both
+    assert (outcome.code, outcome.record["engine"]) == (0, "FSDP2"), outcome.output
     assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-6)
-
-
-def test_each_rank_holds_its_share_of_parameters_and_optimizer(both):
-    (outcome, folder), _ = both
     parameters = 4 * outcome.record["num_parameters"]
     assert held(folder, "parameters") == [parameters / 2] * 2
     assert held(folder, "optimizer") == [2 * parameters / 2] * 2
-
-
-def test_the_saved_model_is_whole_and_that_of_ddp(both):
-    from transformers import AutoModelForCausalLM
-
-    (_, folder), (_, other) = both
-    whole, expected = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
-    assert whole.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert whole[name].allclose(weight, atol=1e-5), name
-    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-
-
-def test_checkpoints_stay_sharded(both):
-    (_, folder), _ = both
     names = {file.name for file in (folder / "checkpoint-4" / "pytorch_model_fsdp_0").iterdir()}
     assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     assert not list((folder / "checkpoint-4").glob("*.safetensors"))
+    whole, expected = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
+    assert whole.keys() == expected.keys()
+    assert all(whole[name].allclose(weight, atol=1e-5) for name, weight in expected.items())
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 @pytest.mark.slow
@@ -140,15 +128,11 @@ def test_adapters_train_as_under_ddp(four_bits, dora, sharded, replicated):
 
 @pytest.mark.slow
 def test_embeddings_in_a_module_of_their_own_are_sharded_once(tmp_path):
-    from transformers import BertConfig, BertForMaskedLM
-
-    from tests.support.models import SMALL, save
-
-    model = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
+    bert = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
     data = tmp_path / "labelled.jsonl"
     rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--task", "sequence_classification", *model_flags(model, data), *STEADY, "--max_steps", "3"]
+    flags = ["--task", "sequence_classification", *model_flags(bert, data), *STEADY, "--max_steps", "3"]
     outcome = launch_quickly(
         "--recipe", "sharded", *flags, output=tmp_path / "sharded", config="sharded.yaml", script=SCRIPT
     )
@@ -176,12 +160,6 @@ def test_the_best_model_is_that_of_one_checkpoint(sharded):
 
 def test_a_rank_that_waits_for_weights_has_all_that_they_fill(tiny_model, tmp_path, monkeypatch):
     """Same names, shapes and ties as on rank 0, or the ranks would wait for different tensors."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from launch.training import model
-    from tests.support.models import load, run_with, save
-
     config = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True)
     folder = save(AutoModelForCausalLM.from_config(config), tmp_path)
     read = load(run_with(folder))

@@ -1,7 +1,4 @@
-"""Switches that work on any recipe: 8-bit Adam, LoRA, QLoRA, precision, packing, evaluation.
-
-One rank, in process.
-"""
+"""Switches that work on any recipe: 8-bit Adam, LoRA, QLoRA, DoRA, precision, evaluation."""
 
 import json
 
@@ -15,28 +12,62 @@ from tests.support.models import save
 from tests.support.running import launch_quickly, losses, model_flags, train_here
 
 STEPS = "--max_steps 4 --learning_rate 1e-3 --logging_steps 1".split()
+HELD_OUT = "--dataset_train_split train[:200] --dataset_test_split train[200:] --eval_strategy steps".split()
+DORA = ["--use_peft", "--use_dora"]
 
 
-def test_eight_bit_adam_trains(tiny_model, texts, tmp_path):
-    outcome = train_here(tiny_model, texts, tmp_path, *STEPS, "--optim", "adamw_bnb_8bit")
+@pytest.mark.parametrize(
+    "switch", ["--optim adamw_bnb_8bit", "--use_peft --lora_r 2", "--use_peft --load_in_4bit --recipe fast"]
+)
+def test_the_model_or_its_adapter_learns(switch, tiny_model, texts, tmp_path):
+    outcome = train_here(tiny_model, texts, tmp_path, *STEPS, *switch.split())
+    assert losses(outcome)[-1] < losses(outcome)[0]
+    adapts = "--use_peft" in switch
+    assert (tmp_path / "adapter_model.safetensors").exists() == adapts
+    assert (tmp_path / "model.safetensors").exists() != adapts
+
+
+@pytest.mark.slow
+def test_quantised_weights_eight_bit_adam_and_gradients_in_fp16_train_on_two_ranks(tiny_model, texts, tmp_path):
+    flags = "--use_peft --load_in_4bit --optim adamw_bnb_8bit --ddp_comm_hook fp16".split()
+    outcome = launch_quickly(*model_flags(tiny_model, texts), *STEPS, *flags, output=tmp_path)
+    assert (outcome.code, outcome.record["world_size"]) == (0, 2), outcome.output
     assert losses(outcome)[-1] < losses(outcome)[0]
 
 
-def test_lora_trains_a_small_part_and_saves_adapters(tiny_model, texts, tmp_path):
-    outcome = train_here(tiny_model, texts, tmp_path, *STEPS, "--use_peft", "--lora_r", "2")
-    assert losses(outcome)[-1] < losses(outcome)[0]
-    assert (tmp_path / "adapter_model.safetensors").exists() and not (tmp_path / "model.safetensors").exists()
+@pytest.mark.parametrize(
+    "four_bits", [(), pytest.param(("--load_in_4bit",), marks=pytest.mark.slow)], ids=["dora", "qdora"]
+)
+def test_dora_trains_a_magnitude_for_each_output_and_resumes_bit_for_bit(four_bits, tiny_model, texts, tmp_path):
+    flags = [*STEPS[2:], "--lr_scheduler_type", "constant", *DORA, *four_bits, "--max_steps"]
+    train_here(tiny_model, texts, tmp_path / "run", *flags, "3")
+    saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    assert {tuple(weight.shape) for name, weight in saved.items() if "magnitude" in name} == {(32,), (64,)}
+    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["use_dora"] is True
+    resumed = train_here(tiny_model, texts, tmp_path / "run", *flags, "6")
+    whole = train_here(tiny_model, texts, tmp_path / "whole", *flags, "6")
+    assert "resuming from" in resumed.output and losses(resumed)[3:] == losses(whole)[3:]
+    assert losses(whole)[-1] < losses(whole)[0]
+    ends = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("run", "whole")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+    learned = [name for name in saved if "magnitude" in name and not torch.equal(ends[0][name], saved[name])]
+    assert len(learned) == 14  # seven linear layers in each of two blocks
 
 
-def test_qlora_trains_on_four_bit_weights(tiny_model, texts, tmp_path):
-    outcome = train_here(tiny_model, texts, tmp_path, *STEPS, "--use_peft", "--load_in_4bit", "--recipe", "fast")
-    assert losses(outcome)[-1] < losses(outcome)[0]
+@pytest.mark.slow
+def test_dora_trains_the_same_on_two_ranks(tiny_model, texts, tmp_path):
+    flags = [*STEPS, *DORA, "--lora_dropout", "0"]
+    alone = train_here(tiny_model, texts, tmp_path / "alone", *flags)
+    both = launch_quickly(*model_flags(tiny_model, texts), *flags, output=tmp_path / "both")
+    assert both.code == 0 and losses(both) == pytest.approx(losses(alone), rel=1e-5)
 
 
-def test_qlora_with_eight_bit_adam_trains_on_two_ranks(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), *STEPS, "--use_peft", "--load_in_4bit", "--optim", "adamw_bnb_8bit"]
-    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
-    assert (outcome.code, outcome.record["world_size"]) == (0, 2)
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "more"), [("memory", ()), ("memory", ("--load_in_4bit",)), ("memory_zero3", ())])
+def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
+    flags = ["--recipe", recipe, *model_flags(tiny_model, texts), *STEPS, *DORA, *more]
+    outcome = launch_quickly(*flags, output=tmp_path, config=f"{recipe}.yaml")
+    assert outcome.code == 0 and losses(outcome)[-1] < losses(outcome)[0]
 
 
 def test_on_a_cpu_layer_norm_mixes_no_16_bit_types_and_rms_norm_does(tiny_model, texts, tmp_path):
@@ -46,82 +77,27 @@ def test_on_a_cpu_layer_norm_mixes_no_16_bit_types_and_rms_norm_does(tiny_model,
     assert train_here(tiny_model, texts, tmp_path / "llama", *mixed).code == 0
     refused = train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed)
     assert refused.code == 2 and "dtype: mixed dtype (CPU)" in refused.output
-    assert train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed[2:]).code == 0  # with float32, as advised
 
 
 @pytest.mark.slow
-def test_fast_trains_on_two_ranks_with_its_static_graph(tiny_model, texts, tmp_path):
-    flags = ["--recipe", "fast", *model_flags(tiny_model, texts), *STEPS]
-    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="fast.yaml")
-    assert outcome.record["settings"]["ddp_static_graph"]["value"] is True
-    assert losses(outcome)[-1] < losses(outcome)[0]
-
-
-@pytest.mark.slow
-def test_gradient_compression_reaches_ddp(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), *STEPS, "--ddp_comm_hook", "fp16"]
-    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
-    assert (outcome.code, outcome.record["world_size"]) == (0, 2)
-
-
-@pytest.fixture(scope="module")
-def reviews(tmp_path_factory):
-    file = tmp_path_factory.mktemp("reviews") / "reviews.jsonl"
-    rows = [{"text": f"{'good' if n % 2 else 'bad'} number {n}", "label": "pos" if n % 2 else "neg"} for n in range(64)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def first_step(outcome):
-    entry = next(entry for entry in outcome.record["log_history"] if "loss" in entry)
-    return entry["loss"], entry["grad_norm"]
-
-
-@pytest.mark.slow
-def test_classification_has_one_loss_and_one_gradient_however_the_batch_is_split(tiny_model, reviews, tmp_path):
-    flags = [*"--task sequence_classification --max_steps 1 --logging_steps 1".split()]
-    whole = train_here(tiny_model, reviews, tmp_path / "16x1", *flags, "--per_device_train_batch_size", "16")
-    split = train_here(tiny_model, reviews, tmp_path / "4x4", *flags, "--per_device_train_batch_size", "4")
-    ranks = launch_quickly(
-        *model_flags(tiny_model, reviews), *flags, output=tmp_path / "2", processes=2, config="standard.yaml"
-    )
-    assert first_step(split) == pytest.approx(first_step(whole), rel=1e-4)
-    assert first_step(ranks) == pytest.approx(first_step(whole), rel=1e-4)
+@pytest.mark.parametrize(("switch", "off"), [("--gradient_checkpointing", 1e-5), ("--bf16", 0.02)])
+def test_activations_computed_again_and_bf16_follow_the_plain_training(switch, off, tiny_model, texts, tmp_path):
+    plain = train_here(tiny_model, texts, tmp_path / "plain", *STEPS)
+    switched = train_here(tiny_model, texts, tmp_path / "switched", *STEPS, switch)
+    assert losses(switched) == pytest.approx(losses(plain), rel=off)
 
 
 def test_an_evaluation_in_sixteen_bits_leaves_the_saved_weights_alone(tiny_model, texts, tmp_path):
-    flags = "--max_steps 2 --bf16_full_eval --eval_strategy steps --eval_steps 2".split()
-    slices = ["--dataset_train_split", "train[:200]", "--dataset_test_split", "train[200:]"]
-    train_here(tiny_model, texts, tmp_path, *flags, *slices)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    train_here(tiny_model, texts, tmp_path, *HELD_OUT, *"--max_steps 2 --bf16_full_eval --eval_steps 2".split())
+    assert {weight.dtype for weight in load_file(tmp_path / "model.safetensors").values()} == {torch.float32}
 
 
 @pytest.mark.slow
-def test_early_stopping_stops(tiny_model, texts, tmp_path):
-    flags = "--eval_strategy steps --eval_steps 1 --save_steps 1 --load_best_model_at_end --early_stopping_patience 2"
-    slices = ["--dataset_train_split", "train[:200]", "--dataset_test_split", "train[200:]"]
-    # a learning rate of zero never improves the loss
-    outcome = train_here(tiny_model, texts, tmp_path, *flags.split(), *slices, "--learning_rate=0", "--max_steps=9")
-    assert outcome.record["global_step"] == 3
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_the_losses(tiny_model, texts, tmp_path, monkeypatch):
+def test_early_stopping_stops_and_tensorboard_gets_the_losses(tiny_model, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    train_here(tiny_model, texts, tmp_path / "out", *STEPS, "--report_to", "tensorboard")
+    flags = "--eval_steps 1 --save_steps 1 --load_best_model_at_end --early_stopping_patience 2 --max_steps 9"
+    # A learning rate of zero never improves the loss.
+    more = [*flags.split(), "--learning_rate", "0", "--report_to", "tensorboard"]
+    outcome = train_here(tiny_model, texts, tmp_path / "out", *HELD_OUT, *more)
+    assert outcome.record["global_step"] == 3
     assert list((tmp_path / "events").rglob("events.out.tfevents.*"))
-
-
-@pytest.mark.slow
-def test_activations_are_recomputed_without_changing_the_loss(tiny_model, texts, tmp_path):
-    plain = train_here(tiny_model, texts, tmp_path / "plain", *STEPS)
-    recomputed = train_here(tiny_model, texts, tmp_path / "recomputed", *STEPS, "--gradient_checkpointing")
-    assert losses(recomputed) == pytest.approx(losses(plain), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_bf16_follows_fp32(tiny_model, texts, tmp_path):
-    plain = train_here(tiny_model, texts, tmp_path / "plain", *STEPS)
-    bf16 = train_here(tiny_model, texts, tmp_path / "bf16", *STEPS, "--bf16")
-    assert losses(bf16) == pytest.approx(losses(plain), rel=0.02)

@@ -1,6 +1,7 @@
 """RecipeTrainer: what reaches DDP, what is counted, and that it does not wait for the device."""
 
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from recipes import standard
 from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.scaling.timings import WARM_UP_STEPS
-from tests.support.running import model_flags, train_here
+from tests.support.running import model_flags
 
 
 @pytest.fixture
@@ -64,15 +65,20 @@ def test_what_training_arguments_refuse_is_a_mistake_in_a_setting():
         build_arguments(resolve(["--warmup_steps", "-1"], here(environment={})))
 
 
-def test_padding_is_not_counted_as_tokens(trainer):
-    batch = {"input_ids": torch.ones(2, 4), "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])}
-    trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
-    assert int(trainer.tokens_seen) == 4
+@pytest.mark.parametrize(
+    ("more", "tokens"), [({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])}, 4), ({}, 8)]
+)
+def test_padding_is_not_counted_as_tokens_and_packed_rows_count_whole(more, tokens, trainer):
+    trainer.get_batch_samples(iter([{"input_ids": torch.ones(2, 4), **more}]), 1, torch.device("cpu"))
+    assert int(trainer.tokens_seen) == tokens
 
 
-def test_packed_rows_count_whole(trainer):
-    trainer.get_batch_samples(iter([{"input_ids": torch.ones(2, 4)}]), 1, torch.device("cpu"))
-    assert int(trainer.tokens_seen) == 8
+@pytest.mark.parametrize("error", [AssertionError("no tokens"), OSError("no network"), ValueError("another size")])
+def test_only_an_error_of_reading_it_is_blamed_on_the_checkpoint(error, trainer, monkeypatch):
+    monkeypatch.setattr("transformers.Trainer.train", mock.Mock(side_effect=error))
+    blamed = isinstance(error, ValueError)
+    with pytest.raises(UserError if blamed else type(error), match="does not fit this model" if blamed else str(error)):
+        trainer.train(resume_from_checkpoint="checkpoint-1")
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -101,12 +107,6 @@ def test_the_step_time_leaves_out_warm_up_and_steps_that_save():
             timing.on_save(None, None, None)
     assert timing.steps_trained == 10
     assert len(timing.durations) == 10 - 1 - WARM_UP_STEPS - 1
-
-
-def test_tokens_per_second_come_from_the_tokens_that_were_trained(tiny_model, texts, tmp_path):
-    full = ("--packing", "--packing_strategy", "wrapped", "--max_steps", "8")
-    record = train_here(tiny_model, texts, tmp_path, *full).record
-    assert record["tokens_per_second"] == pytest.approx(record["samples_per_second"] * 64)
 
 
 # --- What Trainer alone does: if one of these fails, RecipeTrainer need not mend it any more ------

@@ -25,7 +25,7 @@ def test_the_columns_are_those_of_earlier_versions():
         "tokens,loss,step_time,data_wait,forward,backward,communication,optimizer,logging,saving,other,data_wait_max,"
         "no_sync_step,no_sync_step_max,pass_overhead,overlap,syncs,collectives,sync_bytes,link_bandwidth,link_latency,"
         "peak_memory,hardware,engine,workers,cores,logging_steps,save_steps,eval_steps,command,applied,predicted,"
-        "timed,step_p50,step_p99,other_load,slowest_rank,slowest_host,slowest_device,data_wait_rank"
+        "timed,slowest_rank,slowest_host,slowest_device,data_wait_rank"
     )
 
 

@@ -165,6 +165,7 @@ def _write_timings(world: Path) -> None:
 
 def _train(world: Path) -> None:
     """A run that is finished, one that has to go on from its second step, and an adapter."""
+    from launch.output import record
     from launch.output.submission import Submission, note
     from launch.train import main
     from recipes.run import fitted, here, resolve
@@ -175,11 +176,10 @@ def _train(world: Path) -> None:
     if main([*("adapter" if word == "run" else word for word in RUN), "--max_steps", "1", "--use_peft"]) != 0:
         raise RuntimeError("the adapter did not train")
     shutil.copytree("run", "unfinished")
-    record = json.loads(Path("run/run.json").read_text())
-    unfinished = {name: entry for name, entry in record.items() if name != "global_step"}
+    unfinished = json.loads(Path("run/run.json").read_text())
+    del unfinished["global_step"]
     unfinished["settings"]["output_dir"]["value"] = "unfinished"
-    del unfinished["checksum"]  # that of the settings
-    Path("unfinished/run.json").write_text(json.dumps({**unfinished, "status": "preempted"}))
+    record.write("unfinished", {**unfinished, "status": "preempted"})
     submitted = "2026-01-01T00:00:00+0000"
     for folder in ("run", "unfinished"):
         (Path(folder) / "train.log").write_text("step 1/2\nstep 2/2\n")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.cli import main
-from launch.output.fields import FIELDS
+from launch.output.record import FIELDS
 from recipes.catalog import RECIPES
 from recipes.run import here, resolve
 from tests.support.running import train_here

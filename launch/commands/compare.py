@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from launch.commands.catalogue import run_as_json
 from launch.flags import Commands
-from launch.output.fields import FIELDS
-from launch.output.record import NO_DIFFERENCE
+from launch.output.record import FIELDS, NO_DIFFERENCE
 from launch.terminal import duration, memory_size, plural, print_table, value_text
 from recipes.catalog import RECIPES
 from recipes.errors import UserError, mistake

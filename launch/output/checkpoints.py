@@ -17,21 +17,25 @@ import shutil
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from launch.host.files import read_regular
-from launch.output import identity, manifest
+from launch.output import manifest, record
 from launch.terminal import memory_size
 from recipes.errors import mistake
 from recipes.run import Json, RunSpec
+from recipes.run.fingerprints import MODEL_FILES
 
 STATE = "trainer_state.json"
-_REQUIRED = {"global_step", "max_steps", "log_history"}  # of trainer_state.json
 _REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "adapter_model.bin")
-_SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_FILES = {  # how their names begin
+    "weights": ("model", "adapter_model", "pytorch_model.bin"),
+    "optimizer": ("optimizer",),
+    "schedule": ("scheduler.pt",),
+    "random state": ("rng_state",),
+}
+_SHARDED = ("global_step", "pytorch_model_fsdp", "optimizer_")  # of DeepSpeed and FSDP
 _STATES = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
 
 
@@ -58,8 +62,10 @@ def numbered(output_dir: str | Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
-def inspect(path: Path) -> Checkpoint:
-    """The checkpoint in a folder with its faults. A file that cannot be read is a fault."""
+def inspect(path: Path, run: Json | None = None) -> Checkpoint:
+    """The checkpoint in a folder with its faults. One of another run than `run` has that fault."""
+    if manifest.is_foreign(path, run):
+        return Checkpoint(path, _step(path), ("it is another run's",))
     try:
         found = tuple(faults(path))
         step = _step(path) if found or _number(path) is not None else _state(path)["global_step"]
@@ -68,23 +74,16 @@ def inspect(path: Path) -> Checkpoint:
         return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
 
 
-def inspect_own(path: Path, run: Json | None) -> Checkpoint:
-    """As `inspect`, but a checkpoint of another run than this one counts as damaged."""
-    if identity.is_foreign(path, run):
-        return Checkpoint(path, _step(path), ("it is another run's",))
-    return inspect(path)
-
-
 def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest checkpoint that can be resumed from, and the damaged ones that are newer.
 
     Those of another run than the folder's count as damaged. If no record names the folder's run, it
     is that of the newest whole checkpoint. Those up to step `after` are not looked at.
     """
-    run = identity.of_folder(Path(output_dir))
+    run = record.read_intact(output_dir).get("run")
     damaged: list[Checkpoint] = []
     for path in (path for path in numbered(output_dir) if _step(path) > after):
-        checkpoint = inspect_own(path, run)
+        checkpoint = inspect(path, run)
         if checkpoint.valid:
             return checkpoint, damaged
         damaged.append(checkpoint)
@@ -92,16 +91,12 @@ def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | 
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of the folder's run that was saved whole, as far as can be told at
-    once: a resume reads every byte, and there may be no time for that.
+    """The newest checkpoint of the folder's run that was saved whole, as its manifest says: a
+    resume reads every byte, and there may be no time for that.
     """
-    run = identity.of_folder(Path(output_dir))
-    own = (path for path in numbered(output_dir) if not identity.is_foreign(path, run))
-    return next((path for path in own if _looks_complete(path)), None)
-
-
-def _looks_complete(path: Path) -> bool:
-    return manifest.has_its_files(path) if manifest.exists(path) else inspect(path).valid
+    run = record.read_intact(output_dir).get("run")
+    own = (path for path in numbered(output_dir) if not manifest.is_foreign(path, run))
+    return next((path for path in own if manifest.is_committed(path)), None)
 
 
 def _step(path: Path) -> int:
@@ -121,16 +116,10 @@ def faults(path: Path) -> list[str]:
     """What is missing, changed or broken, one line each; empty for a checkpoint that resumes
     exactly. A manifest answers for every byte.
     """
-    result = ["marked incomplete"] if (path / manifest.TRAINERS_MARKER).exists() else []
-    if not manifest.exists(path):
-        return result + _faults_in_part(path)
-    result += manifest.differences(path)
-    if result:
-        return result
-    step = manifest.read(path)["step"]
-    if _number(path) not in (None, step):
-        return [f"{manifest.NAME} is that of step {step}"]
-    return _state_faults(path, step)  # as this version of Trainer writes it
+    if (path / manifest.TRAINERS_MARKER).exists():
+        return ["marked incomplete"]
+    found = manifest.differences(path) if manifest.exists(path) else _faults_in_part(path)
+    return found or _state_faults(path)
 
 
 def notes(path: Path) -> list[str]:
@@ -154,24 +143,17 @@ def _state(checkpoint: Path) -> Json:
     return json.loads(read_regular(checkpoint / STATE))
 
 
-def _state_faults(checkpoint: Path, step: int | None) -> list[str]:
-    """What is wrong with the state of a checkpoint of this step; any step if it is None."""
+def _state_faults(path: Path) -> list[str]:
+    """What is wrong with the state that Trainer resumes from. Its fields change by version."""
     from transformers import TrainerState
 
     try:
-        state = _state(checkpoint)
-        TrainerState(**state)  # fields come and go between versions
+        step = TrainerState(**_state(path)).global_step
     except FileNotFoundError:
         return [f"{STATE} is missing"]
-    except TypeError:
+    except (OSError, ValueError, TypeError, AttributeError):
         return [f"{STATE} is not Trainer's"]
-    except (OSError, ValueError, AttributeError):
-        return [f"{STATE} cannot be read"]
-    if not set(state) >= _REQUIRED:
-        return [f"{STATE} is not Trainer's"]
-    if type(state["global_step"]) is not int or step not in (None, state["global_step"]):
-        return [f"{STATE} is that of step {state['global_step']}"]
-    return []
+    return [] if _number(path) in (None, step) else [f"{STATE} is that of step {step}"]
 
 
 def _faults_in_part(path: Path) -> list[str]:
@@ -182,14 +164,13 @@ def _faults_in_part(path: Path) -> list[str]:
     valid.
     """
     names = manifest.listed(path)
-    if odd := [name for name in names if not (path / name).is_file() and not (path / name).is_dir()]:
-        return [f"{name} is not a file" for name in odd]  # to open a pipe would take forever
-    try:
-        missing = [f"{name} is missing" for name in _needed(path, names) if name not in names]
-    except ValueError as error:
-        return [str(error)]
-    unreadable = [fault for name in names if name != STATE and (fault := _fault(path / name))]
-    return [*_state_faults(path, _number(path)), *missing, *unreadable]
+    needed = ["weights", "optimizer", "schedule", "random state"]
+    if _holds_weights_alone(path):
+        needed = ["weights"]
+    elif any(name.startswith(_SHARDED) for name in names):
+        needed = ["random state"]
+    missing = [f"{what}: missing" for what in needed if not any(name.startswith(_FILES[what]) for name in names)]
+    return [fault for name in names if (fault := _fault(path / name))] or missing
 
 
 def _holds_weights_alone(path: Path) -> bool:
@@ -197,34 +178,14 @@ def _holds_weights_alone(path: Path) -> bool:
     return not any(True for pattern in _STATES for _ in path.glob(pattern))
 
 
-def _needed(path: Path, names: list[str]) -> list[str]:
-    """The files without which Trainer would start something afresh. The number of processes that
-    wrote the checkpoint is read from its own files.
-
-    Raises `ValueError` with the fault if there are no weights, or their index cannot be read.
-    """
-    ranks = [int(found[1]) for name in names if (found := re.fullmatch(r"rng_state_(\d+)\.pth", name))]
-    random = [f"rng_state_{rank}.pth" for rank in range(max(ranks) + 1)] if ranks else ["rng_state.pth"]
-    if any(name.startswith("global_step") for name in names):
-        return random  # DeepSpeed keeps the schedule with its states
-    if any(name.startswith(("pytorch_model_fsdp", "optimizer_")) for name in names):
-        return ["scheduler.pt", *random]
-    return [*_weights(path, names), *([] if _holds_weights_alone(path) else ["optimizer.pt", "scheduler.pt", *random])]
-
-
-def _weights(path: Path, names: list[str]) -> list[str]:
-    for index in (name for name in _SHARD_INDEXES if name in names):
-        try:
-            return sorted({*json.loads((path / index).read_text())["weight_map"].values()})
-        except (OSError, LookupError, ValueError, TypeError, AttributeError):
-            raise ValueError(f"{index} cannot be read") from None
-    if not any(name in names for name in _WEIGHTS):
-        raise ValueError("the weights are missing")
-    return []
-
-
 def _fault(file: Path) -> str:
-    """What is wrong with a file that is there; empty if nothing is."""
+    """Why a file cannot be read; empty if it can. DeepSpeed pickles classes of its own, and
+    training_args.bin is one: to load them would run what they name.
+    """
+    import torch
+    from safetensors import safe_open
+    from transformers.trainer_pt_utils import safe_globals
+
     try:
         if file.suffix == ".json":
             json.loads(file.read_text(encoding="utf-8"))
@@ -233,28 +194,32 @@ def _fault(file: Path) -> str:
                 pass
         elif file.suffix in (".pt", ".pth", ".bin") and file.name != "training_args.bin":
             with zipfile.ZipFile(file) as archive:  # each part has a checksum
-                if archive.testzip() is not None:
-                    return f"{file.name} is cut off or damaged"
-            # DeepSpeed pickles classes of its own: to load them would run what they name.
-            return "" if file.name.endswith("_states.pt") else _refusal_to_load(file)
-    except (ValueError, RecursionError):
-        return f"{file.name} cannot be read"
-    except (OSError, SafetensorError, zipfile.BadZipFile, EOFError, NotImplementedError):
-        return f"{file.name} is cut off or damaged"
+                if archive.testzip():
+                    raise zipfile.BadZipFile
+            if not file.name.endswith("_states.pt"):
+                with safe_globals():
+                    torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # whatever a damaged file can raise
+        return f"{file.name} is damaged or cannot be loaded ({type(error).__name__})"
     return ""
 
 
-def _refusal_to_load(file: Path) -> str:
-    """Why torch does not load the file as in a resume. Its tensors stay on the disk."""
-    import torch
-    from transformers.trainer_pt_utils import safe_globals
+def model_files(folder: Path) -> list[str]:
+    """The files of a model in an output folder: weights, configuration, tokenizer."""
+    found = (file for pattern in MODEL_FILES for file in folder.glob(pattern))
+    return sorted({file.name for file in found if file.is_file()})
 
-    try:
-        with safe_globals():
-            torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever a pickle can raise
-        return f"{file.name} cannot be loaded ({type(error).__name__})"
-    return ""
+
+def model_notes(folder: Path, then: Json) -> list[str]:
+    """How the model of a finished run differs from its recorded files, and where else it is."""
+    changed = manifest.changes(folder, then)
+    if not changed:
+        return []
+    lost = {name: of_file for name, of_file in then.items() if any(line.startswith(f"{name} ") for line in changed)}
+    whole = filter(manifest.is_committed, numbered(folder))
+    same = next((path.name for path in whole if not manifest.changes(path, lost)), None)
+    remedy = f"copy {', '.join(lost)} from {same}, which holds the same" if same else "--fresh trains it again"
+    return [f"{'; '.join(changed)}: {remedy}"]
 
 
 # --- Keeping and deleting -------------------------------------------------------------------------
@@ -262,32 +227,25 @@ def _refusal_to_load(file: Path) -> str:
 
 def archive_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint. Trainer's rotation counts by number and keeps the valid ones."""
-    target, count = path.with_name(f"damaged-{path.name}"), 1
-    while target.exists():
-        count += 1
-        target = path.with_name(f"damaged-{path.name}-{count}")
-    return path.rename(target)
+    names = (f"damaged-{path.name}" + (f"-{number}" if number > 1 else "") for number in count(1))
+    return path.rename(next(target for name in names if not (target := path.with_name(name)).exists()))
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     """Delete old checkpoints beside `newest`, so that `limit` are left, among them the best.
 
     As Trainer does it, but by their steps, since a copied folder or a wrong clock gives any times.
-    Those beyond `newest` are of a run that was resumed from an earlier step. They go first, and so
-    do those that were never completed. Those of another run stay.
+    Those beyond `newest` are of a run that was resumed from an earlier step, and go first. Those of
+    another run stay.
     """
     if limit is None or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
-    run = identity.of_checkpoint(newest)
-
-    def worth(path: Path) -> tuple[bool, bool, int]:
-        is_complete = not manifest.exists(path) or manifest.is_committed(path)
-        return is_complete, _step(path) <= _step(newest), _step(path)
-
-    by_age = sorted((path for path in numbered(newest.parent) if not identity.is_foreign(path, run)), key=worth)
-    old = [path for path in by_age if path.resolve() not in kept]
-    remove(old[: max(0, len(by_age) - max(limit, len(kept)))])
+    run = manifest.run_of(newest)
+    own = [path for path in numbered(newest.parent) if not manifest.is_foreign(path, run)]
+    own.sort(key=lambda path: (_step(path) <= _step(newest), _step(path)))
+    old = [path for path in own if path.resolve() not in kept]
+    remove(old[: max(0, len(own) - max(limit, len(kept)))])
 
 
 def remove(checkpoints: Iterable[Path]) -> None:
@@ -303,41 +261,35 @@ def remove(checkpoints: Iterable[Path]) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def finish_removals(output_dir: Path) -> None:
-    """Delete what a killed run was about to delete."""
-    for doomed in output_dir.glob(f"{_REMOVED}checkpoint-*"):
-        shutil.rmtree(doomed, ignore_errors=True)
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed run has left in an output folder: checkpoints that it was deleting,
+    converted copies of others, and what safetensors had written of the model.
+    """
+    for kind in (f"{_REMOVED}checkpoint-*", "converted-checkpoint-*"):
+        for left in folder.glob(kind):
+            shutil.rmtree(left, ignore_errors=True)
+    for unfinished in folder.glob(".tmp??????"):  # as Rust's tempfile names it
+        with contextlib.suppress(OSError):  # a folder
+            unfinished.unlink()
 
 
 def require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
     """Raises `UserError` if the checkpoints that are kept, and one being written, would not fit.
 
-    Those of this run that are there already make room for new ones.
+    Those of this run that are there already make room for new ones. Only the evaluations tell when
+    `save_strategy best` saves: at least once.
     """
+    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
+    epochs = math.ceil(run["num_train_epochs"]) if run["max_steps"] < 1 else 1
+    saves = {"no": 0, "best": 1, "epoch": epochs, "steps": math.ceil(steps / max(1, every))}[run["save_strategy"]]
     there = 0 if run["fresh"] else len(numbered(run["output_dir"]))
-    new = _new_checkpoints(run, there, steps)
-    is_model_beside_all = new < (run["save_total_limit"] or 0) + 1 - there
-    needed = new * checkpoint_bytes + (model_bytes if is_model_beside_all or not new else 0)
+    at_once = max(1, (run["save_total_limit"] or 0) + 1 - there)  # without a limit the user deletes them
+    new = min(saves, at_once)
+    needed = new * checkpoint_bytes + (model_bytes if new < at_once else 0)  # the model comes when all are saved
     free = shutil.disk_usage(run["output_dir"]).free
     if free > needed:
         return
-    at_once = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
-    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{at_once}"
-    fix = "--output_dir on a larger disk"
-    if new > 1 and run["save_total_limit"] > 1:
-        fix += ", or --save_total_limit 1"
+    kept = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
+    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{kept}"
+    fix = "--output_dir on a larger disk" + ", or --save_total_limit 1" * (new > 1 and run["save_total_limit"] > 1)
     raise mistake("output_dir", what, fix, run.setting("output_dir").source)
-
-
-def _new_checkpoints(run: RunSpec, there: int, steps: int) -> int:
-    """How many checkpoints will be there at once beside those that are there; at least, if nobody
-    can know: only the evaluations tell when `save_strategy best` saves.
-    """
-    if run["save_strategy"] == "no":
-        return 0
-    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
-    epochs = math.ceil(run["num_train_epochs"])
-    saves = {"steps": math.ceil(steps / max(1, every)), "epoch": epochs if run["max_steps"] < 1 else 1}
-    limit = run["save_total_limit"]
-    wanted = 1 if limit is None or limit < 1 else max(1, limit + 1 - there)  # without a limit the user deletes them
-    return min(wanted, saves.get(run["save_strategy"], 1))

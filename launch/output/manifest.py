@@ -4,6 +4,9 @@ Before the first file of a checkpoint, `begin` puts a manifest without files int
 every process has written, `commit` flushes files and folders to the disk, and then replaces that
 manifest by one with the size and checksum of each file. So a checkpoint whose manifest names no
 files was not completed; a checkpoint without a manifest is not from here.
+
+A manifest also names its run. A run gets its id at its first start in an output folder, and keeps
+it in all later ones. Whoever names a checkpoint to begin from begins another run.
 """
 
 from __future__ import annotations
@@ -12,8 +15,7 @@ import hashlib
 import json
 import os
 import secrets
-import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +26,6 @@ from launch.host.files import flush, read_regular, write_whole
 from recipes.run import Json
 
 NAME = "manifest.json"
-VERSION = 1
 # What Trainer's own saving on SIGTERM puts into the folder, and removes when all else is there.
 TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
 
@@ -34,13 +35,39 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+# --- Which run ------------------------------------------------------------------------------------
+
+
+def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
+    """The identity of a run that begins now, perhaps from a checkpoint that its user has named."""
+    named = str(began_from.resolve()) if began_from else None
+    return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
+
+
+def run_of(checkpoint: Path) -> Json | None:
+    """The run that wrote a checkpoint. None if its manifest does not tell."""
+    try:
+        return read(checkpoint)["run"]
+    except (OSError, ValueError):
+        return None
+
+
+def is_foreign(checkpoint: Path, run: Json | None) -> bool:
+    """True if another run than this one wrote the checkpoint; false if nobody can tell."""
+    writer = run_of(checkpoint)
+    return run is not None and writer is not None and writer["id"] != run["id"]
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
 def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
     """Mark the checkpoint in `folder` as being written: by which engine, how many processes, and
-    which run (launch.output.identity).
+    which run.
 
     The mark is on the disk when this returns, so that it is there whatever a crash leaves.
     """
-    contents = {"version": VERSION, "step": step, "engine": engine, "world_size": world_size, "run": run}
+    contents = {"version": 1, "step": step, "engine": engine, "world_size": world_size, "run": run}
     # `begun` is different every time: a node that reads it looks at the same disk as its writer.
     _write(folder, {**contents, "files": None, "begun": secrets.token_hex(8)})
     flush(folder.parent)
@@ -72,74 +99,71 @@ def flush_files(files: Collection[Path]) -> None:
     _in_parallel(flush, {file.parent for file in files} | {file.parent.parent for file in files})
 
 
-def listed(folder: Path) -> list[str]:
-    """The files of a checkpoint as they are now, as paths in `folder`."""
-    return [name for name in _entries(folder) if not name.endswith("/")]
+def described(folder: Path, names: Collection[str]) -> Json:
+    """Size and checksum of each of these files."""
+    names = sorted(names)
+    return dict(zip(names, _in_parallel(lambda name: _described(folder / name), names), strict=True))
 
 
-def begun(folder: Path) -> str | None:
-    """What tells this save from any other. None if no save has begun on the disk that we see."""
-    try:
-        return read(folder).get("begun")
-    except (OSError, ValueError):
-        return None
+def _described(file: Path) -> Json:
+    return {"bytes": file.stat().st_size, "xxh3_128": _checksum(file)}
+
+
+def _write(folder: Path, contents: Json) -> None:
+    whole = {**contents, "checksum": checksum_of(contents)}
+    write_whole(folder / NAME, json.dumps(whole, indent=1, sort_keys=True).encode())
+    flush(folder)
+
+
+# --- Reading --------------------------------------------------------------------------------------
 
 
 def exists(folder: Path) -> bool:
     return os.path.lexists(folder / NAME)
 
 
+def read(folder: Path) -> Json:
+    """The manifest. Raises `OSError` or `ValueError` if it cannot be read, or is damaged."""
+    contents = json.loads(read_regular(folder / NAME).decode())
+    if not isinstance(contents, dict) or contents.pop("checksum", None) != checksum_of(contents):
+        raise ValueError(f"{folder / NAME} is damaged")
+    return contents
+
+
 def is_committed(folder: Path) -> bool:
-    """Whether the checkpoint was completed. Its files are not looked at."""
+    """True if the checkpoint was completed. Its files are not looked at."""
     try:
         return read(folder)["files"] is not None
     except (OSError, ValueError):
         return False
 
 
-def has_its_files(folder: Path) -> bool:
-    """Whether the checkpoint was completed, and each file still has its size. None is read."""
+def begun(folder: Path) -> str | None:
+    """A mark that differs from save to save. None if no save has begun on the disk that we see."""
     try:
-        files = read(folder)["files"]
-        return files is not None and all((folder / name).stat().st_size == files[name]["bytes"] for name in files)
+        return read(folder).get("begun")
     except (OSError, ValueError):
-        return False
+        return None
 
 
-def read(folder: Path) -> Json:
-    """The manifest. Raises `OSError` or `ValueError` if it cannot be read, or is damaged."""
-    try:
-        contents = json.loads(read_regular(folder / NAME).decode())
-    except RecursionError:
-        contents = None
-    if not isinstance(contents, dict) or contents.pop("checksum", None) != checksum_of(contents):
-        raise ValueError(f"{folder / NAME} is damaged")
-    if contents["version"] != VERSION:
-        raise ValueError(f"{folder / NAME} is of version {contents['version']}, not {VERSION}")
-    return contents
+def listed(folder: Path) -> list[str]:
+    """The files of a checkpoint as they are now, as paths in `folder`.
+
+    Without manifests, and without what file systems keep in hidden files of their own; the only
+    hidden file of a checkpoint is the index of FSDP's shards.
+    """
+    files = [path for path in folder.rglob("*") if path.name == ".metadata" or not path.name.startswith(".")]
+    own = (folder / NAME, folder / TRAINERS_MARKER)
+    return [str(file.relative_to(folder)) for file in files if file not in own and not file.is_dir()]
 
 
 def differences(folder: Path) -> list[str]:
     """What is not as it was written, one line each: every byte is read, and nothing executed."""
     try:
-        contents = read(folder)
-    except OSError:
-        return [f"{NAME} cannot be read"]
-    except ValueError as error:
-        return [str(error).replace(f"{folder}/", "") if "version" in str(error) else f"{NAME} is damaged"]
-    files = contents["files"]
-    if files is None:
-        return ["its save was not completed"]
-    parents = {f"{parent}/" for name in files for parent in Path(name).parents}
-    foreign = [
-        f"{name} does not belong to it" for name in _entries(folder) if name not in files and name not in parents
-    ]
-    return [*changes(folder, files), *foreign]
-
-
-def described(folder: Path, names: Collection[str]) -> Json:
-    """Size and checksum of each of these files."""
-    return dict(zip(sorted(names), _in_parallel(lambda name: _described(folder / name), sorted(names)), strict=True))
+        files = read(folder)["files"]
+    except (OSError, ValueError):
+        return [f"{NAME} is damaged"]
+    return ["its save was not completed"] if files is None else changes(folder, files)
 
 
 def changes(folder: Path, files: Json) -> list[str]:
@@ -150,58 +174,26 @@ def changes(folder: Path, files: Json) -> list[str]:
 
 def _difference(file: Path, name: str, then: Json) -> str | None:
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return f"{name} is not a file"
-        if status.st_size != then["bytes"]:
-            return f"{name} has {status.st_size} bytes, not {then['bytes']}"
-        if checksum(file) != then["xxh3_128"]:
-            return f"{name} has changed since it was written"
+        if (size := file.stat().st_size) != then["bytes"]:
+            return f"{name} has {size} bytes, not {then['bytes']}"
+        return None if _checksum(file) == then["xxh3_128"] else f"{name} has changed since it was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
-    return None
-
-
-def _entries(folder: Path) -> Iterator[str]:
-    """All files, and all folders with a / at their end, as paths in `folder`. Links count as files.
-
-    Without manifests, and without what file systems keep in hidden files of their own; the only
-    hidden file of a checkpoint is the index of FSDP's shards.
-    """
-    for root, folders, files in os.walk(folder):
-        below = Path(root).relative_to(folder)
-        for name in folders:
-            linked = (Path(root) / name).is_symlink()
-            yield str(below / name) + ("" if linked else "/")
-        for name in files:
-            own = below == Path() and name in (NAME, TRAINERS_MARKER)
-            if not own and (not name.startswith(".") or name == ".metadata"):
-                yield str(below / name)
-
-
-def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
-    """The results in order. One thread alone fills no fast disk, and no network's."""
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(work, on))
-
-
-def _described(file: Path) -> Json:
-    return {"bytes": file.stat().st_size, "xxh3_128": checksum(file)}
-
-
-def checksum(file: Path) -> str:
-    """XXH3 with 128 bits of what a file holds: as fast as memory, and sees any damage."""
-    with file.open("rb", buffering=0) as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
 
 
 def checksum_of(contents: Any) -> str:
     return xxhash.xxh3_128(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
-def _write(folder: Path, contents: Json) -> None:
-    whole = {**contents, "checksum": checksum_of(contents)}
-    write_whole(folder / NAME, json.dumps(whole, indent=1, sort_keys=True).encode())
-    flush(folder)
+def _checksum(file: Path) -> str:
+    """XXH3 with 128 bits of what a file holds: as fast as memory, and sees any damage."""
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+
+
+def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
+    """The results in order. One thread alone fills no fast disk, and no network's."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(work, on))

@@ -23,13 +23,13 @@ from launch.host.processes import Child, answer, ask, request
 from launch.host.world import World
 from launch.output import manifest
 from launch.terminal import memory_size, plural
-from recipes.errors import Failure, UserError, mistake
+from recipes.errors import Failure, mistake
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
-_STATES = {"step", "exp_avg", "exp_avg_sq"}  # of Adam: DeepSpeed converts no other optimizer's
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}  # DeepSpeed converts no other optimizer's state
 _POLL_SECONDS = 10
 
 
@@ -90,8 +90,8 @@ class AnyWorld:
     def prepare(self, checkpoint: Path | None) -> None:
         """Convert a checkpoint, if there is one that only another number of processes could read.
 
-        All ranks call it. Raises `UserError` if it cannot be converted, or does not fit on the
-        disk, `Failure` if the conversion failed.
+        All ranks call it. Raises `UserError` if it cannot be converted, `Failure` if the conversion
+        failed.
         """
         if checkpoint is None:
             return
@@ -136,14 +136,11 @@ class AnyWorld:
         """Start the conversion, if there is one to wait for. Rank 0 calls it."""
         if not self._differs(checkpoint):
             return False
-        source, copy = _newest_tag(checkpoint), self._copy(checkpoint)
-        needed, free = _bytes_needed(source), shutil.disk_usage(self.folder).free
-        if free < needed:
-            what = f"{checkpoint.name} has to be converted, which takes {memory_size(needed)} of the disk"
-            raise _refused(checkpoint, f"{what}: {self.folder} has {memory_size(free)} free")
+        source, copy = checkpoint / (checkpoint / "latest").read_text().strip(), self._copy(checkpoint)
+        size = sum(file.stat().st_size for file in source.iterdir())
         self.say(
             f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
-            f"which takes {memory_size(needed)} of the disk for a while"
+            f"which takes about {memory_size(3 * size)} of the disk for a while"
         )
         copy.mkdir(exist_ok=True)
         children += conversion.enter_context(ask(__name__, [[str(source), str(copy / source.name)]]))
@@ -169,27 +166,6 @@ def shards(checkpoint: Path) -> int:
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run has left in an output folder: copies of checkpoints, and what
-    safetensors had written of the model.
-    """
-    for copy in folder.glob("converted-checkpoint-*"):
-        shutil.rmtree(copy, ignore_errors=True)
-    for unfinished in folder.glob(".tmp??????"):  # as Rust's tempfile names it
-        with contextlib.suppress(OSError):  # a folder
-            unfinished.unlink()
-
-
-def _newest_tag(checkpoint: Path) -> Path:
-    return checkpoint / (checkpoint / "latest").read_text().strip()
-
-
-def _bytes_needed(source: Path) -> int:
-    """DeepSpeed cuts the optimizer's shards into pieces before it joins these, and keeps both."""
-    sizes = {kind: [file.stat().st_size for file in source.glob(f"*_{kind}_states.pt")] for kind in ("optim", "model")}
-    return 2 * sum(sizes["optim"]) + max(sizes["optim"]) + sum(sizes["model"])
-
-
 def _has_ended(child: Child, copy: Path, checkpoint: Path) -> bool:
     try:
         child.process.wait(_POLL_SECONDS)
@@ -200,12 +176,10 @@ def _has_ended(child: Child, copy: Path, checkpoint: Path) -> bool:
         return True
     shutil.rmtree(copy, ignore_errors=True)
     if reason:
-        raise _refused(checkpoint, f"{checkpoint} cannot be shared among other processes: {reason}")
+        what = f"{checkpoint} cannot be shared among other processes: {reason}"
+        fix = f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh"
+        raise mistake("num_processes", what, fix)
     raise Failure(f"{checkpoint} could not be converted for another number of processes: {child.end()}")
-
-
-def _refused(checkpoint: Path, what: str) -> UserError:
-    return mistake("num_processes", what, f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh")
 
 
 def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
@@ -272,7 +246,7 @@ def main(folder: str) -> None:
 def _cannot(source: Path) -> str:
     if (source / "offloaded_tensors").exists():
         return "DeepSpeed has kept the optimizer's state on NVMe"
-    unknown = ", ".join(sorted(_states(source) ^ _STATES))
+    unknown = ", ".join(sorted(_states(source) ^ _ADAM))
     return unknown and f"DeepSpeed converts the state of Adam only, this optimizer's differs by {unknown}"
 
 

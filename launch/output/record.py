@@ -1,30 +1,39 @@
-"""run.json: what trained, with which settings, and how it ended. A damaged one is ignored."""
+"""run.json: what trained, with which settings and around it, and how it ended. A damaged one is
+ignored.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from launch.host.files import write_whole
+from launch.host.launcher import first_environment, launcher_argv
 from launch.host.memory import ran_out
-from launch.host.secrets import hide, in_environment
+from launch.host.secrets import SECRET_NAME, hide, in_environment, recorded_text
 from launch.host.signals import Preempted
 from launch.host.world import World
 from launch.output.manifest import checksum_of
-from launch.output.surroundings import surroundings
-from recipes.run import HIDDEN, Json, RunSpec, Setting, fingerprints, recorded, shown
-from recipes.run.files import read_json
+from recipes import __version__, legal
+from recipes.errors import UserError
+from recipes.run import HIDDEN, Json, RunSpec, fingerprints, recorded, shown
+from recipes.run.engine_sources import deepspeed_json
+from recipes.run.files import default_accelerate_config, expanded, read_json, read_yaml
 
 NAME = recorded.NAME
 OUT_OF_MEMORY = "out_of_memory.json"
-_RUNNING = '"status": "running",'
 
 # With another value of these a checkpoint belongs to another run: other weights, or other data.
 IDENTITY = (
@@ -43,12 +52,74 @@ CHANGES_COURSE = (
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
     "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32"
 ).split()
-
 # Where a run writes and what it prints: without influence on the training or its speed.
 NO_DIFFERENCE = {
     "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
     "dataset_num_proc",
 }  # fmt: skip
+
+PACKAGES = (
+    "torch", "transformers", "accelerate", "datasets", "peft", "bitsandbytes", "deepspeed", "tokenizers", "safetensors",
+    "numpy", "liger-kernel", "flash-attn",
+)  # fmt: skip
+# Variables that can change what a run computes: which GPUs, in which order sums are added up, which
+# kernels, switches of libraries. Those that only say where something lies are left out.
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS CUBLAS_WORKSPACE_CONFIG NVIDIA_TF32_OVERRIDE PYTHONHASHSEED "
+    "NCCL_* GLOO_* ACCELERATE_* FSDP_* DS_* TORCH_* TORCHINDUCTOR_* PYTORCH_* HF_* TRANSFORMERS_*"
+).split()
+_ONLY_A_PLACE = ("*_HOME", "*_DIR", "*_CACHE", "*_PATH", "*_FILE", "TORCH_ELASTIC_*")
+_LARGEST_FILE = 1 << 20  # a recipe, a YAML or a JSON for an engine is some kilobytes
+
+# What each field means: `recipes show --help` prints it. Trainer's results stand beside them.
+FIELDS = {
+    "status": "running, finished, preempted, interrupted, out_of_memory or failed",
+    "error": "why it failed",
+    "recipe": "the recipe's name; `settings.recipe` is what was typed",
+    "recipe_files": "the files that a recipe of the user's own was read from",
+    "engine": "the engine that trained, such as DDP or DeepSpeed ZeRO-2",
+    "world_size": "processes in all",
+    "local_world_size": "processes on each node",
+    "data_parallel_size": "processes, or groups of them, that got examples of their own",
+    "started": "when it began: local time with its offset",
+    "ended": "when it ended",
+    "command": "train.py and its arguments",
+    "launcher": "the launcher and its arguments; empty if there was none",
+    "accelerate_config": "the Accelerate YAML that the launcher read; null if there was none",
+    "files": "path -> content of the recipe's files, the Accelerate YAML and the JSONs for an engine, or its hash",
+    "paths": "setting -> the file or folder that it named, absolute",
+    "folder": "the folder where it was started, from which relative paths count",
+    "environment": "environment variables that can change what it computes, as the user had set them",
+    "run": "its id, which its checkpoints bear, and the checkpoint that it began from if one was named",
+    "data": "a hash of the local data, or of the demonstration's, or the Hub's commit; null if unknown",
+    "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
+    "classes": "of a classifier: the names of its outputs, in their order",
+    "settings": "every setting: its value, the source it came from, and the reason",
+    "checksum": "of all else in it",
+    "versions": "of Python and the libraries; null if not installed",
+    "code": "our version, a hash of our source, and a checkout's commit and whether it was changed",
+    "hardware": "GPUs, CPU and cores of the first process, and what follows from them",
+    "model_files": "size and checksum of each file of the saved model, its configuration and tokenizer",
+    "log_history": "what Trainer logged, losses among it",
+    "global_step": "optimizer steps, those of an earlier run that it resumed among them",
+    "model_step": "the step of the saved model",
+    "best_step": "the step of the best evaluated model",
+    "num_parameters": "parameters of the model",
+    "first_loss": "the first logged loss",
+    "final_loss": "the last logged loss",
+    "per_class": "of a classifier, class -> precision, recall, F1 and examples in the evaluation of its saved model",
+    "step_time": "seconds of a steady step",
+    "step_time_off": "seconds by which that may be off, as far as stretches of the run differ",
+    "exchanges_per_step": "how often processes exchange gradients in an optimizer step",
+    "samples_per_second": "examples, in steady steps",
+    "tokens_per_second": "tokens, in steady steps",
+    "mfu": "model FLOPs utilisation; null if the peak or the formula is unknown",
+    "peak_memory_bytes": "peak memory",
+    "peak_memory_of": "which memory that is",
+}
+
+
+# --- Reading and writing --------------------------------------------------------------------------
 
 
 def read(folder: str | Path) -> Json:
@@ -58,64 +129,27 @@ def read(folder: str | Path) -> Json:
 
 
 def read_intact(folder: str | Path) -> Json:
-    """The record in a folder. Empty if it is missing or damaged, a wrong bit in a setting included:
-    what was trained cannot be told from it. Older records have no checksum.
+    """The record in a folder as it was written. Empty if it is missing, or one bit of it has
+    changed: neither what was trained can be told from it nor which run that was.
     """
     found = read(folder)
-    return found if found.get("checksum") in (None, _checksum(found)) else {}
-
-
-def _checksum(record: Json) -> str:
-    return checksum_of(json.loads(_text({name: record.get(name) for name in ("settings", "data", "engine")})))
+    return found if found.pop("checksum", None) == checksum_of(found) else {}
 
 
 def write(folder: str | Path, record: Json, name: str = NAME) -> None:
     """Replace the record in one step, so that a reader or a crash never sees half of it."""
-    write_whole(Path(folder) / name, _text(record))
-
-
-def _text(record: Json) -> bytes:
-    """A record as its file holds it, with room to change the status of a run in place."""
-    text = json.dumps(record, indent=2, default=str)
-    return text.replace(_RUNNING, _RUNNING + " " * len("out_of_memory"), 1).encode()
-
-
-def _write_end(folder: str | Path, record: Json) -> None:
-    """Replace the record at the end of a run. A disk that is full takes the status alone.
-
-    Raises `OSError` if that lost the results of a finished run, which then counts as failed.
-    """
-    try:
-        write(folder, record)
-    except OSError:
-        finished = record["status"] == "finished"
-        with contextlib.suppress(OSError):
-            _change_status(Path(folder) / NAME, "failed" if finished else record["status"])
-        if finished:
-            raise
-
-
-def _change_status(file: Path, status: str) -> None:
-    """Overwrite the status `running` where it stands, which takes no room on a disk, and none of a
-    quota.
-    """
-    with file.open("r+b") as stream:
-        place = stream.read(100).find(_RUNNING.encode())
-        if place >= 0:
-            stream.seek(place)
-            stream.write(_RUNNING.replace("running", status).ljust(len(_RUNNING)).encode())
+    content = recorded.plain(record)
+    if name == NAME:
+        content.pop("checksum", None)
+        content["checksum"] = checksum_of(content)
+    write_whole(Path(folder) / name, json.dumps(content, indent=2).encode())
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
     """Leave out_of_memory.json with `facts`, and the status: rank 0 may hang until it is killed."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
-        _change_status(folder / NAME, "out_of_memory")
-
-
-def is_out_of_memory(folder: Path) -> bool:
-    """Whether a rank of the run that writes there has run out of memory."""
-    return (folder / OUT_OF_MEMORY).exists()
+        write(folder, {**read(folder), "status": "out_of_memory"})
 
 
 def forget_out_of_memory(folder: Path) -> None:
@@ -144,41 +178,65 @@ def kept_record(
     `failed`.
 
     `kept` are recorded settings that a resume keeps, `identity` tells this run from others
-    (launch.output.identity), `classes` are a classifier's names.
+    (manifest.new_run), `classes` are a classifier's names.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
-    record, content = Record(), started(run, world.size, data_commit)
+    record, content = Record(), {**started(run, world.size, data_commit), "run": identity}
     content["settings"] |= kept or {}
     content |= {"classes": classes} if classes else {}
-    content |= {"run": identity, "checksum": _checksum(content)}
-    status, error_text = "failed", None
     if world.is_main:
         write(run["output_dir"], content)
+    ended: Json = {"status": "finished"}
     try:
         yield record
-        status = "finished"
-    except (KeyboardInterrupt, Preempted) as error:
-        status = "preempted" if isinstance(error, Preempted) else "interrupted"
-        raise
     except BaseException as error:
-        error_text = f"{type(error).__name__}: {error}"
-        if ran_out(error) or is_out_of_memory(Path(run["output_dir"])):
-            status = "out_of_memory"
+        ended = {"status": _status(error, Path(run["output_dir"]))}
+        if not isinstance(error, (KeyboardInterrupt, Preempted)):
+            ended["error"] = hide(f"{type(error).__name__}: {error}", secrets_of(run))
+        with contextlib.suppress(OSError):  # a full disk may be why it failed: that is what to report
+            _write_end(run, world, content, ended, record)
         raise
-    finally:
-        if world.is_main:
-            content |= {"status": status, "ended": now(), **record.results}
-            failed = {"error": hide(error_text, secrets_of(run))} if error_text else {}
-            _write_end(run["output_dir"], content | failed)
+    _write_end(run, world, content, ended, record)
+
+
+def _write_end(run: RunSpec, world: World, content: Json, ended: Json, record: Record) -> None:
+    if world.is_main:
+        write(run["output_dir"], content | ended | {"ended": now(), **record.results})
+
+
+def _status(error: BaseException, folder: Path) -> str:
+    if isinstance(error, Preempted):
+        return "preempted"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "out_of_memory" if ran_out(error) or (folder / OUT_OF_MEMORY).exists() else "failed"
+
+
+def now() -> str:
+    """Local time with its offset, in ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
+    """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
+    then = {name: entry["value"] for name, entry in old.get("settings", {}).items()}
+    if not (then.get("packing") and run["packing"]):
+        then.pop("packing_strategy", None)
+    return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
+
+
+# --- What a run is, and what is around it ---------------------------------------------------------
 
 
 def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Json:
-    """The record of a run that begins now, without secrets.
-
-    `data_commit` is that of data from the Hub.
+    """The record of a run that begins now, without secrets: its settings, and all else that it
+    depends on. `data_commit` is that of data from the Hub.
     """
+    launcher = launcher_words()
+    yaml = _accelerate_config(launcher)
+    settings = {name: run.setting(name) for name in sorted(run)}
     content = {
         "status": "running",
         "recipe": run.recipe.name,
@@ -191,8 +249,16 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Js
         "command": sys.argv,
         "data": fingerprints.of_data(run["dataset_name"]) or (f"commit {data_commit}" if data_commit else None),
         "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
-        "settings": {name: _as_dict(name, run.setting(name)) for name in sorted(run)},
-        **surroundings(run),
+        "settings": {name: {**vars(each), "value": shown(name, each.value)} for name, each in settings.items()},
+        "folder": str(Path.cwd()),
+        "launcher": launcher,
+        "accelerate_config": yaml,
+        "files": _files(run, yaml),
+        "paths": recorded.places_of(run),
+        "environment": environment(),
+        "code": code(),
+        "versions": {"python": platform.python_version(), **{name: legal.version(name) for name in PACKAGES}},
+        "hardware": {**run.hardware.as_dict(), "cpu": _cpu()},
     }
     return hide(content, secrets_of(run))
 
@@ -203,20 +269,90 @@ def secrets_of(run: RunSpec) -> set[str]:
     return tokens | in_environment()
 
 
-def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, Any]]:
-    """Settings among `names` that differ from an earlier record, as name -> (then, now)."""
-    settings = old.get("settings")
-    recorded = settings.items() if isinstance(settings, dict) else ()
-    then = {name: entry["value"] for name, entry in recorded if isinstance(entry, dict) and "value" in entry}
-    if not (then.get("packing") and run["packing"]):
-        then.pop("packing_strategy", None)
-    return {name: (then[name], run[name]) for name in names if name in then and then[name] != run[name]}
+def environment() -> dict[str, str]:
+    """The variables that matter, of those that the user has set."""
+
+    def matters(name: str) -> bool:
+        left_out = SECRET_NAME.search(name) or any(fnmatch(name, pattern) for pattern in _ONLY_A_PLACE)
+        return not left_out and any(fnmatch(name, pattern) for pattern in ENVIRONMENT)
+
+    return {name: value for name, value in sorted(first_environment().items()) if matters(name)}
 
 
-def _as_dict(name: str, setting: Setting) -> Json:
-    return {"value": shown(name, setting.value), "source": setting.source, "reason": setting.reason}
+def _cpu() -> str:
+    """The processor's name, as Linux calls it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-def now() -> str:
-    """Local time with its offset, in ISO 8601."""
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+@cache
+def code() -> Json:
+    """Our version and a hash of our source; a checkout's commit, and whether it was changed."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    found: Json = {"version": __version__, "source": digest.hexdigest()[:16]}
+    if (root / ".git").exists():  # a repository around an installed package is somebody else's
+        commit, changed = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "-uno")
+        found |= {"commit": commit, "changed": bool(changed)} if commit else {}
+    return found
+
+
+def _git(folder: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def launcher_words() -> list[str]:
+    """The launcher's command line up to our script; empty if none started this process."""
+    words = launcher_argv()
+    return words[: words.index(sys.argv[0])] if sys.argv[0] in words else words
+
+
+def by_accelerate(words: list[str]) -> bool:
+    """True if the launcher is `accelerate launch` in one of its spellings, and not torchrun."""
+    names = {Path(word).name for word in words}
+    return bool(names & {"accelerate", "accelerate-launch", "accelerate.commands.launch", "launcher.py"})
+
+
+def _accelerate_config(launcher: list[str]) -> str | None:
+    """The Accelerate YAML that the launcher read: the one it was given, or the user's default."""
+    words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if "--config_file" in words[:-1]:
+        return str(Path(words[words.index("--config_file") + 1]).resolve())
+    default = default_accelerate_config(os.environ) if by_accelerate(launcher) else None
+    return str(default.resolve()) if default else None
+
+
+def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
+    """The content of the files that say what the run is, by absolute path: the recipe's own, the
+    Accelerate YAML, and the JSONs that settings or the YAML name.
+    """
+    paths = [*run.recipe.files, run.recipe.engine if run.recipe.files else None, yaml]
+    paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
+    if yaml:
+        paths.append(_deepspeed_file(yaml))
+    contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
+    return {path: recorded_text(text) for path, text in contents.items() if text is not None}
+
+
+def _deepspeed_file(yaml: str) -> str | None:
+    with contextlib.suppress(UserError):
+        section = read_yaml(yaml, "--config_file").get("deepspeed_config")
+        if isinstance(section, dict) and deepspeed_json(section) is not None:
+            return section["deepspeed_config_file"]
+    return None
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8") if file.stat().st_size <= _LARGEST_FILE else None
+    except (OSError, ValueError):
+        return None

@@ -15,16 +15,17 @@ from typing import Any
 
 from launch.host.files import make_folder, require_writable
 from launch.host.world import World
-from launch.output import final_model, identity, manifest, other_world, record, submission
+from launch.output import manifest, other_world, record, submission
 from launch.output.checkpoints import (
     Checkpoint,
     archive_damaged,
     epoch_of,
-    finish_removals,
     inspect,
+    model_notes,
     newest_valid,
     numbered,
     remove,
+    remove_leftovers,
     require_disk_space,
 )
 from recipes.errors import UserError, mistake
@@ -47,7 +48,10 @@ class Earlier:
     finished: bool = False
     notes: list[str] = field(default_factory=list)
     kept: Json = field(default_factory=dict)
-    identity: Json = field(default_factory=identity.new)
+    identity: Json = field(default_factory=manifest.new_run)
+
+
+# --- The folder -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -63,16 +67,32 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 
 def _make_and_lock(run: RunSpec) -> int:
     """The file descriptor that holds the lock."""
+    folder = Path(run["output_dir"])
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise _unwritable(run, error) from None
+    _require_writable(run)
+    handle = _locked(run, fcntl.LOCK_EX)
+    record.forget_out_of_memory(folder)
+    return handle
+
+
+def _require_writable(run: RunSpec) -> None:
     if run["measure"]:
         require_room(run["measure"])
     try:
-        make_folder(Path(run["output_dir"]))
         require_writable(Path(run["output_dir"]))
     except OSError as error:
         raise _unwritable(run, error) from None
-    handle = _locked(run, fcntl.LOCK_EX)
-    record.forget_out_of_memory(Path(run["output_dir"]))
-    return handle
+
+
+def _unwritable(run: RunSpec, error: OSError) -> UserError:
+    return _refused(run, f"{run['output_dir']} cannot be written: {error.strerror}", "choose a writable --output_dir")
+
+
+def _refused(run: RunSpec, what: str, fix: str, name: str = "output_dir") -> UserError:
+    return mistake(name, what, fix, run.setting(name).source)
 
 
 def _locked(run: RunSpec, kind: int) -> int:
@@ -82,142 +102,10 @@ def _locked(run: RunSpec, kind: int) -> int:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        what = f"another run is writing to {run['output_dir']}"
-        raise mistake("output_dir", what, "another --output_dir, or wait", run.setting("output_dir").source) from None
+        raise _refused(run, f"another run is writing to {run['output_dir']}", "another --output_dir, or wait") from None
     except OSError:  # a file system without locks, such as some NFS
         pass
     return handle
-
-
-def look_ahead(run: RunSpec) -> Earlier:
-    """What the records tell of the folder before the data is tokenized, which may take hours.
-
-    It changes nothing, except that --measure begins its file, so every rank may ask. It looks into
-    no checkpoint: `find_earlier_run` has the last word. Raises `UserError` if the folder is in use,
-    not writable, or of another training.
-    """
-    if run["measure"]:
-        require_room(run["measure"])
-    folder = Path(run["output_dir"])
-    try:
-        require_writable(folder)
-    except OSError as error:
-        raise _unwritable(run, error) from None
-    if folder.is_dir():
-        os.close(_locked(run, fcntl.LOCK_SH))
-    return _by_records(run, record.read_intact(folder), identity.of_folder(folder))
-
-
-def find_earlier_run(run: RunSpec, world: World) -> Earlier:
-    """Where to resume. Raises `UserError` if that would not be the same training, or overwrite a
-    model.
-    """
-    folder = Path(run["output_dir"])
-    old, own, named = record.read_intact(folder), identity.of_folder(folder), _named(run)
-    earlier = _by_records(run, old, own)
-    if run["fresh"] or earlier.finished:
-        return earlier
-    if named and not _began_from(named, run, own, old):
-        return _begun(named, run, world)
-    holds_a_run = numbered(folder) or named or old.get("status") == "finished"
-    return _continued(run, world, old, own) if holds_a_run else earlier
-
-
-def _by_records(run: RunSpec, old: Json, own: Json | None) -> Earlier:
-    """What the folder holds, as far as its record `old` and its run `own` tell."""
-    folder, named = Path(run["output_dir"]), _named(run)
-    _require_no_foreign_model(run)
-    if run["fresh"]:
-        return Earlier()
-    finished = old.get("status") == "finished"
-    if named and not _began_from(named, run, own, old):
-        if finished:
-            what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
-            raise mistake("output_dir", what, "another --output_dir", run.setting("output_dir").source)
-        _require_same_training(run, record.read_intact(named.parent))
-    elif numbered(folder) or named or finished:
-        _require_same_training(run, old)
-        if finished and not _asks_for_more(run, old):
-            notes = [*final_model.notes(folder, old), *_changes(run, old, everything=True)]
-            return Earlier(finished=True, step=_steps_of(old), notes=notes)
-    return Earlier()
-
-
-def _continued(run: RunSpec, world: World, old: Json, own: Json | None) -> Earlier:
-    """The run that the folder holds goes on: from its newest checkpoint, or from the one that it
-    began from.
-    """
-    folder = Path(run["output_dir"])
-    finish_removals(folder)
-    newest, damaged = newest_valid(folder, own["began_at"] if own else -1)
-    if newest is not None:
-        _require_steps_left(run, newest)
-    notes = [_skip(checkpoint) for checkpoint in damaged]
-    if not old:
-        notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
-    if newest is None and own and own["began_from"]:
-        again = _begun(Path(own["began_from"]), run, world)
-        return replace(again, notes=[*notes, *again.notes])
-    if _named(run):
-        notes.append(f"this run began from {_named(run)} and goes on; another --output_dir begins there again")
-    if newest is None:
-        return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=own or identity.new())
-    own = own or identity.of_checkpoint(newest.path) or identity.new()
-    notes += _notes(newest, run, world, old)
-    return Earlier(newest.path, newest.step, notes=notes, kept=_kept(run, old), identity=own)
-
-
-def _begun(path: Path, run: RunSpec, world: World) -> Earlier:
-    """A run begins from a checkpoint that is named."""
-    checkpoint = inspect(path)
-    if not checkpoint.valid:
-        raise mistake(
-            "resume_from_checkpoint",
-            f"{path}: {', '.join(checkpoint.faults)}",
-            "leave it out: the newest valid checkpoint is found automatically",
-            run.setting("resume_from_checkpoint").source,
-        )
-    _require_steps_left(run, checkpoint)
-    old = record.read_intact(path.parent)
-    begun = identity.new(path, checkpoint.step)
-    return Earlier(
-        path, checkpoint.step, notes=_notes(checkpoint, run, world, old), kept=_kept(run, old), identity=begun
-    )
-
-
-def _named(run: RunSpec) -> Path | None:
-    """The checkpoint that the user has named, if any."""
-    path = run["resume_from_checkpoint"]
-    return None if path in (None, True, "True", "true") else Path(path)
-
-
-def _began_from(named: Path, run: RunSpec, own: Json | None, old: Json) -> bool:
-    """Whether the run that the folder holds began from this checkpoint, and by the same settings.
-
-    Then the same command was started again, as a job that is queued again is: it would lose all
-    steps since. Trainer itself starts from there every time.
-    """
-    if own is None or own["began_from"] != str(named.resolve()):
-        return False
-    return not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
-
-
-def _require_no_foreign_model(run: RunSpec) -> None:
-    """Raises `UserError` if the folder holds a model that this program did not train."""
-    folder = Path(run["output_dir"])
-    if _holds_a_run(folder):
-        return
-    model = run["model_name_or_path"]
-    if any(folder.glob("*.safetensors")) or (model and Path(model).resolve() == folder.resolve()):
-        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
-        raise mistake("output_dir", what, "--output_dir with another folder", run.setting("output_dir").source)
-
-
-def _holds_a_run(folder: Path) -> bool:
-    return (folder / record.NAME).exists() or bool(numbered(folder))
-
-
-# --- Room for the run -----------------------------------------------------------------------------
 
 
 def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
@@ -226,7 +114,7 @@ def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int)
     Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
     Call it last before training, once nothing else is wrong.
     """
-    other_world.remove_leftovers(Path(run["output_dir"]))
+    remove_leftovers(Path(run["output_dir"]))
     require_disk_space(run, checkpoint_bytes, model_bytes, steps)
     if run["fresh"]:
         _archive_older_run(run)
@@ -239,7 +127,7 @@ def _archive_older_run(run: RunSpec) -> None:
         return
     if Path.cwd().is_relative_to(folder):
         what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
-        raise mistake("output_dir", what, "another --output_dir, or another folder to start from")
+        raise _refused(run, what, "another --output_dir, or another folder to start from")
     try:
         archived = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
         archived.mkdir()
@@ -250,24 +138,135 @@ def _archive_older_run(run: RunSpec) -> None:
         raise _unwritable(run, error) from None
 
 
-def _unwritable(run: RunSpec, error: OSError) -> UserError:
-    what = f"{run['output_dir']} cannot be written: {error.strerror}"
-    return mistake("output_dir", what, "choose a writable --output_dir", run.setting("output_dir").source)
+# --- Where to resume ------------------------------------------------------------------------------
 
 
-# --- Notes, and what makes it another training ----------------------------------------------------
+def look_ahead(run: RunSpec) -> Earlier:
+    """What the records tell of the folder before the data is tokenized, which may take hours.
+
+    It changes nothing, except that --measure begins its file, so every rank may ask. It looks into
+    no checkpoint: `find_earlier_run` has the last word. Raises `UserError` if the folder is in use,
+    not writable, or of another training.
+    """
+    _require_writable(run)
+    folder = Path(run["output_dir"])
+    if folder.is_dir():
+        os.close(_locked(run, fcntl.LOCK_SH))
+    return _by_record(run, record.read_intact(folder))
 
 
-def _notes(checkpoint: Checkpoint, run: RunSpec, world: World, old: Json) -> list[str]:
+def find_earlier_run(run: RunSpec, world: World) -> Earlier:
+    """Where to resume. Raises `UserError` if that would not be the same training, or overwrite a
+    model.
+    """
+    old = record.read_intact(run["output_dir"])
+    earlier = _by_record(run, old)
+    if run["fresh"] or earlier.finished:
+        return earlier
+    named = _named(run)
+    if named and not _began_from(named, run, old):
+        return _begun(named, run, world)
+    if numbered(run["output_dir"]) or named or old.get("status") == "finished":
+        return _continued(run, world, old)
+    return earlier
+
+
+def _by_record(run: RunSpec, old: Json) -> Earlier:
+    """What the folder holds, as far as its record tells: a finished run, if that is all."""
+    folder, named = Path(run["output_dir"]), _named(run)
+    _require_no_foreign_model(run)
+    if run["fresh"]:
+        return Earlier()
+    finished = old.get("status") == "finished"
+    if named and not _began_from(named, run, old):
+        if finished:
+            what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
+            raise _refused(run, what, "another --output_dir")
+        _require_same_training(run, record.read_intact(named.parent))
+    elif numbered(folder) or finished:
+        _require_same_training(run, old)
+        if finished and not _asks_for_more(run, old):
+            return Earlier(finished=True, step=old["global_step"], notes=_notes_of_finished(run, old))
+    return Earlier()
+
+
+def _continued(run: RunSpec, world: World, old: Json) -> Earlier:
+    """The run that the folder holds goes on: from its newest checkpoint, or from the one that it
+    began from.
+    """
+    own = old.get("run") or {}
+    newest, damaged = newest_valid(run["output_dir"], own.get("began_at", -1))
+    if newest is not None:
+        _require_steps_left(run, newest)
+    notes = [_skip(checkpoint) for checkpoint in damaged]
+    if not old:
+        notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
+    if newest is None and own.get("began_from"):
+        again = _begun(Path(own["began_from"]), run, world)
+        return replace(again, notes=[*notes, *again.notes])
+    if _named(run):
+        notes.append(f"this run began from {_named(run)} and goes on; another --output_dir begins there again")
+    identity = own or (newest and manifest.run_of(newest.path)) or manifest.new_run()
+    if newest is None:
+        return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=identity)
+    return _from(newest, run, world, old, identity, notes)
+
+
+def _begun(path: Path, run: RunSpec, world: World) -> Earlier:
+    """A run begins from a checkpoint that is named."""
+    checkpoint = inspect(path)
+    if not checkpoint.valid:
+        fix = "leave it out: the newest valid checkpoint is found automatically"
+        raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
+    _require_steps_left(run, checkpoint)
+    return _from(checkpoint, run, world, record.read_intact(path.parent), manifest.new_run(path, checkpoint.step))
+
+
+def _from(
+    checkpoint: Checkpoint, run: RunSpec, world: World, old: Json, identity: Json, notes: list[str] | None = None
+) -> Earlier:
+    """Resume from a checkpoint of the run that `old` records."""
+    kept, course = _changes(run, old)
     of_other_world = other_world.note(checkpoint.path, world.size, run["dataloader_num_workers"])
-    notes = [*checkpoint.notes, *([of_other_world] if of_other_world else []), *_changes(run, old)]
-    if run["dataset_streaming"] and other_world.readers_of(checkpoint.path) is None:
-        what = "has no place in the stream, or one that an earlier version wrote: it begins another round"
-        notes.append(f"{checkpoint.path.name} {what}, in which examples may come again")
+    notes = [*(notes or []), *checkpoint.notes, *([of_other_world] if of_other_world else [])]
+    notes += [f"{name} {now} is ignored by a resume: {then} is kept" for name, (then, now) in kept.items()]
+    notes += [
+        f"{name} changes from {then} to {now}: no longer the same training" for name, (then, now) in course.items()
+    ]
     if run["dataset_streaming"] and fingerprints.differ(old.get("data"), fingerprints.of_data(run["dataset_name"])):
         what = "the data has changed since: the stream goes on at the same rows of its shards"
         notes.append(f"{what}, or with another round if their number has changed")
-    return notes
+    settings = {name: old["settings"][name] for name in kept}
+    return Earlier(checkpoint.path, checkpoint.step, notes=notes, kept=settings, identity=identity)
+
+
+def _named(run: RunSpec) -> Path | None:
+    """The checkpoint that the user has named, if any."""
+    path = run["resume_from_checkpoint"]
+    return None if path in (None, True, "True", "true") else Path(path)
+
+
+def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
+    """True if the run that the folder holds began from this checkpoint, and by the same settings.
+
+    Then the same command was started again, as a job that is queued again is: it would lose all
+    steps since. Trainer itself starts from there every time.
+    """
+    same = (old.get("run") or {}).get("began_from") == str(named.resolve())
+    return same and not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
+
+
+def _require_no_foreign_model(run: RunSpec) -> None:
+    """Raises `UserError` if the folder holds a model that this program did not train."""
+    folder, model = Path(run["output_dir"]), run["model_name_or_path"]
+    is_its_model = model and Path(model).resolve() == folder.resolve()
+    if not _holds_a_run(folder) and (is_its_model or any(folder.glob("*.safetensors"))):
+        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
+        raise _refused(run, what, "--output_dir with another folder")
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / record.NAME).exists() or bool(numbered(folder))
 
 
 def _skip(checkpoint: Checkpoint) -> str:
@@ -281,31 +280,35 @@ def _skip(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.path.name} is damaged ({', '.join(checkpoint.faults)}): skipped, kept as {kept.name}"
 
 
+# --- What makes it another training ---------------------------------------------------------------
+
+
 def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
-    data = fingerprints.of_data(run["dataset_name"])
-    model = fingerprints.of_model(run["model_name_or_path"], run["model_revision"])
-    # The same contents count under any name: Azure ML mounts them elsewhere at every start.
-    if data and old.get("data") == data:
-        changed.pop("dataset_name", None)
-    if model and old.get("model") == model:
-        changed.pop("model_name_or_path", None)
-        changed.pop("model_revision", None)
     if run["problem_type"] is None:  # the data will tell, and it is the same
         changed.pop("problem_type", None)
     fix = "another --output_dir, or --fresh to move that run aside"
-    streams = run["dataset_streaming"]  # whose broken row may have been mended: the others are as they were
-    if not changed and not streams and fingerprints.differ(old.get("data"), data):
-        name = title(run["dataset_name"]) or "Python's standard library"
-        changed = {"dataset_name": (f"{name} as it was", "what it holds now")}
-    if not changed and fingerprints.differ(old.get("model"), model):
-        changed = {"model_name_or_path": (f"{run['model_name_or_path']} as it was", "what it holds now")}
-        revision = old["model"].removeprefix("commit ")
-        fix = f"--model_revision {revision}, {fix}" if revision != old["model"] else f"the model as it was, {fix}"
+    contents = {
+        "dataset_name": (old.get("data"), fingerprints.of_data(run["dataset_name"])),
+        "model_name_or_path": (
+            old.get("model"),
+            fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
+        ),
+    }
+    for name, (then, now) in contents.items():
+        if now and then == now:  # under any name: Azure ML mounts them elsewhere at every start
+            changed.pop(name, None)
+            if name == "model_name_or_path":
+                changed.pop("model_revision", None)
+    for name, (then, now) in contents.items():
+        streamed = name == "dataset_name" and run["dataset_streaming"]  # a broken row may have been mended
+        if then and not changed and not streamed and fingerprints.differ(then, now):
+            changed[name] = (f"{title(run[name]) or 'the standard library'} as it was", "what it holds now")
+            commit = then.removeprefix("commit ")
+            fix = f"--model_revision {commit}, {fix}" if commit != then else f"the same contents, {fix}"
     if changed:
         name, (then, now) = next(iter(changed.items()))
-        what = f"{run['output_dir']} holds a run with {name} {then}, not {now}"
-        raise mistake("output_dir", what, fix, run.setting("output_dir").source)
+        raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}, not {now}", fix)
     before, now = str(old.get("engine")), run.engine.title
     if "DeepSpeed" not in before + now:  # of FSDP only the version matters
         before, now = before.partition(",")[0], now.partition(",")[0]
@@ -321,52 +324,37 @@ def _require_steps_left(run: RunSpec, checkpoint: Checkpoint) -> None:
     """Raises `UserError` if the checkpoint has trained more than this run is asked for: its model
     would be saved as that of a shorter training.
     """
-    name = "max_steps" if run["max_steps"] > 0 else "num_train_epochs"
-    epoch = epoch_of(checkpoint.path)
-    done, unit = (checkpoint.step, "steps") if name == "max_steps" else (round(epoch, 2), "epochs")
-    if done <= math.ceil(run[name]):
-        return
-    raise mistake(
-        name,
-        f"{checkpoint.path.name} has trained {done} {unit} already, more than {run[name]}",
-        f"--max_steps {checkpoint.step} to have its model, --resume_from_checkpoint with an older one, or --fresh",
-        run.setting(name).source,
-    )
-
-
-def _steps_of(old: Json) -> int:
-    """The steps of a finished run; 0 if its record does not tell."""
-    steps = old.get("global_step")
-    return steps if isinstance(steps, int) else 0
+    name, done, unit = "max_steps", float(checkpoint.step), "steps"
+    if run["max_steps"] <= 0:
+        name, done, unit = "num_train_epochs", round(epoch_of(checkpoint.path), 2), "epochs"
+    if done > math.ceil(run[name]):
+        what = f"{checkpoint.path.name} has trained {done:g} {unit} already, more than {run[name]}"
+        have_it = f"--max_steps {checkpoint.step} to have its model"
+        raise _refused(run, what, f"{have_it}, --resume_from_checkpoint with an older one, or --fresh", name)
 
 
 def _asks_for_more(run: RunSpec, old: Json) -> bool:
-    """Whether the run is longer than the finished one. True if only training can tell."""
+    """True if the run is longer than the finished one, and if only training can tell."""
     changed = record.changes(old, run, ["max_steps", "num_train_epochs"])
     if "max_steps" in changed:
-        return run["max_steps"] == -1 or run["max_steps"] > _steps_of(old)
+        return run["max_steps"] == -1 or run["max_steps"] > old["global_step"]
     then, now = changed.get("num_train_epochs", (0, 0))
     return run["max_steps"] == -1 and now > then
 
 
-def _kept(run: RunSpec, old: Json) -> Json:
-    return {name: old["settings"][name] for name in _kept_by_resume(run, old)}
-
-
-def _kept_by_resume(run: RunSpec, old: Json) -> dict[str, tuple[Any, Any]]:
-    """Settings that stay as they were, as name -> (then, now). An interval of 0 was none."""
-    changed = record.changes(old, run, record.KEPT_BY_RESUME)
-    return {name: values for name, values in changed.items() if values[0] or not name.endswith("_steps")}
-
-
-def _changes(run: RunSpec, old: Json, everything: bool = False) -> list[str]:
-    kept = _kept_by_resume(run, old)
-    course = record.changes(old, run, record.CHANGES_COURSE)
-    if everything:
-        return [
-            f"requested now but not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()
-        ]
-    return [
-        *(f"{name} {now} is ignored by a resume: {then} is kept" for name, (then, now) in kept.items()),
-        *(f"{name} changes from {then} to {now}: no longer the same training" for name, (then, now) in course.items()),
+def _notes_of_finished(run: RunSpec, old: Json) -> list[str]:
+    kept, course = _changes(run, old)
+    asked = [
+        f"requested now but not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()
     ]
+    return [*model_notes(Path(run["output_dir"]), old["model_files"]), *asked]
+
+
+Changes = dict[str, tuple[Any, Any]]  # name -> (then, now)
+
+
+def _changes(run: RunSpec, old: Json) -> tuple[Changes, Changes]:
+    """The settings that a resume keeps as they were, and those whose new value it takes."""
+    kept = record.changes(old, run, record.KEPT_BY_RESUME)
+    kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 was none
+    return kept, record.changes(old, run, record.CHANGES_COURSE)

@@ -8,8 +8,8 @@ from pathlib import Path
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from launch.output import final_model, identity, manifest
-from launch.output.checkpoints import Checkpoint, inspect_own, numbered, remove, rotate
+from launch.output import manifest
+from launch.output.checkpoints import Checkpoint, inspect, model_files, numbered, remove, rotate
 from recipes.run import Json
 
 
@@ -45,7 +45,7 @@ class CommittingTrainer(Trainer):
 
     def inspect(self, checkpoint: Path) -> Checkpoint:
         """A checkpoint of this run with its faults."""
-        return inspect_own(checkpoint, self.identity)
+        return inspect(checkpoint, self.identity)
 
     def flush_model(self) -> Json:
         """Have the model at the end on the disk, before the run counts as finished.
@@ -56,14 +56,14 @@ class CommittingTrainer(Trainer):
         if not self.args.should_save:
             return {}
         manifest.flush_files([file for file in folder.iterdir() if file.is_file()])
-        return manifest.described(folder, final_model.files(folder))
+        return manifest.described(folder, model_files(folder))
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
         step, limit = self.state.global_step, self.args.save_total_limit
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
-            if not identity.is_same(identity.of_checkpoint(folder), self.identity):
+            if manifest.run_of(folder) is None or manifest.is_foreign(folder, self.identity):
                 remove([folder])  # given up: files of its own would become part of the new one
             manifest.begin(folder, step, self.engine, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed

@@ -44,15 +44,13 @@ def noted(folder: Path) -> Submission | None:
 
     None if there is none, or the file is damaged.
     """
-    content, _ = read_json(folder / NAME)
     try:
-        submission = Submission(**(content or {}))
-    except TypeError:  # a name that is missing, or one too many
+        submission = Submission(**(read_json(folder / NAME)[0] or {}))
+        texts = [submission.target, submission.title, submission.log, submission.job, submission.submitted]
+        texts += submission.workspace.values()
+    except (TypeError, AttributeError):  # a name that is missing, or one too many
         return None
-    texts = [submission.target, submission.title, submission.log, submission.job, submission.submitted]
-    texts += submission.workspace.values() if isinstance(submission.workspace, dict) else [None]
-    whole = all(isinstance(text, str) for text in texts)
-    return submission if whole and not submission.job.startswith("-") else None
+    return submission if all(isinstance(text, str) for text in texts) and not submission.job.startswith("-") else None
 
 
 def announce(folder: Path, submission: Submission, found_at: Mapping[str, str], cancel: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.doctor.machine import driver
 from launch.host.files import write_whole
-from launch.output.surroundings import code, cpu, versions
+from launch.output.record import code, cpu, versions
 from recipes.run import hardware
 from tests.gpu.cases import Case
 

@@ -6,7 +6,7 @@ import pytest
 
 from launch.cli import main
 from launch.commands.compare import differences, noise_can_make, other_training
-from launch.output.fields import FIELDS
+from launch.output.record import FIELDS
 from recipes.catalog import RECIPES
 from recipes.run import here, resolve
 from tests.support.running import ROOT, SCRIPT, train_here

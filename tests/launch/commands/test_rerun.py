@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launch.cli import main
-from launch.output import record, surroundings
+from launch.output import record
 from recipes.run import here, resolve
 from recipes.run.files import shipped
 from recipes.run.hardware import read as read_hardware
@@ -110,7 +110,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_a_difference_is_listed_and_refused_by_exact(what, place, capsys, monkeypatch):
-    monkeypatch.setattr(surroundings, "first_environment", lambda: {"OMP_NUM_THREADS": "3"})
+    monkeypatch.setattr(record, "first_environment", lambda: {"OMP_NUM_THREADS": "3"})
     changes, words = DIFFERENCES[what]
     folder = recorded(place / "out")
     change(folder, **changes)

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from launch.host import secrets
-from launch.output import record, surroundings
-from launch.output.fields import FIELDS
+from launch.output import record
 from recipes import legal
 from recipes.catalog import RECIPES
 from recipes.run import HIDDEN, fingerprints, here, resolve
@@ -157,6 +156,45 @@ def test_what_another_machine_decides_is_decided_anew(tmp_path):
     assert not again.problems
 
 
+# --- Files that it names --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started_elsewhere(tmp_path, monkeypatch):
+    """A run.json whose relative data lay in the folder `then`, and the folder `now` to go on in."""
+    for name in ("then", "now"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "then" / "texts.txt").write_text("a text\n")
+    monkeypatch.chdir(tmp_path / "then")
+    file = recorded(tmp_path, resolve(["--dataset_name", "texts.txt"], here(hardware=CPU)))
+    monkeypatch.chdir(tmp_path / "now")
+    return file
+
+
+def test_a_relative_path_counts_from_where_the_run_was_started(started_elsewhere, tmp_path):
+    again = resolve(["--config", started_elsewhere], here(hardware=CPU))
+    assert again["dataset_name"] == str(tmp_path / "then" / "texts.txt")
+
+
+def test_moved_data_is_found_from_here(started_elsewhere, tmp_path):
+    (tmp_path / "then" / "texts.txt").rename(tmp_path / "now" / "texts.txt")
+    again = resolve(["--config", started_elsewhere], here(hardware=CPU))
+    assert (again["dataset_name"], again.problems) == ("texts.txt", ())
+
+
+def test_the_parts_of_a_mixture_are_found_where_the_run_was_started(tmp_path, monkeypatch):
+    (tmp_path / "then").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "then" / name).write_text("a text\n")
+    parts = [{"name": "a.txt", "weight": 2}, {"name": "somebody/code", "weight": 1}, {"name": "*.txt", "weight": 1}]
+    monkeypatch.chdir(tmp_path / "then")
+    run = resolve([], here(hardware=CPU), settings={"dataset_name": parts}, settings_source="run.yaml")
+    file = recorded(tmp_path, run)
+    monkeypatch.chdir(tmp_path)
+    names = [part["name"] for part in resolve(["--config", file], here(hardware=CPU))["dataset_name"]]
+    assert names == [str(tmp_path / "then" / "a.txt"), "somebody/code", str(tmp_path / "then" / "*.txt")]
+
+
 # --- Fingerprints ---------------------------------------------------------------------------------
 
 
@@ -208,9 +246,7 @@ def test_no_secret_is_ever_in_a_record(token, similar, variable, tmp_path, monke
     recipe.write_text(f"base: fast\npurpose: Ours.\nchanges:\n  hub_token: [{similar}, ours]\n  seed: [7, {similar}]\n")
     with monkeypatch.context() as patched:
         patched.setenv("WANDB_API_KEY", token)
-        patched.setattr(
-            surroundings, "first_environment", lambda: {"HF_TOKEN": variable, "NCCL_NET": f"//u:{variable}@h"}
-        )
+        patched.setattr(record, "first_environment", lambda: {"HF_TOKEN": variable, "NCCL_NET": f"//u:{variable}@h"})
         patched.setattr("sys.argv", ["train.py", "--hub_token", variable, f"--run_name={token}"])
         words = ["--recipe", str(recipe), "--hub_token", variable, "--run_name", token, "--hub_model_id", similar]
         text = Path(recorded(tmp_path, resolve(words, here(hardware=CPU)))).read_text()
@@ -233,8 +269,8 @@ def test_a_hidden_token_is_asked_for_in_one_line(tmp_path):
     "name", ["HF_TOKEN", "NCCL_SECRET", "TORCH_API_KEY", "HF_HOME", "TORCH_EXTENSIONS_DIR", "PATH"]
 )
 def test_a_variable_that_is_secret_or_only_a_place_is_not_recorded(name, monkeypatch):
-    monkeypatch.setattr(surroundings, "first_environment", lambda: {name: "x", "NCCL_DEBUG": "INFO"})
-    assert surroundings.environment() == {"NCCL_DEBUG": "INFO"}
+    monkeypatch.setattr(record, "first_environment", lambda: {name: "x", "NCCL_DEBUG": "INFO"})
+    assert record.environment() == {"NCCL_DEBUG": "INFO"}
 
 
 HOLD_A_SECRET = [
@@ -294,14 +330,14 @@ def test_every_field_of_a_record_is_explained_and_every_explained_one_is_written
     recipe.write_text("base: standard\npurpose: Ours.\nchanges:\n  seed: [7, ours]\n")
     outcome = train_here(tiny_model, texts, tmp_path / "out", "--max_steps", "12", "--recipe", str(recipe), "--packing")
     by_trainer = {name for name in outcome.record if name.startswith(("train_", "total_flos", "epoch"))}
-    assert set(outcome.record) - by_trainer == set(FIELDS) - {"error", "classes", "per_class"}  # of classifiers
+    assert set(outcome.record) - by_trainer == set(record.FIELDS) - {"error", "classes", "per_class"}  # of classifiers
 
 
 def test_the_code_of_a_checkout_has_its_commit():
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     if commit.returncode:
         pytest.skip("not a checkout")
-    assert surroundings.code()["commit"] == commit.stdout.strip()
+    assert record.code()["commit"] == commit.stdout.strip()
 
 
 # --- Records that are none ------------------------------------------------------------------------

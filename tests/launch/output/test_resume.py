@@ -1,0 +1,556 @@
+"""The same command again: resumed exactly from the run's own checkpoints, or refused.
+
+What is only judged is asked of `look_ahead` and `find_earlier_run`, without a training.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections import namedtuple
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from launch.host.world import World
+from launch.output import manifest, record
+from launch.output.checkpoints import newest_complete, newest_valid, numbered
+from launch.output.resume import find_earlier_run, look_ahead, make_room
+from recipes.errors import UserError
+from recipes.run import here, resolve
+from recipes.run.files import shipped
+from tests.support.running import SCRIPT, fork, launch_quickly, losses, model_flags, read_record, train_here
+from tests.support.waiting import PATIENCE, wait_for
+
+SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 9 --learning_rate 1e-3 --logging_steps 1".split()
+SPLIT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
+
+
+def other(flag, value):
+    """The flags of the run, one of them changed."""
+    flags = [*SIX_STEPS] if flag in SIX_STEPS else [*SIX_STEPS, flag, ""]
+    flags[flags.index(flag) + 1] = value
+    return flags
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model, texts, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole")
+    return train_here(tiny_model, texts, output, *SIX_STEPS), output
+
+
+@pytest.fixture(scope="module")
+def another_run(tiny_model, texts, tmp_path_factory):
+    """The same settings but the seed: nothing in its checkpoints looks wrong."""
+    output = tmp_path_factory.mktemp("another")
+    assert train_here(tiny_model, texts, output, *other("--seed", "7")).code == 0
+    return output
+
+
+def rewrite(folder, **changes):
+    record.write(folder, {**read_record(folder), **changes})
+
+
+def at_step(folder, step):
+    """The folder as it was when the run had been killed after this step."""
+    for path in numbered(folder):
+        if int(path.name.partition("-")[2]) > step:
+            shutil.rmtree(path)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    rewrite(folder, status="running")
+    return folder
+
+
+@pytest.fixture
+def finished(whole_run, tmp_path):
+    return shutil.copytree(whole_run[1], tmp_path / "run")
+
+
+@pytest.fixture
+def stopped(finished):
+    """Killed after its last checkpoint."""
+    return at_step(finished, 6)
+
+
+@pytest.fixture
+def asked(tiny_model, texts):
+    """The run that a command line asks for."""
+
+    def run(folder, *flags, model=tiny_model, data=texts):
+        return resolve([*model_flags(model, data), "--output_dir", str(folder), *(flags or SIX_STEPS)], here())
+
+    return run
+
+
+@pytest.fixture
+def found(asked):
+    """What a run finds in its folder: the checkpoint's step, 0 if none, and the notes as one."""
+
+    def find(folder, *flags, **files):
+        earlier = find_earlier_run(asked(folder, *flags, **files), World())
+        return SimpleNamespace(**{**vars(earlier), "notes": " ".join(earlier.notes)})
+
+    return find
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def replace(folder, step, other):
+    shutil.rmtree(folder / f"checkpoint-{step}")
+    shutil.copytree(other / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+
+
+# --- It goes on -----------------------------------------------------------------------------------
+
+
+def test_the_record_says_what_trained_and_how_it_ended(whole_run):
+    outcome, output = whole_run
+    results = {"train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "log_history"}
+    assert results <= set(outcome.record)
+    assert [outcome.record[name] for name in ("status", "world_size", "global_step")] == ["finished", 1, 6]
+    settings = outcome.record["settings"]
+    assert settings["adam_beta1"] == {"value": 0.9, "source": "library default", "reason": ""}
+    assert settings["max_steps"] == {"value": 6, "source": "command line", "reason": ""}
+    assert settings["ddp_bucket_cap_mb"]["source"] == "recipe standard"
+    assert "micro 4 x accumulation 4 x world 1 = global 16" in outcome.output
+    assert {manifest.run_of(path)["id"] for path in numbered(output)} == {outcome.record["run"]["id"]}
+
+
+def test_the_losses_are_those_of_the_uninterrupted_run(whole_run, another_run, stopped, tiny_model, texts):
+    """From the newest checkpoint of its own that is whole. What a resume keeps is recorded."""
+    replace(stopped, 6, another_run)
+    flip(stopped / "checkpoint-4" / "model.safetensors")
+    resumed = train_here(tiny_model, texts, stopped, *other("--learning_rate", "5e-3"))
+    said = " ".join(resumed.output.split())
+    assert "checkpoint-6 is damaged (it is another run's): skipped, kept as damaged-checkpoint-6" in said
+    assert "checkpoint-4 is damaged (model.safetensors has changed" in said and "checkpoint-2, step 2" in said
+    assert losses(resumed) == losses(whole_run[0])
+    assert "learning_rate 0.005 is ignored by a resume: 0.001 is kept" in said
+    assert resumed.record["settings"]["learning_rate"]["value"] == 0.001
+    assert [*map(manifest.run_of, numbered(stopped)), resumed.record["run"]] == [whole_run[0].record["run"]] * 4
+    assert (stopped / "damaged-checkpoint-4" / "model.safetensors").exists()
+
+
+def test_a_save_that_was_cut_short_loses_only_itself(stopped, found):
+    manifest.begin(stopped / "checkpoint-6", 6, "one process", 1)
+    earlier = found(stopped)
+    assert (earlier.step, (stopped / "checkpoint-6").exists()) == (4, False)
+    assert "checkpoint-6 is incomplete (its save was not completed): skipped and deleted" in earlier.notes
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "null", '{"settings": 3, "world_size": "two"}', "a bit"])
+def test_a_damaged_record_never_stops_a_run(content, another_run, stopped, found):
+    """Whose folder it is, its newest checkpoint says then."""
+    replace(stopped, 2, another_run)
+    file = stopped / "run.json"
+    text = file.read_text().replace('"value": 0.001,', '"value": 0.003,', 1) if content == "a bit" else content
+    own = read_record(stopped)["run"]
+    file.unlink() if text is None else file.write_text(text)
+    earlier = found(stopped)
+    assert (earlier.step, earlier.identity) == (6, own) and "run.json is missing or damaged" in earlier.notes
+
+
+def test_without_a_valid_checkpoint_training_starts_over(stopped, found):
+    for path in numbered(stopped):
+        (path / "trainer_state.json").write_text("{")
+    earlier = found(stopped)
+    assert (earlier.checkpoint, earlier.step) == (None, 0) and "training starts over" in earlier.notes
+
+
+def test_what_is_told_to_be_saved_is_complete_and_the_runs_own(another_run, stopped):
+    manifest.begin(stopped / "checkpoint-6", 6, "one process", 1)
+    assert newest_complete(stopped).name == "checkpoint-4"
+    replace(stopped, 4, another_run)
+    assert newest_complete(stopped).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--label_smoothing_factor 0.1",
+        "--data_seed 9",
+        "--seed 7",
+        "--neftune_noise_alpha 5",
+        "--train_sampling_strategy sequential",
+    ],
+)
+def test_a_changed_course_is_reported(flags, stopped, found):
+    assert f"{flags.split()[0][2:]} changes from" in found(stopped, *SIX_STEPS, *flags.split()).notes
+
+
+def test_the_same_contents_elsewhere_are_the_same_run(stopped, found, tiny_model, texts, tmp_path):
+    """Azure ML mounts data and models at another path at every start."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    data = shutil.copy(texts, tmp_path / "rows.jsonl")
+    assert found(stopped, model=model, data=data).step == 6
+
+
+def test_a_run_killed_between_its_last_step_and_its_end_takes_no_step_more(stopped, tiny_model, texts):
+    again = train_here(tiny_model, texts, stopped, *SIX_STEPS)
+    assert (again.code, again.record["global_step"], again.record["status"]) == (0, 6, "finished")
+
+
+def test_an_evaluation_that_the_checkpoint_has_is_not_repeated(tiny_model, texts, tmp_path):
+    flags = [*SPLIT, *"--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()]
+    once = train_here(tiny_model, texts, tmp_path, *flags)
+    rewrite(tmp_path, status="running")
+    again = train_here(tiny_model, texts, tmp_path, *flags)
+    assert [entry["step"] for entry in again.record["log_history"] if "eval_loss" in entry] == [2]
+    assert again.record["eval_loss"] == pytest.approx(once.record["eval_loss"])
+
+
+def test_more_steps_go_on_with_intervals_and_callbacks_of_this_start(tiny_model, texts, tmp_path):
+    """Trainer divides by an interval of 0, and looks up the state of each callback."""
+    none = "--logging_strategy no --logging_steps 0 --eval_strategy no --eval_steps 0".split()
+    data = [*SPLIT, "--learning_rate", "1e-3"]
+    train_here(tiny_model, texts, tmp_path, *data, *none, "--save_steps", "2", "--max_steps", "2")
+    some = "--logging_steps 1 --eval_strategy steps --eval_steps 2 --save_steps 2 --early_stopping_patience 9".split()
+    best = "--load_best_model_at_end --metric_for_best_model loss --max_steps 4".split()
+    longer = train_here(tiny_model, texts, tmp_path, *data, *some, *best)
+    assert longer.code == 0 and "checkpoint-2, step 2" in longer.output
+    assert {3, 4} <= {entry["step"] for entry in longer.record["log_history"] if "loss" in entry}
+    assert longer.record["best_step"] == 4
+    assert "is ignored by a resume" not in " ".join(longer.output.split())
+
+
+def test_early_stopping_stops_at_the_same_step_after_a_resume(tiny_model, texts, tmp_path):
+    """With patience 2, where the first evaluation stays the best, that is step 6."""
+    flags = (
+        "--eval_strategy steps --eval_steps 2 --save_steps 2 --save_total_limit 9 --load_best_model_at_end "
+        "--metric_for_best_model loss --greater_is_better true --early_stopping_patience 2 --max_steps 16"
+    ).split()
+    flags += [*SPLIT, "--learning_rate", "1e-3"]
+    assert train_here(tiny_model, texts, tmp_path, *flags).record["global_step"] == 6
+    resumed = train_here(tiny_model, texts, at_step(tmp_path, 4), *flags)
+    assert "resuming from" in resumed.output and resumed.record["global_step"] == 6
+
+
+@pytest.mark.slow
+def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
+    flags = "--save_only_model --save_steps 2 --save_total_limit 1 --learning_rate 1e-3".split()
+    train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
+    longer = train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "4")
+    assert "start afresh" in longer.output
+    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)
+
+
+def test_ctrl_c_is_recorded_and_says_what_was_saved(tiny_model, texts, tmp_path):
+    flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path), "--save_steps", "5"]
+    endless = ["--max_steps", "100000", "--num_train_epochs", "9999"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = fork(dict(os.environ), [str(SCRIPT), *flags, *endless], log.fileno())
+        wait_for("a checkpoint", lambda: list(tmp_path.glob("checkpoint-*/trainer_state.json")))
+        os.kill(process.pid, signal.SIGINT)
+        process.join(PATIENCE)
+        process.kill()
+        log.seek(0)
+        output = log.read()
+    assert process.exitcode == 130, output
+    assert read_record(tmp_path)["status"] == "interrupted"
+    assert "interrupted. Saved: " in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [("baseline", "1"), ("standard", "20"), ("fast", "2")])
+def test_a_run_that_diverged_is_never_finished(recipe, steps, tiny_model, texts, tmp_path):
+    flags = f"--recipe {recipe} --learning_rate 1e38 --max_grad_norm 0 --max_steps {steps} --lr_scheduler_type constant"
+    outcome = train_here(tiny_model, texts, tmp_path, *flags.split())
+    assert (outcome.code, outcome.record["status"]) == (1, "failed")
+    assert "step" in outcome.output and "lower learning rate" in outcome.output
+
+
+# --- It is refused --------------------------------------------------------------------------------
+
+
+def refused(run) -> str:
+    """What is said of a run before any token is made, and before any file changes."""
+    with pytest.raises(UserError) as caught:
+        look_ahead(run)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("status", ["running", "finished"])
+@pytest.mark.parametrize(
+    ("flags", "words"), [("--packing", "with packing False, not True"), ("--optim sgd", "optim adamw_torch")]
+)
+def test_another_training_is_refused(flags, words, status, finished, asked):
+    rewrite(finished, status=status)
+    said = refused(asked(finished, *SIX_STEPS, *flags.split()))
+    assert words in said and "another --output_dir, or --fresh" in said
+
+
+def test_data_with_other_contents_are_another_training(finished, asked, texts, tmp_path):
+    data = tmp_path / texts.name
+    data.write_text(texts.read_text().replace("Example 3 ", "Sample 3 "))
+    settings = read_record(finished)["settings"]
+    rewrite(finished, settings={**settings, "dataset_name": {**settings["dataset_name"], "value": str(data)}})
+    assert "not what it holds now" in refused(asked(finished, data=data))
+
+
+def add_dropout(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+
+
+@pytest.mark.parametrize("change", [lambda model: flip(model / "model.safetensors"), add_dropout])
+def test_another_model_at_the_same_place_is_another_training(change, finished, asked, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = read_record(finished)["settings"]
+    named = {**settings["model_name_or_path"], "value": str(model)}
+    rewrite(finished, settings={**settings, "model_name_or_path": named})
+    assert look_ahead(asked(finished, model=model)).finished
+    change(model)
+    assert "model as it was, not what it holds now" in refused(asked(finished, model=model))
+
+
+def test_a_branch_of_the_hub_that_has_moved_is_another_model(finished, asked, tmp_path, monkeypatch):
+    refs = tmp_path / "hub" / "models--org--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text("b" * 40)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    settings = read_record(finished)["settings"]
+    named = {**settings["model_name_or_path"], "value": "org/name"}
+    rewrite(finished, model="commit " + "a" * 40, settings={**settings, "model_name_or_path": named})
+    assert f"--model_revision {'a' * 40}" in refused(asked(finished, model="org/name"))
+    assert look_ahead(asked(finished, *SIX_STEPS, "--model_revision", "a" * 40, model="org/name")).finished
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP1", "DeepSpeed ZeRO-2, optimizer offload"])
+def test_checkpoints_of_another_engine_are_refused(engine, tmp_path):
+    run = resolve(
+        ["--recipe", "sharded", "--output_dir", str(tmp_path)],
+        here(2, accelerate_config=str(shipped("sharded.yaml")), environment={}),
+    )
+    ended = {"status": "finished", "global_step": 1, "model_files": {}}
+    record.write(tmp_path, {**record.started(run, 2), **ended})
+    assert look_ahead(run).finished
+    rewrite(tmp_path, engine=engine)
+    assert f"written with {engine}, and FSDP2" in refused(run)
+
+
+def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
+    """Its model would be saved as that of a shorter training. The advice has it saved as it is."""
+    with pytest.raises(UserError, match="checkpoint-6 has trained 6 steps already, more than 2") as caught:
+        found(stopped, *other("--max_steps", "2"))
+    assert "--max_steps 6" in str(caught.value)
+    state = json.loads((stopped / "checkpoint-6" / "trainer_state.json").read_text())
+    (stopped / "checkpoint-6" / "trainer_state.json").write_text(json.dumps({**state, "epoch": 3.0}))
+    manifest.commit(stopped / "checkpoint-6", manifest.listed(stopped / "checkpoint-6"))
+    with pytest.raises(UserError, match="has trained 3 epochs already, more than 2"):
+        found(stopped, *"--num_train_epochs 2 --learning_rate 1e-3".split())
+
+
+def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    assert "would be overwritten" in refused(asked(model))
+    assert "would be overwritten" in refused(asked(model, model=model))
+
+
+@pytest.mark.parametrize("inside", ["", "deeper/still"])
+def test_a_file_in_the_way(inside, asked, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert "cannot be written: Not a directory" in refused(asked(tmp_path / "file" / inside))
+
+
+def test_another_run_is_writing_there(asked, tiny_model, texts, tmp_path):
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)  # as a run holds it
+    try:
+        assert "another run is writing" in refused(asked(tmp_path))
+    finally:
+        os.close(handle)
+    look_ahead(asked(tmp_path))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(finished, tiny_model, texts):
+    flip(finished / "checkpoint-6" / "optimizer.pt")
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    outcome = train_here(tiny_model, texts, finished, *SIX_STEPS, "--packing")
+    assert outcome.code == 2 and "with packing False, not True" in outcome.output
+    outcome = train_here(tiny_model, texts, finished, *other("--seed", "7"))
+    assert outcome.code == 0 and "nothing to train" in outcome.output
+    assert "requested now but not trained: seed 7 (was 42)" in outcome.output
+    outcome = train_here(tiny_model, texts, finished.with_name("new"), "--dataset_text_field", "nowhere")
+    assert outcome.code == 2 and not finished.with_name("new").exists()
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+    assert not list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
+
+
+@pytest.mark.slow
+def test_two_ranks_say_it_once(finished, tiny_model, texts):
+    flags = [*model_flags(tiny_model, texts), *SIX_STEPS]
+    outcome = launch_quickly(*flags, output=finished)
+    assert outcome.code == 0 and outcome.output.count("nothing to train") == 1, outcome.output
+    outcome = launch_quickly(*flags, "--packing", output=finished)
+    assert outcome.code == 1 and outcome.output.count("with packing False, not True") == 1, outcome.output
+
+
+def lack_weights(checkpoint):
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+def have_another_shape(checkpoint):
+    weights = load_file(checkpoint / "model.safetensors") | {"lm_head.weight": torch.zeros(3, 32)}
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+def have_another_optimizer(checkpoint):
+    state = torch.load(checkpoint / "optimizer.pt")
+    torch.save({**state, "param_groups": state["param_groups"][:1]}, checkpoint / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lack_weights, "lacks 1 weights of the model, among them lm_head.weight"),
+        (have_another_shape, "size mismatch for lm_head.weight"),
+        (have_another_optimizer, "does not fit this model"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(change, words, stopped, tiny_model, texts):
+    (at_step(stopped, 4) / "checkpoint-4" / "manifest.json").unlink()
+    change(stopped / "checkpoint-4")
+    outcome = train_here(tiny_model, texts, stopped, *SIX_STEPS)
+    assert outcome.code == 2 and words in " ".join(outcome.output.split())
+
+
+# --- It is finished -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "longer"),
+    [(other("--max_steps", "8"), True), (["--num_train_epochs", "1"], True), (other("--max_steps", "5"), False)],
+)
+def test_a_finished_run_goes_on_if_more_is_asked_for(flags, longer, finished, found):
+    earlier = found(finished, *flags)
+    assert (earlier.finished, earlier.step) == (not longer, 6)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_model_says_where_else_it_is(name, finished, found):
+    assert found(finished).notes == ""
+    flip(finished / name)
+    same = f"copy {name} from checkpoint-6, which holds the same"
+    assert found(finished).notes == f"{name} has changed since it was written: {same}"
+    (finished / name).unlink()
+    assert found(finished).notes == f"{name} is missing: {same}"
+    flip(finished / "checkpoint-6" / name)
+    assert "--fresh trains it again" in found(finished).notes or name != "model.safetensors"
+
+
+def test_fresh_starts_over_and_deletes_nothing(whole_run, finished, tiny_model, texts):
+    assert train_here(tiny_model, finished / "missing.jsonl", finished, *SIX_STEPS, "--fresh").code == 2
+    assert (finished / "model.safetensors").exists()
+    fresh = train_here(tiny_model, texts, finished, *SIX_STEPS, "--fresh")
+    assert fresh.record["status"] == "finished" and losses(fresh) == losses(whole_run[0])
+    assert fresh.record["run"]["id"] != whole_run[0].record["run"]["id"]
+    assert (finished.with_name("run.old-1") / "model.safetensors").exists()
+
+
+def test_fresh_leaves_other_folders_alone(finished, asked, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    make_room(asked(tmp_path / "mine", "--fresh"), 0, 0, 6)
+    assert (tmp_path / "mine" / "thesis.txt").exists() and not (tmp_path / "mine.old-1").exists()
+    monkeypatch.chdir(finished)
+    with pytest.raises(UserError, match="is or holds the current folder"):
+        make_room(asked(".", "--fresh"), 0, 0, 6)
+
+
+def test_what_a_killed_run_has_left_is_removed(finished, asked):
+    for name in ("_removed-checkpoint-2", "converted-checkpoint-2"):
+        (finished / name / "tmp").mkdir(parents=True)
+    (finished / ".tmpaOGUwI").touch()  # of the final model, by safetensors
+    make_room(asked(finished), 0, 0, 6)
+    assert not [*finished.glob("*d-checkpoint-*"), *finished.glob(".tmp*")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("--max_steps 60 --save_steps 2 --save_total_limit 2", 3 * 10),
+        ("--max_steps 60 --save_steps 40 --save_total_limit 2", 2 * 10 + 4),
+        ("--max_steps 60 --save_steps 2", 10),  # nobody deletes those
+        ("--max_steps 60 --save_strategy no", 4),
+    ],
+)
+def test_too_small_a_disk_is_refused_before_training(flags, needed, asked, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    run = asked(tmp_path, *flags.split(), *(["--save_total_limit", "0"] if "limit" not in flags else []))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(99, 0, needed + 1))
+    make_room(run, 10, 4, 60)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(99, 0, needed))
+    with pytest.raises(UserError, match="this run saves about"):
+        make_room(run, 10, 4, 60)
+
+
+# --- From a checkpoint that the user has named ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begun_run(whole_run, tiny_model, texts, tmp_path_factory):
+    """A finished run that began from checkpoint-2 of another."""
+    folder = tmp_path_factory.mktemp("begun")
+    whole = shutil.copytree(whole_run[1], folder / "whole")
+    named = ["--resume_from_checkpoint", str(whole / "checkpoint-2")]
+    outcome = train_here(tiny_model, texts, folder / "begun", *SIX_STEPS, *named)
+    assert losses(outcome) == losses(whole_run[0])
+    return folder
+
+
+@pytest.fixture
+def begun(begun_run, tmp_path):
+    """As it was when the run had been killed after step 4, and the flags that name its start."""
+    folder = at_step(shutil.copytree(begun_run / "begun", tmp_path / "begun"), 4)
+    return folder, ["--resume_from_checkpoint", str(begun_run / "whole" / "checkpoint-2")]
+
+
+def test_the_same_command_again_goes_on_from_its_newest(begun, found):
+    """A job that is queued again would lose all steps since its first start."""
+    folder, named = begun
+    again = found(folder, *SIX_STEPS, *named)
+    assert again.checkpoint == folder / "checkpoint-4" and "this run began from" in again.notes
+    assert again.identity == read_record(folder)["run"]
+
+
+def test_before_its_first_checkpoint_it_begins_there_again(begun, begun_run, found):
+    folder, named = begun
+    assert found(at_step(folder, 2), *SIX_STEPS, *named).checkpoint == begun_run / "whole" / "checkpoint-2"
+
+
+def test_another_course_begins_there_again(begun, begun_run, found):
+    folder, named = begun
+    assert found(folder, *other("--seed", "7"), *named).checkpoint == begun_run / "whole" / "checkpoint-2"
+
+
+def test_a_named_checkpoint_overwrites_no_finished_run(begun, asked, finished, tmp_path):
+    folder, named = begun
+    assert "which a resume from" in refused(asked(finished, *SIX_STEPS, *named))
+    assert "with packing False, not True" in refused(asked(tmp_path / "new", *SIX_STEPS, "--packing", *named))
+    rewrite(folder, status="finished", global_step=6)
+    assert look_ahead(asked(folder, *SIX_STEPS, *named)).finished
+
+
+def test_what_was_given_up_is_never_taken_again(finished, found, tiny_model, texts, tmp_path):
+    """It went back to step 2 with another seed, and was killed before its first checkpoint."""
+    (finished / "checkpoint-6" / "rng_state_1.pth").touch()
+    given_up = shutil.copytree(at_step(finished, 6) / "checkpoint-6", tmp_path / "given-up")
+    back = [*other("--seed", "7"), "--resume_from_checkpoint", str(finished / "checkpoint-2")]
+    train_here(tiny_model, texts, finished, *back)
+    assert "rng_state_1.pth" not in manifest.read(finished / "checkpoint-6")["files"]
+    assert newest_valid(finished)[0].step == 6
+    shutil.rmtree(at_step(finished, 2).with_name("run") / "checkpoint-6", ignore_errors=True)
+    shutil.copytree(given_up, finished / "checkpoint-6")
+    again = found(finished, *other("--seed", "7"))
+    assert again.checkpoint == finished / "checkpoint-2" and "it is another run's" in again.notes

@@ -257,8 +257,8 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Js
         "paths": recorded.places_of(run),
         "environment": environment(),
         "code": code(),
-        "versions": {"python": platform.python_version(), **{name: legal.version(name) for name in PACKAGES}},
-        "hardware": {**run.hardware.as_dict(), "cpu": _cpu()},
+        "versions": versions(),
+        "hardware": {**run.hardware.as_dict(), "cpu": cpu()},
     }
     return hide(content, secrets_of(run))
 
@@ -279,7 +279,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in sorted(first_environment().items()) if matters(name)}
 
 
-def _cpu() -> str:
+def versions() -> dict[str, str | None]:
+    return {"python": platform.python_version(), **{name: legal.version(name) for name in PACKAGES}}
+
+
+def cpu() -> str:
     """The processor's name, as Linux calls it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -48,7 +48,6 @@ class RecipeTrainer(CommittingTrainer):
     label_smoother: Any
     tokens_seen: torch.Tensor | int = 0
     loaded_step: int | None = None  # of the best model, if that was loaded at the end
-    _loaded: bool = False  # True once Trainer has read weights from a checkpoint
     _evaluated: list[float] | None = None  # sums in an evaluation: the losses of its items, and the items
     _items: Any = None  # of the last batch, or of all of a step
     _checkpoint: str | None = None  # the last one that was saved or read
@@ -293,7 +292,6 @@ class RecipeTrainer(CommittingTrainer):
             raise ValueError(f"it lacks {len(lost)} weights of the model, among them {lost[0]}")
         load_result.missing_keys[:] = missing - set(weights)  # Trainer would warn of tied ones
         super()._issue_warnings_after_load(load_result)
-        self._loaded = True
 
     def _load_callback_state(self) -> None:
         self._saved_step = self.state.global_step
@@ -315,17 +313,13 @@ class RecipeTrainer(CommittingTrainer):
 
     def _load_best_model(self) -> None:
         best, is_main = Path(self.state.best_model_checkpoint), self.args.process_index == 0
-        faults = self.inspect(best).faults if is_main and best.is_dir() else ()
-        damage = gather_object([faults])[0]
-        if damage:
+        damage = gather_object([self.inspect(best).faults if is_main else ()])[0]
+        if damage:  # or gone, and Trainer would only warn
             print_note(f"{best.name}, the best, is damaged ({', '.join(damage)}) and not loaded", console(is_main))
             return
-        # Without the checkpoint DeepSpeed and FSDP raise an error, Trainer itself only warns.
-        self._loaded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         self.make_readable(best)
         super()._load_best_model()
-        if gather_object([self._loaded])[0]:  # rank 0 saves the model, and all agree on its step
-            self.loaded_step = int(str(self.state.best_model_checkpoint).rpartition("-")[2])
+        self.loaded_step = int(best.name.rpartition("-")[2])
 
     @property
     def model_step(self) -> int:

@@ -13,7 +13,7 @@ from recipes.catalog import RECIPES, Recipe
 from recipes.errors import mistake
 
 if TYPE_CHECKING:
-    from recipes.run import Json, RunSpec, Setting
+    from recipes.run import Json, RunSpec
 
 
 def add_parser(commands: Commands) -> None:
@@ -89,8 +89,8 @@ def show_where(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def run_as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
-    """A run and some of its settings for scripts; tokens are hidden."""
+def run_as_json(run: RunSpec) -> Json:
+    """A run and its chosen settings for scripts; tokens are hidden."""
     from recipes.run import shown
 
     return {
@@ -100,7 +100,5 @@ def run_as_json(run: RunSpec, settings: dict[str, Setting]) -> Json:
         "num_processes": run.world_size,
         "data_parallel_size": run.data_parallel_size,
         "hardware": str(run.hardware),
-        "settings": {
-            name: {**vars(setting), "value": shown(name, setting.value)} for name, setting in settings.items()
-        },
+        "settings": {name: {**vars(each), "value": shown(name, each.value)} for name, each in run.chosen().items()},
     }

@@ -40,8 +40,7 @@ def check_run(options: argparse.Namespace, rest: list[str]) -> int:
         errors = probe_in_child(run)
         problems += errors
     if options.json:
-        described = run_as_json(run, run.chosen())
-        result = {"legal": not errors, "problems": [vars(problem) for problem in problems], **described}
+        result = {"legal": not errors, "problems": [vars(problem) for problem in problems], **run_as_json(run)}
         print(json.dumps(result, indent=2, default=str))
         return 2 if errors else 0
     if problems:

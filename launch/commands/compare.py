@@ -168,20 +168,19 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
         heading += f"{record.get('engine')}, {world}, started {record.get('started')}\n"
     else:
         run, record = _recipe_run(options.name, options.num_processes, options.global_batch_size), {}
-        settings = {name: setting for name, setting in run.chosen().items() if name != "recipe"}
-        as_json, heading = run_as_json(run, settings), _heading(run)
-        chosen = {}
+        as_json, heading, chosen = run_as_json(run), _heading(run), {}
         for name in ("engine", "micro_batch_cap"):  # the recipe's two values that are no settings of train.py
             value, reason = run.recipe.fixed(name)
             by, _ = run.recipe.stated(name) or (run.recipe, None)
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
-        chosen |= {name: vars(setting) for name, setting in settings.items()}
+        chosen |= as_json["settings"]
     if options.json:
-        print(json.dumps(as_json, indent=2, default=str))
+        _print_json(as_json)
         return 0
     print(heading)
-    _print_table(["result", "value"], _result_rows(results([record]), {}))
-    print_settings(["value"], [Row(entry["source"], name, [entry]) for name, entry in chosen.items()])
+    _print_table(["result", "value"], _result_rows([record]))
+    rows = [Row(entry["source"], name, [entry]) for name, entry in chosen.items() if name != "recipe" or record]
+    print_settings(["value"], rows)
     return 0
 
 
@@ -223,26 +222,29 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     paths = [Path(word) for word in (options.first, *options.others)]
     names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
-    rows, found = differences(records), results(records)
-    marks = {name: [noise_can_make(name, records[0], record) for record in records] for name in found}
-    noise = {name: marked for name, marked in marks.items() if any(marked)}
+    rows = differences(records)
+    others = other_training(rows)
     targets = [_target(metric, value, records) for metric, value in options.target]
     met = [name for place, name in enumerate(names) if all(target["met"][place] for target in targets)]
     code = 0 if met or not targets else 1
-    others = other_training(rows)
     if options.json:
+        of_a_run = ("recipe", "status", "error")
         runs = [
-            {"name": name, "path": str(path), **{key: record[key] for key in _OF_A_RUN if key in record}}
+            {"name": name, "path": str(path), **{key: record[key] for key in of_a_run if key in record}}
             for name, path, record in zip(names, paths, records, strict=True)
         ]
+        found = results(records)
+        marks = {name: [noise_can_make(name, records[0], record) for record in records] for name in found}
+        noise = {name: marked for name, marked in marks.items() if any(marked)}
         tables = {"differences": _by_name(names, rows), "results": found, "noise_can_make": noise, "targets": targets}
         _print_json({"runs": runs, "other_training": others, **tables, **({"meets_all": met} if targets else {})})
         return code
     if others:
         print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
     print_settings(names, rows)
-    _print_table(["result", *names], [["status", *map(_status, records)], *_result_rows(found, noise)])
-    if noise:
+    table = _result_rows(records)
+    _print_table(["result", *names], [["status", *map(_status, records)], *table])
+    if any(cell.endswith(_BY_NOISE) for row in table for cell in row):
         print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
     _print_table(["target", *names], list(map(_target_row, targets)))
     if targets:
@@ -290,7 +292,6 @@ _SECONDS, _SPEEDS = ("step_time", "train_runtime"), ("samples_per_second", "toke
 _COSTS = ("step_time", *_SPEEDS, "peak_memory_bytes", "train_runtime")
 # Numbers in a record that are not results.
 _NO_RESULT = ("world_size", "data_parallel_size", "num_parameters", "step_time_off")
-_OF_A_RUN = ("recipe", "status", "error")
 _BY_NOISE = " ~"
 
 
@@ -339,16 +340,17 @@ def _numbers(record: Json) -> dict[str, float]:
     return {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
 
 
-def _result_rows(found: dict[str, list[float | None]], noise: Json) -> list[list[str]]:
+def _result_rows(records: list[Json]) -> list[list[str]]:
     """Each value beside the first run's: a ratio for time, speed and memory, else a difference."""
-    return [
-        [name, *(_cell(name, value, values[0], mark) for value, mark in zip(values, marks, strict=True))]
-        for name, values in found.items()
-        for marks in [noise.get(name) or [False] * len(values)]
-    ]
+    rows = []
+    for name, (first, *others) in results(records).items():
+        noise = [noise_can_make(name, records[0], record) for record in records[1:]]
+        cells = [_cell(name, value, first) + _BY_NOISE * mark for value, mark in zip(others, noise, strict=True)]
+        rows.append([name, _cell(name, first, None), *cells])
+    return rows
 
 
-def _cell(name: str, value: float | None, first: float | None, by_noise: bool) -> str:
+def _cell(name: str, value: float | None, first: float | None) -> str:
     if value is None:
         return "-"
     text = f"{value:,.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
@@ -360,8 +362,7 @@ def _cell(name: str, value: float | None, first: float | None, by_noise: bool) -
         text = f"{value:.1%}"
     if first is None or first == value or not math.isfinite(first - value):
         return text
-    beside = f"x {value / first:.2f}" if name in _COSTS and first else f"{value - first:+.4g}"
-    return f"{text} ({beside})" + _BY_NOISE * by_noise
+    return f"{text} (x {value / first:.2f})" if name in _COSTS and first else f"{text} ({value - first:+.4g})"
 
 
 # --- Targets --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.flags import Commands
-from launch.output.checkpoints import inspect, numbered
+from launch.output.checkpoints import numbered
 from launch.output.record import read
 from launch.terminal import console, memory_size, plural, print_note
 from recipes.errors import mistake, one_line
@@ -48,15 +48,18 @@ def merge(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     quiet_libraries(verbose=False)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where models are merged; DeepSpeed would look, and say what it saw
-    out, asked = console(), Path(options.folder)
-    folder, output = _adapter_folder(asked), Path(options.output or asked / "merged")
+    out, folder = console(), Path(options.folder)
+    output = Path(options.output or folder / "merged")
+    if not (folder / "adapter_config.json").is_file():
+        newest = next(
+            map(str, numbered(folder)), "the --output_dir of a run with --use_peft, or one of its checkpoints"
+        )
+        raise mistake("FOLDER", f"{folder} holds no adapter", newest)
     if output.exists():
         raise mistake("output", f"{output} is there already", "--output with a new folder")
     config = read_json(folder / "adapter_config.json")[0] or {}
     run = read(folder) or read(folder.parent)  # of a checkpoint
     base = _base(options.model_name_or_path, config, run)
-    if folder != asked:
-        print_note(f"{asked} holds no adapter itself: {folder.name}, its newest checkpoint, is merged", out)
     if fingerprints.differ(run.get("model"), fingerprints.of_model(base)):
         print_note(f"{base} is not what the adapter was trained on: its files differ from those of that run", out)
     if _value(run, "load_in_4bit"):
@@ -91,19 +94,6 @@ written  {output}, {size} in {dtype}"""
 
 
 # --- Adapter and base -----------------------------------------------------------------------------
-
-
-def _adapter_folder(folder: Path) -> Path:
-    """The folder that holds the adapter: this one, or its newest whole checkpoint.
-
-    Raises `UserError` if there is none.
-    """
-    found = [path for path in (folder, *numbered(folder)) if (path / "adapter_config.json").is_file()]
-    whole = [path for path in found if path == folder or inspect(path).valid]
-    if whole:
-        return whole[0]
-    what = f"the checkpoints in {folder} are damaged" if found else f"{folder} holds no adapter"
-    raise mistake("FOLDER", what, "the --output_dir of a run with --use_peft, or one of its checkpoints")
 
 
 def _value(run: Json, name: str) -> Any:

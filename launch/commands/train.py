@@ -19,7 +19,7 @@ from launch.flags import Commands, add_fields, given
 from launch.host.secrets import without_secrets
 from launch.host.signals import Preempted, StopRequest, block_until_listening
 from launch.host.world import World, prepare_environment
-from launch.jobs.job import checked_job, launch_words
+from launch.jobs.job import Job, checked_job, launch_words
 from launch.jobs.local import Local, run_script
 from launch.jobs.submit import TARGETS, from_site, newest, refuse_while_in_use, rows, site_defaults, site_file, submit
 from launch.terminal import duration, memory_size, plural, print_table
@@ -107,27 +107,31 @@ def _prepare(run: RunSpec) -> None:
 def train(options: argparse.Namespace, rest: Sequence[str]) -> NoReturn:
     """Replace this process by the launcher of the run, whose exit code is train.py's.
 
-    Advice is left to train.py, whose output follows at once. Raises `UserError` with every problem.
+    Raises `UserError` with every problem.
     """
-    yaml = options.accelerate_config
-    node = Local().node(options.num_processes or in_own_yaml(yaml))
-    job = checked_job(options.recipe, rest, node, accelerate_config=yaml, says_advice=False, is_stored=False)
-    refuse_while_in_use(job.folder)
+    job = _job_here(options, rest, options.accelerate_config, is_stored=False)
     block_until_listening()  # the launcher handles them once it has imported what does
     os.execv(sys.executable, [*launch_words(job), *job.command])
 
 
 def fit(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run train.py with --fit_only on this machine. Returns its exit code."""
-    recipe, argv = options.recipe, with_flags(rest, {"fit_only": True})
-    job = checked_job(recipe, argv, Local().node(options.num_processes), says_advice=False)
-    refuse_while_in_use(job.folder)
+    job = _job_here(options, with_flags(rest, {"fit_only": True}))
     code = run_script(without_secrets(Local().render(job)), job)
     if code == 0:
-        words = ["--recipe", recipe] * bool(recipe) + ["--processes_per_node", str(job.processes_per_node)]
+        recipe = ["--recipe", options.recipe] * bool(options.recipe)
+        words = [*recipe, "--processes_per_node", str(job.processes_per_node)]
         training = with_flags(rest, {"fit": None, "fit_only": None})
         print(f"train with it: recipes submit local {join([*words, '--', *training])}")
     return code
+
+
+def _job_here(options: argparse.Namespace, argv: Sequence[str], yaml: str | None = None, is_stored: bool = True) -> Job:
+    """The job on this machine. Advice is left to train.py, whose output follows at once."""
+    node = Local().node(options.num_processes or in_own_yaml(yaml))
+    job = checked_job(options.recipe, argv, node, 1, False, yaml, says_advice=False, is_stored=is_stored)
+    refuse_while_in_use(job.folder)
+    return job
 
 
 def submit_run(options: argparse.Namespace, rest: Sequence[str]) -> int:

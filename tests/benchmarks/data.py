@@ -1,8 +1,8 @@
 """From a file to the first step: train.py beside TRL's SFTTrainer with the same data and settings.
 
-    python -m tests.benchmarks.data [--megabytes 400] [--processes 1] [--kind chats] [--without_trl]
+    python -m tests.benchmarks.data [--megabytes 400] [--processes 1] [--without_trl]
 
-Writes a file of texts or chats made of Python's own source, trains a small model on it packed, and
+Writes a file of texts made of Python's own source, trains a small model on it packed, and
 starts the same command a second time. Prints for each the seconds to the first step, the peak of
 anonymous memory of all its processes (shared pages count once), what the cache holds as a multiple
 of the tokens (4 bytes each), and tokens/s of steady steps. train.py's ranks wait 20 s for each
@@ -28,7 +28,7 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launch.data.demo import CHAT_TEMPLATE, END_OF_TEXT, PADDING, TURN_END, TURN_START, demo_corpus
+from launch.data.demo import END_OF_TEXT, PADDING, demo_corpus
 
 LENGTH, STEPS, BATCH = 1024, 12, 8
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -57,32 +57,26 @@ def write_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    special = [END_OF_TEXT, PADDING, TURN_START, TURN_END]
+    special = [END_OF_TEXT, PADDING]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=16000, initial_alphabet=alphabet, special_tokens=special, show_progress=False
     )
     tokenizer.train_from_iterator(demo_corpus(), trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=PADDING, chat_template=CHAT_TEMPLATE
-    ).save_pretrained(folder)
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=PADDING)
+    whole.save_pretrained(folder)
     config = LlamaConfig(vocab_size=16000, max_position_embeddings=LENGTH, use_cache=False, **SHAPE)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def write_rows(file: Path, size: int, kind: str) -> None:
-    """Rows of lengths with a long tail, until the file has `size` bytes."""
+def write_rows(file: Path, size: int) -> None:
+    """Texts of lengths with a long tail, until the file has `size` bytes."""
     source, random = "".join(demo_corpus()), Random(0)
-
-    def piece(mean: float) -> str:
-        length = int(min(20_000, max(10, mean * random.lognormvariate(0, 1))))
-        start = random.randrange(len(source) - length)
-        return source[start : start + length]
-
     with file.open("w", encoding="utf-8") as stream:
         while stream.tell() < size:
-            turns = [{"role": role, "content": piece(300)} for role in ("user", "assistant") * 2]
-            stream.write(json.dumps({"text": piece(1200)} if kind == "texts" else {"messages": turns}) + "\n")
+            length = int(min(20_000, max(10, 1200 * random.lognormvariate(0, 1))))
+            start = random.randrange(len(source) - length)
+            stream.write(json.dumps({"text": source[start : start + length]}) + "\n")
 
 
 def ours(model: Path, data: Path, output: Path) -> list[str]:
@@ -170,8 +164,7 @@ def tokens_in(model: Path, data: Path) -> int:
     with data.open(encoding="utf-8") as rows:
         for _, line in zip(range(2000), rows, strict=False):
             row, read = json.loads(line), read + len(line.encode())
-            text = row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False)
-            tokens += len(tokenizer(text)["input_ids"])
+            tokens += len(tokenizer(row["text"])["input_ids"])
     return round(tokens * data.stat().st_size / read)
 
 
@@ -182,17 +175,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.data")
     parser.add_argument("--megabytes", type=int, default=400, help="size of the file [400]")
     parser.add_argument("--processes", type=int, default=1, help="ranks [1]")
-    parser.add_argument("--kind", choices=("texts", "chats"), default="texts", help="what a row holds [texts]")
     parser.add_argument("--without_trl", action="store_true", help="only train.py")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model, data = folder / "model", folder / "rows.jsonl"
         write_model(model)
-        write_rows(data, options.megabytes * 10**6, options.kind)
+        write_rows(data, options.megabytes * 10**6)
         tokens = tokens_in(model, data)
-        size = f"{options.megabytes} MB of {options.kind}, about {tokens / 1e6:.1f} M tokens"
-        print(f"{size}, processes: {options.processes}")
+        print(f"{options.megabytes} MB, about {tokens / 1e6:.1f} M tokens, processes: {options.processes}")
         programs = {"train.py": ours} | ({} if options.without_trl else {"SFTTrainer": trls})
         for name, command in programs.items():
             for number, when in enumerate(("first", "second")):

@@ -25,7 +25,7 @@ from tests.support.wide import texts_of, wide_model
 
 GIB = 2**30
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 20, 32_000, 1e-4
-RECIPES_COMMAND = [sys.executable, "-m", "launch"]
+RECIPES_COMMAND, STANDARD = [sys.executable, "-m", "launch"], ["--recipe", "standard"]
 SIZES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "0.5B": {"hidden_size": 1280, "intermediate_size": 3456, "num_hidden_layers": 20, "num_attention_heads": 20},
@@ -184,14 +184,14 @@ def fit(setup: Setup) -> Figures:
     """The micro-batch that `--fit` finds, its peak, and what the planner expects of it."""
     model, flags = _memory_hungry(setup)
     output = Path(flags[-1])
-    _succeeded("train", "--num_processes", "1", *flags, "--fit")
+    _succeeded("train", *STANDARD, "--num_processes", "1", *flags, "--fit")
     found = json.loads((output / "fit.json").read_text())
     tried = [f"{probe['micro_batch']} {'runs' if probe['fits'] else 'does not fit'}" for probe in found["probes"]]
     return {
         "micro_batch": found["micro_batch"],
         "accumulation": found["accumulation"],
         "peak_gib": found["peak_bytes"] / GIB,
-        "planned_gib": _planned([*flags, "--per_device_train_batch_size", str(found["micro_batch"])], model),
+        "planned_gib": _planned([*STANDARD, *flags, "--per_device_train_batch_size", str(found["micro_batch"])], model),
         "tried": ", ".join(tried),
     }
 
@@ -200,8 +200,8 @@ def out_of_memory(setup: Setup) -> Figures:
     """A real out of memory, after which `--on_oom next` continues with smaller micro-batches."""
     model, flags = _memory_hungry(setup)
     first = flags[flags.index("--global_batch_size") + 1]
-    words = ["--processes_per_node", "1", "--on_oom", "next", "--", *flags, "--per_device_train_batch_size", first]
-    outcome = _succeeded("submit", "local", *words)
+    own = [*STANDARD, "--processes_per_node", "1", "--on_oom", "next"]
+    outcome = _succeeded("submit", "local", *own, "--", *flags, "--per_device_train_batch_size", first)
     smaller = re.findall(r"^out of memory: again, with batch (\d+) x (\d+)", outcome.output, flags=re.M)
     if not smaller:
         raise CommandFailed(f"memory did not run out at micro-batch {first}")
@@ -210,7 +210,7 @@ def out_of_memory(setup: Setup) -> Figures:
         "micro_batch": int(micro),
         "accumulation": int(accumulation),
         "peak_gib": outcome.record["peak_memory_bytes"] / GIB,
-        "planned_gib": _planned([*flags, "--per_device_train_batch_size", micro], model),
+        "planned_gib": _planned([*STANDARD, *flags, "--per_device_train_batch_size", micro], model),
         "tried": ", ".join(f"{size} out of memory" for size in (first, *(one for one, _ in smaller[:-1]))),
     }
 
@@ -245,7 +245,7 @@ def _memory_hungry(setup: Setup) -> tuple[Path, list[str]]:
     else:
         batch, length, limit = BATCH, LENGTH, []
         model, data = _material(setup, "0.5B", [length] * 2 * batch)
-    flags = _flags(model, data, length, recipe="standard", global_batch_size=batch, max_steps=2)
+    flags = _flags(model, data, length, global_batch_size=batch, max_steps=2)
     return model, [*flags, *limit, "--output_dir", str(_fresh(setup))]
 
 

@@ -82,20 +82,19 @@ def timing(
 
     A forward pass takes 40 ms per example.
     """
-    from tests.support.running import fork_ranks, launchers_environment
+    from tests.support.running import launchers_environment, run_ranks
 
     words = ["--recipe", "standard", "--model_name_or_path", str(model), "--trust_remote_code", "--max_length", "16"]
     words += ["--dataset_name", str(texts), "--max_steps", str(STEPS + 3), "--save_strategy", "no"]
     words += ["--run_name", "paced", "--global_batch_size", str(batch), "--optim", "sgd"]
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
+    with tempfile.TemporaryDirectory() as folder:
         words += [*flags, "--output_dir", f"{folder}/out", "--measure", f"{folder}/timing.jsonl"]
         paced = {"PACE": "0.04", "NETWORK_NAMESPACE": namespace, **environment}
         own = {**launchers_environment(processes, "standard.yaml", words), **paced}
         if namespace:
             own["GLOO_SOCKET_IFNAME"] = "lo"
-        codes = fork_ranks(processes, own, [__file__, *words], log.fileno())
-        log.seek(0)
-        assert not any(codes), log.read().decode()
+        codes, printed = run_ranks(processes, own, [__file__, *words])
+        assert not any(codes), printed
         return read([Path(folder) / "timing.jsonl"])[0]
 
 

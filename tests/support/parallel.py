@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from launch.host.world import leave_group
-from tests.support.running import fork_ranks
+from tests.support.running import run_ranks
 
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
 
@@ -66,13 +66,9 @@ def _model(folder: str, tp_plan: str | None):
 
 def ranks(folder: Path, processes: int, **request) -> tuple[list[dict], str]:
     """What each rank reports (losses, gradient norms, own parameters), and all of their output."""
-    with (folder / "log").open("w+b") as log:
-        words = [__file__, json.dumps({"folder": str(folder), **request})]
-        fork_ranks(
-            processes, {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}, words, log.fileno()
-        )
-        log.seek(0)
-        output = log.read().decode()
+    words = [__file__, json.dumps({"folder": str(folder), **request})]
+    variables = {**os.environ, "DS_ACCELERATOR": "cpu", **request.pop("variables", {})}
+    _, output = run_ranks(processes, variables, words)
     return [json.loads(found) for found in re.findall(r"^REPORT (.*)$", output, re.M)], output
 
 

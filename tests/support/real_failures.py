@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 from recipes.rules.check import RULES
 from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
-from tests.support.running import fork_ranks
+from tests.support.running import launched as launched
+from tests.support.running import run_ranks
 
 BY_NAME = {rule.name: rule for rule in RULES}
 TOKENS = {"input_ids": list(range(8)), "labels": list(range(8))}
@@ -77,21 +77,6 @@ def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def launched(file: Path, *flags: str) -> dict[str, str]:
-    """What `accelerate launch --config_file FILE` would put into the processes' environment."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils import launch
-
-    parsed = launch_command_parser().parse_args(["--config_file", str(file), *flags, "train.py"])
-    args, defaults, _ = _validate_launch_command(parsed)
-    if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        return launch.prepare_deepspeed_cmd_env(args)[1]
-    if args.multi_gpu or args.use_fsdp:
-        return launch.prepare_multi_gpu_env(args)
-    return launch.prepare_simple_launcher_cmd_env(args)[1]
-
-
 def run_launch_command(file: Path, *flags: str) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
@@ -116,7 +101,7 @@ leave_group()
 def torchrun(folder: Path, settings: dict, processes: int = 2, **environment: str) -> str:
     script = folder / "ranks.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    return run_ranks([str(script), json.dumps(settings)], processes, **environment)
+    return run_ranks(processes, {**os.environ, **environment}, [str(script), json.dumps(settings)])[1]
 
 
 REPORT = """
@@ -132,14 +117,6 @@ def report_of_deepspeed(report: Callable[[Path], dict], folder: Path) -> dict:
     """What the function returns in a process of its own, in which DeepSpeed trains on the CPU."""
     script, written = folder / "script.py", folder / "report.json"
     script.write_text(REPORT.format(module=report.__module__, name=report.__name__), encoding="utf-8")
-    output = run_ranks([str(script), str(folder)], 1, DS_ACCELERATOR="cpu")
+    _, output = run_ranks(1, {**os.environ, "DS_ACCELERATOR": "cpu"}, [str(script), str(folder)])
     assert written.exists(), output
     return json.loads(written.read_text(encoding="utf-8"))
-
-
-def run_ranks(words: list[str], processes: int, **environment: str) -> str:
-    """The output and the errors of a script's ranks."""
-    with tempfile.TemporaryFile() as log:
-        fork_ranks(processes, {**os.environ, **environment}, words, log.fileno())
-        log.seek(0)
-        return log.read().decode()

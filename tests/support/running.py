@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
@@ -71,23 +72,37 @@ def launch_quickly(
     """
     argv = [*flags, "--output_dir", str(output)]
     environment = {**launchers_environment(processes, config, argv), **(env or {})}
-    with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(processes, environment, [str(script), *argv], log.fileno())
-        log.seek(0)
-        return Outcome(int(any(codes)), log.read().decode(), read_record(output))
+    codes, printed = run_ranks(processes, environment, [str(script), *argv])
+    return Outcome(int(any(codes)), printed, read_record(output))
 
 
 def launchers_environment(processes: int, config: str, argv: list[str]) -> dict[str, str]:
-    """The environment that `accelerate launch` sets for its processes, by its own functions."""
-    from accelerate.commands import launch as launcher
+    return launched(
+        ROOT / "accelerate_configs" / config, "--num_processes", str(processes), script=[str(SCRIPT), *argv]
+    )
 
-    file = str(ROOT / "accelerate_configs" / config)
-    options = ["--config_file", file, "--num_processes", str(processes), str(SCRIPT), *argv]
-    args, yaml, _ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(options))
+
+def launched(file: Path, *flags: str, script: Sequence[str] = ("train.py",)) -> dict[str, str]:
+    """The environment that `accelerate launch` sets for its processes, by its own functions."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import launch
+
+    parsed = launch_command_parser().parse_args(["--config_file", str(file), *flags, *script])
+    args, yaml, _ = _validate_launch_command(parsed)
     if args.use_deepspeed:
         args.deepspeed_fields_from_accelerate_config = ",".join(yaml.deepspeed_config)
-        return launcher.prepare_deepspeed_cmd_env(args)[1]
-    return launcher.prepare_multi_gpu_env(args)
+        return launch.prepare_deepspeed_cmd_env(args)[1]
+    if args.multi_gpu or args.use_fsdp:
+        return launch.prepare_multi_gpu_env(args)
+    return launch.prepare_simple_launcher_cmd_env(args)[1]
+
+
+def run_ranks(processes: int, environment: dict[str, str], argv: list[str]) -> tuple[list[int], str]:
+    """As `fork_ranks`: the exit codes of the ranks, and what all of them printed."""
+    with tempfile.TemporaryFile() as log:
+        codes = fork_ranks(processes, environment, argv, log.fileno())
+        log.seek(0)
+        return codes, log.read().decode()
 
 
 def fork_ranks(processes: int, environment: dict[str, str], argv: list[str], log: int) -> list[int]:

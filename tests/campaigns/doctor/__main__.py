@@ -1,6 +1,6 @@
 """Make faults for real and see whether `recipes doctor` names each, with the fix that mends it.
 
-    python -m tests.campaigns.doctor [--fault WORDS] [--healthy N --load K] [--code FOLDER]
+    python -m tests.campaigns.doctor [--fault WORDS] [--healthy N --load K]
 
 As root, in network, mount and process namespaces of their own: nothing of this machine is changed.
 Each fault must be named in 20 seconds, and its fix must mend it when it is applied. `--healthy`
@@ -20,70 +20,51 @@ from pathlib import Path
 from launch.host import processes
 from tests.campaigns.doctor import stand_in
 from tests.campaigns.doctor.faults import FAULTS
-from tests.campaigns.doctor.trial import MOST_SECONDS, Trials, healthy, tried
-from tests.support.running import ROOT
+from tests.campaigns.doctor.trial import MOST_SECONDS, healthy, tried
 
 _BUSY = [sys.executable, "-c", "while True: pass"]
 
 
 def main() -> int:
-    options = _parser().parse_args()
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="stand-ins-") as folder:
-        stand_in.make(Path(folder))
-        trials = Trials(Path(options.code), Path(folder))
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns.doctor")
+    parser.add_argument("--fault", default="", metavar="WORDS", help="only those whose name holds this expression")
+    parser.add_argument("--healthy", type=int, default=0, help="so many runs without a fault instead")
+    parser.add_argument("--load", type=int, default=2, help="busy processes beside healthy runs [2]")
+    options, started = parser.parse_args(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="stand-ins-") as name:
+        stand_in.make(Path(name))
         if options.healthy:
-            wrong = _healthy(trials, options.healthy, options.load, Path(folder))
+            wrong = _healthy(Path(name), options.healthy, options.load)
         else:
-            wrong = _faults(trials, options.fault)
+            wrong = _faults(Path(name), options.fault)
     print(f"({time.monotonic() - started:.0f} s)")
     return int(wrong > 0)
 
 
-def _faults(trials: Trials, words: str) -> int:
-    faults = [fault for fault in FAULTS if re.search(words, fault.name)]
+def _faults(stand_ins: Path, words: str) -> int:
     verdicts = []
-    for fault in faults:
-        verdict = tried(trials, fault)
+    for fault in (fault for fault in FAULTS if re.search(words, fault.name)):
+        verdict = tried(stand_ins, fault)
         verdicts.append(verdict)
         named = "named" if verdict.named else "NOT NAMED"
         mended = {True: "mended", False: "NOT MENDED", None: "mends elsewhere"}[verdict.mended]
         slow = "" if verdict.seconds <= MOST_SECONDS else " TOO SLOW"
         why = f"\n    {verdict.why}" if verdict.why else ""
         print(f"{fault.name}: {named}, {mended}, {verdict.seconds:.1f} s{slow}{why}", flush=True)
-    good = sum(verdict.good for verdict in verdicts)
-    slowest = max(verdict.seconds for verdict in verdicts)
+    good, slowest = sum(verdict.good for verdict in verdicts), max(verdict.seconds for verdict in verdicts)
     elsewhere = sum(verdict.mended is None for verdict in verdicts)
-    print(
-        f"{len(faults)} faults: {good} named in time, the slowest in {slowest:.1f} s; {elsewhere} cannot be mended here"
-    )
-    return len(faults) - good
+    print(f"{len(verdicts)} faults: {good} named in time, the slowest in {slowest:.1f} s; ", end="")
+    print(f"{elsewhere} cannot be mended here")
+    return len(verdicts) - good
 
 
-def _healthy(trials: Trials, count: int, load: int, folder: Path) -> int:
-    wrong = 0
-    with processes.group() as busy, (folder / "busy").open("wb") as log:
+def _healthy(stand_ins: Path, count: int, load: int) -> int:
+    with processes.group() as busy, (stand_ins / "busy").open("wb") as log:
         busy += [processes.start(_BUSY, log) for _ in range(load)]
-        for number in range(count):
-            said = healthy(trials)
-            wrong += bool(said)
-            if said:
-                print(f"run {number}: {said}", flush=True)
-    print(f"{count} healthy runs beside {load} busy processes: {wrong} called ill")
-    return wrong
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.campaigns.doctor", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument(
-        "--fault", default="", metavar="WORDS", help="only those whose name holds this regular expression"
-    )
-    parser.add_argument("--healthy", type=int, default=0, help="so many runs without a fault instead")
-    parser.add_argument("--load", type=int, default=2, help="busy processes beside healthy runs [2]")
-    parser.add_argument("--code", default=str(ROOT), metavar="FOLDER", help="the checkout whose doctor runs [this]")
-    return parser
+        said = [healthy(stand_ins) for _ in range(count)]
+    print("\n".join(f"run {number}: {text}" for number, text in enumerate(said) if text))
+    print(f"{count} healthy runs beside {load} busy processes: {sum(map(bool, said))} called ill")
+    return sum(map(bool, said))
 
 
 if __name__ == "__main__":

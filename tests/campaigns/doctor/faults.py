@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FROM_FIX = "the commands of the fix"
 NOT_HERE = "not here"  # what mends it needs another machine
@@ -68,310 +68,165 @@ def filtered(device: str, first: int, last: int) -> str:
     return f"tc qdisc add dev {device} clsact; tc filter add dev {device} egress bpf bytecode '{program}' da"
 
 
+def between_nodes(name: str, made: str, title: str, says: str, fix: str, mend: str, words: str = WORLD) -> Fault:
+    """A fault of two nodes, as node 0 sees it unless `words` say otherwise."""
+    rank = "" if "--machine_rank" in words else " --machine_rank 0"
+    return Fault(name, f"{TWO}{made}", title, says, fix, mend, f"{words}{rank}")
+
+
+def struck(name: str, strike: str, says: str, fix: str) -> Fault:
+    """A rank that a signal strikes in every probe run; nothing strikes it when its fix is tried."""
+    return Fault(name, UP, "connection|all-reduce", says, fix, mend=UP, strike=strike)
+
+
+def struck_once(name: str, strike: str) -> Fault:
+    return replace(struck(name, strike, "once of two", "again"), once=True)
+
+
+def shm(name: str, made: str, title: str, says: str, fix: str) -> Fault:
+    return Fault(name, f"{UP}; {made}", title, says, fix)
+
+
+def hf_home(name: str, made: str, says: str) -> Fault:
+    return Fault(name, f"{UP}; {made}", "HF_HOME", says, "HF_HOME", mend="export HF_HOME=$S/hf")
+
+
+def smi(name: str, stand_in: str, says: str, fix: str, title: str = "driver") -> Fault:
+    """Another nvidia-smi comes first on PATH of a machine without GPUs."""
+    made = f"{UP}; export PATH=$STAND/{stand_in}:$PATH"
+    return Fault(name, made, title, says, fix, mend="export PATH=${PATH#*:}")
+
+
+def with_gpus(name: str, made: str, title: str, says: str, fix: str) -> Fault:
+    return Fault(name, f"{GPUS}; {made}", title, says, fix, mend=NOT_HERE)
+
+
+def package(name: str, stand_in: str, title: str, says: str, fix: str) -> Fault:
+    """Another package comes first on PYTHONPATH."""
+    made = f"{UP}; export PYTHONPATH=$STAND/{stand_in}:$PYTHONPATH"
+    return Fault(name, made, title, says, fix, mend="export PYTHONPATH=${PYTHONPATH#*:}")
+
+
+def limit(name: str, made: str, title: str, says: str, fix: str, status: str = "error") -> Fault:
+    return Fault(name, f"{UP}; ulimit -S {made}", title, says, f"ulimit -S {fix}", status=status)
+
+
+ALL_PORTS, SOME_PORTS = (filtered("lo", first, 65535) for first in (1, 40000))
+NO_NAME_SERVER = f"""{UP}; echo 127.0.0.1 localhost >$S/hosts; mount --bind $S/hosts /etc/hosts
+ip route add 10.255.255.53 dev lo
+echo nameserver 10.255.255.53 >$S/resolv; mount --bind $S/resolv /etc/resolv.conf"""
+TORCH_CU130 = "export PYTHONPATH=$STAND/torch-cu130:$PYTHONPATH"
+FULL_SHM = "mount -t tmpfs -o size=32m tmpfs /dev/shm; head -c 40m /dev/zero >/dev/shm/full || true"
+READ_ONLY = f"{SMALL}; mount -o remount,ro $S/small"
+UNKNOWN, OF_ANOTHER = (WORLD.replace("10.9.0.1", other) for other in ("no-such-node.invalid", "10.9.0.2"))
+PORT_IN_USE = f"{JOIN}\npython3 -m http.server 29400 >/dev/null 2>&1 & sleep 1"
+NARROW, BLOCKED = f"{dropped('cable0', 1500)}\n{JOIN}", f"{filtered('cable0', 32768, 65535)}\n{JOIN}"
+ADDRESSES, PATHS = "GLOO_SOCKET_IFNAME=lo|unset", "export PATH=/usr/bin:/bin:/usr/sbin:/sbin"
+
 NETWORK = (
     Fault("loopback down", "", "loopback", "down", "ip link set lo up"),
     Fault("loopback without its address", f"{UP}; ip addr flush dev lo", "loopback", "127.0.0.1", "ip addr add"),
     Fault(
         "loopback filtered",
-        f"{UP}; {filtered('lo', 1, 65535)}",
+        f"{UP}; {ALL_PORTS}",
         "loopback",
         "filtered|answer",
         "firewall",
-        mend="tc qdisc del dev lo clsact",
+        "tc qdisc del dev lo clsact",
     ),
     Fault("large packets dropped on loopback", f"{UP}; {dropped('lo', 3000)}", "loopback", "large", "mtu"),
-    Fault(
-        "packets above 1200 bytes dropped on loopback",
-        f"{UP}; {dropped('lo', 1200)}",
-        "loopback",
-        "large",
-        "mtu",
-    ),
-    Fault(
-        "half of the ports filtered", f"{UP}; {filtered('lo', 40000, 65535)}", "loopback", "port", "ip_local_port_range"
-    ),
-    Fault(
-        "name server that does not answer",
-        f"{UP}; echo 127.0.0.1 localhost >$S/hosts; mount --bind $S/hosts /etc/hosts\n"
-        "ip route add 10.255.255.53 dev lo\n"
-        "echo nameserver 10.255.255.53 >$S/resolv; mount --bind $S/resolv /etc/resolv.conf",
-        "host name",
-        "resolve",
-        "/etc/hosts",
-    ),
+    Fault("packets above 1200 bytes dropped on loopback", f"{UP}; {dropped('lo', 1200)}", "loopback", "large", "mtu"),
+    Fault("half of the ports filtered", f"{UP}; {SOME_PORTS}", "loopback", "port", "ip_local_port_range"),
+    Fault("name server that does not answer", NO_NAME_SERVER, "host name", "resolve", "/etc/hosts"),
     Fault(
         "a wrong interface",
         f"{UP}; export GLOO_SOCKET_IFNAME=nosuch0",
         "connection|GLOO_SOCKET_IFNAME",
         "nosuch0",
-        "GLOO_SOCKET_IFNAME=lo|unset",
+        ADDRESSES,
     ),
-    Fault(
-        "one absent node",
-        TWO,
-        "nodes",
-        "node 1",
-        "node 1",
-        words=f"{WORLD} --machine_rank 0",
-        mend=JOIN,
+    between_nodes("one absent node", "", "nodes", "node 1", "node 1", JOIN),
+    between_nodes("no node 0", "", "nodes|rendezvous", "10.9.0.1:29", "node 0", NOT_HERE, f"{WORLD} --machine_rank 1"),
+    between_nodes(
+        "a port in use", PORT_IN_USE, "nodes|ports|rendezvous", "29400", "main_process_port", "kill $!; sleep 0.5"
     ),
-    Fault(
-        "no node 0",
-        TWO,
-        "nodes|rendezvous",
-        "10.9.0.1:29",
-        "node 0",
-        words=f"{WORLD} --machine_rank 1",
-        mend=NOT_HERE,
+    between_nodes(
+        "a name that is unknown", "", "nodes|host name|rendezvous", "no-such-node", "main_process_ip", NOT_HERE, UNKNOWN
     ),
-    Fault(
-        "a port in use",
-        f"{TWO}{JOIN}\npython3 -m http.server 29400 >/dev/null 2>&1 & sleep 1",
-        "nodes|ports|rendezvous",
-        "29400",
-        "main_process_port",
-        words=f"{WORLD} --machine_rank 0",
-        mend="kill $!; sleep 0.5",
-    ),
-    Fault(
-        "a name that is unknown",
-        TWO,
-        "nodes|host name|rendezvous",
-        "no-such-node",
-        "main_process_ip",
-        words=f"{WORLD.replace('10.9.0.1', 'no-such-node.invalid')} --machine_rank 0",
-        mend=NOT_HERE,
-    ),
-    Fault(
+    between_nodes(
         "an address of another machine",
-        TWO,
+        "",
         "nodes|rendezvous",
         "10.9.0.2",
         "main_process_ip|node 0",
-        words=f"{WORLD.replace('10.9.0.1', '10.9.0.2')} --machine_rank 0",
-        mend=NOT_HERE,
+        NOT_HERE,
+        OF_ANOTHER,
     ),
-    Fault(
+    between_nodes(
         "large packets dropped between nodes",
-        f"{TWO}{dropped('cable0', 1500)}\n{JOIN}",
+        NARROW,
         "nodes|network",
         "large",
         "mtu",
-        words=f"{WORLD} --machine_rank 0",
-        mend="$OTHER ip link set cable1 mtu 1400",
+        "$OTHER ip link set cable1 mtu 1400",
     ),
-    Fault(
-        "ports filtered between nodes",
-        f"{TWO}{filtered('cable0', 32768, 65535)}\n{JOIN}",
-        "nodes|network",
-        "port",
-        "port",
-        words=f"{WORLD} --machine_rank 0",
-        mend="tc qdisc del dev cable0 clsact",
+    between_nodes(
+        "ports filtered between nodes", BLOCKED, "nodes|network", "port", "port", "tc qdisc del dev cable0 clsact"
     ),
 )
-
 RANKS = (
-    Fault("a stopped rank", UP, "connection|all-reduce", "stopped", "SIGSTOP|kill -CONT", strike="SIGSTOP", mend=UP),
-    Fault("a killed rank", UP, "connection|all-reduce", "SIGKILL", "limit|scheduler|memory", strike="SIGKILL", mend=UP),
-    Fault(
-        "a rank that crashed once",
-        UP,
-        "connection|all-reduce",
-        "once of two",
-        "again",
-        strike="SIGSEGV",
-        once=True,
-        mend=UP,
-    ),
-    Fault(
-        "a rank that was killed once",
-        UP,
-        "connection|all-reduce",
-        "once of two",
-        "again",
-        strike="SIGKILL",
-        once=True,
-        mend=UP,
-    ),
-    Fault(
-        "a rank that was stopped once",
-        UP,
-        "connection|all-reduce",
-        "once of two",
-        "again",
-        strike="SIGSTOP",
-        once=True,
-        mend=UP,
-    ),
-    Fault("a rank that always crashes", UP, "connection|all-reduce", "SIGSEGV", "torch", strike="SIGSEGV", mend=UP),
+    struck("a stopped rank", "SIGSTOP", "stopped", "SIGSTOP|kill -CONT"),
+    struck("a killed rank", "SIGKILL", "SIGKILL", "limit|scheduler|memory"),
+    struck("a rank that always crashes", "SIGSEGV", "SIGSEGV", "torch"),
+    struck_once("a rank that crashed once", "SIGSEGV"),
+    struck_once("a rank that was killed once", "SIGKILL"),
+    struck_once("a rank that was stopped once", "SIGSTOP"),
 )
-
 SHARED_MEMORY = (
-    Fault(
-        "full /dev/shm",
-        f"{UP}; mount -t tmpfs -o size=32m tmpfs /dev/shm; head -c 40m /dev/zero >/dev/shm/full || true",
-        "/dev/shm|DataLoader",
-        "free|space",
-        "size",
-        mend=FROM_FIX,
-    ),
-    Fault(
-        "tiny /dev/shm", f"{UP}; mount -t tmpfs -o size=1m tmpfs /dev/shm", "/dev/shm|DataLoader", "free|space", "size"
-    ),
-    Fault(
-        "read-only /dev/shm",
-        f"{UP}; mount -t tmpfs -o ro,size=4g tmpfs /dev/shm",
-        "/dev/shm",
-        "read-only",
-        "remount,rw",
-    ),
-    Fault("no /dev/shm", f"{UP}; {BARE_DEV}", "/dev/shm", "missing", "mount -t tmpfs"),
+    shm("full /dev/shm", FULL_SHM, "/dev/shm|DataLoader", "free|space", "size"),
+    shm("tiny /dev/shm", "mount -t tmpfs -o size=1m tmpfs /dev/shm", "/dev/shm|DataLoader", "free|space", "size"),
+    shm("read-only /dev/shm", "mount -t tmpfs -o ro,size=4g tmpfs /dev/shm", "/dev/shm", "read-only", "remount,rw"),
+    shm("no /dev/shm", BARE_DEV, "/dev/shm", "missing", "mount -t tmpfs"),
 )
-
 FILES = (
+    hf_home("HF_HOME on a read-only disk", f"{READ_ONLY}; export HF_HOME=$S/small", "cannot be written"),
+    hf_home("HF_HOME is a file", "touch $S/file; export HF_HOME=$S/file", "cannot be written"),
+    hf_home("full HF_HOME", f"{SMALL}; export HF_HOME=$S/small", "free"),
     Fault(
-        "HF_HOME on a read-only disk",
-        f"{UP}; {SMALL}; mount -o remount,ro $S/small; export HF_HOME=$S/small",
-        "HF_HOME",
-        "cannot be written",
-        "HF_HOME",
-        mend="export HF_HOME=$S/hf",
-    ),
-    Fault(
-        "HF_HOME is a file",
-        f"{UP}; touch $S/file; export HF_HOME=$S/file",
-        "HF_HOME",
-        "cannot be written",
-        "HF_HOME",
-        mend="export HF_HOME=$S/hf",
-    ),
-    Fault(
-        "full HF_HOME",
-        f"{UP}; {SMALL}; export HF_HOME=$S/small",
-        "HF_HOME",
-        "free",
-        "HF_HOME",
-        mend="export HF_HOME=$S/hf",
-    ),
-    Fault(
-        "full TMPDIR",
-        f"{UP}; {SMALL}; export TMPDIR=$S/small",
-        "disk",
-        "free",
-        "room|TMPDIR",
-        mend="export TMPDIR=$S/tmp",
+        "full TMPDIR", f"{UP}; {SMALL}; export TMPDIR=$S/small", "disk", "free", "room|TMPDIR", "export TMPDIR=$S/tmp"
     ),
     Fault(
         "TMPDIR on a read-only disk",
-        f"{UP}; {SMALL}; mount -o remount,ro $S/small; cd $S/small",
+        f"{UP}; {READ_ONLY}; cd $S/small",
         "disk",
         "cannot be written",
         "writable",
-        mend="cd $S",
+        "cd $S",
     ),
 )
-
 GPU = (
-    Fault(
-        "nvidia-smi that hangs",
-        f"{GPUS}; export PATH=$STAND/smi-hangs:$PATH",
-        "driver",
-        "did not return",
-        "reboot|dmesg",
-        mend=NOT_HERE,
+    with_gpus(
+        "nvidia-smi that hangs", "export PATH=$STAND/smi-hangs:$PATH", "driver", "did not return", "reboot|dmesg"
     ),
-    Fault(
-        "nvidia-smi that hangs on a CPU",
-        f"{UP}; export PATH=$STAND/smi-hangs:$PATH",
-        "driver",
-        "did not return",
-        "reboot|dmesg",
-        mend="export PATH=${PATH#*:}",
-    ),
-    Fault(
-        "nvidia-smi prints garbage",
-        f"{UP}; export PATH=$STAND/smi-garbage:$PATH",
-        "driver",
-        "not understood|printed",
-        "nvidia-smi",
-        mend="export PATH=${PATH#*:}",
-    ),
-    Fault(
-        "nvidia-smi prints words",
-        f"{UP}; export PATH=$STAND/smi-words:$PATH",
-        "driver",
-        "Unable to determine",
-        "reboot|dmesg",
-        mend="export PATH=${PATH#*:}",
-    ),
-    Fault(
-        "nvidia-smi fails",
-        f"{UP}; export PATH=$STAND/smi-fails:$PATH",
-        "driver",
-        "mismatch",
-        "reboot",
-        mend="export PATH=${PATH#*:}",
-    ),
-    Fault(
-        "nvidia-smi lists GPUs that CUDA does not find",
-        f"{UP}; export PATH=$STAND/smi:$PATH",
-        "GPUs",
-        "lists 2",
-        "gpus all",
-        mend="export PATH=${PATH#*:}",
-    ),
-    Fault("CPU-only torch on a GPU machine", GPUS, "torch", "CPU only", "pip install", mend=NOT_HERE),
-    Fault(
-        "torch's CUDA newer than the driver",
-        f"{GPUS}; export PYTHONPATH=$STAND/torch-cu130:$PYTHONPATH",
-        "torch",
-        "CUDA 13.0.*12.8",
-        "driver",
-        mend=NOT_HERE,
-    ),
-    Fault(
-        "CUDA_VISIBLE_DEVICES names no GPU",
-        f"{GPUS}; export CUDA_VISIBLE_DEVICES=0,7",
-        "GPUs",
-        "'7'",
-        "ordinals",
-        mend=NOT_HERE,
-    ),
+    smi("nvidia-smi that hangs on a CPU", "smi-hangs", "did not return", "reboot|dmesg"),
+    smi("nvidia-smi prints garbage", "smi-garbage", "not understood|printed", "nvidia-smi"),
+    smi("nvidia-smi prints words", "smi-words", "Unable to determine", "reboot|dmesg"),
+    smi("nvidia-smi fails", "smi-fails", "mismatch", "reboot"),
+    smi("nvidia-smi lists GPUs that CUDA does not find", "smi", "lists 2", "gpus all", title="GPUs"),
+    with_gpus("CPU-only torch on a GPU machine", "true", "torch", "CPU only", "pip install"),
+    with_gpus("torch's CUDA newer than the driver", TORCH_CU130, "torch", "CUDA 13.0.*12.8", "driver"),
+    with_gpus("CUDA_VISIBLE_DEVICES names no GPU", "export CUDA_VISIBLE_DEVICES=0,7", "GPUs", "'7'", "ordinals"),
 )
-
 SOFTWARE = (
+    package("an old transformers", "old", "versions", "transformers 4.40", "pip install 'transformers"),
+    package("torch cannot be imported", "torch-broken", "torch", "libcudart is missing", "import torch"),
+    limit("few open files", "-n 256", "limits", "256 open files", "-n", status="warning"),
+    limit("too few open files to start", "-n 24", "limits", "24 open files", "-n"),
+    limit("a small address space", "-v 900000", "limits|torch", "address space|ulimit -v", "-v"),
+    limit("a small file size", "-f 0", "limits", "file", "-f"),
+    limit("a short CPU time", "-t 2", "limits|torch|rendezvous", "CPU", "-t"),
     Fault(
-        "an old transformers",
-        f"{UP}; export PYTHONPATH=$STAND/old:$PYTHONPATH",
-        "versions",
-        "transformers 4.40",
-        "pip install 'transformers",
-        mend="export PYTHONPATH=${PYTHONPATH#*:}",
-    ),
-    Fault(
-        "torch cannot be imported",
-        f"{UP}; export PYTHONPATH=$STAND/torch-broken:$PYTHONPATH",
-        "torch",
-        "libcudart is missing",
-        "import torch",
-        mend="export PYTHONPATH=${PYTHONPATH#*:}",
-    ),
-    Fault("few open files", f"{UP}; ulimit -S -n 256", "limits", "256 open files", "ulimit -S -n", status="warning"),
-    Fault("too few open files to start", f"{UP}; ulimit -S -n 24", "limits", "24 open files", "ulimit -S -n"),
-    Fault(
-        "a small address space", f"{UP}; ulimit -S -v 900000", "limits|torch", "address space|ulimit -v", "ulimit -S -v"
-    ),
-    Fault("a small file size", f"{UP}; ulimit -S -f 0", "limits", "file", "ulimit -S -f"),
-    Fault("a short CPU time", f"{UP}; ulimit -S -t 2", "limits|torch|rendezvous", "CPU", "ulimit -S -t"),
-    Fault(
-        "no compiler",
-        f"{UP}; export PATH=/nowhere",
-        "compiler",
-        "missing|no C",
-        "g\\+\\+|gcc",
-        status="warning",
-        mend="export PATH=/usr/bin:/bin:/usr/sbin:/sbin",
+        "no compiler", f"{UP}; export PATH=/nowhere", "compiler", "missing|no C", "g\\+\\+|gcc", PATHS, status="warning"
     ),
 )
 

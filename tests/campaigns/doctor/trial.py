@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns.doctor.faults import FROM_FIX, NOT_HERE, UP, Fault
+from tests.support.running import ROOT
 
 NAMESPACES = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
 MOST_SECONDS = 20
@@ -44,41 +44,81 @@ class Outcome:
                 return check
         return None
 
+    def summary(self) -> str:
+        wrong = [one for one in self.checks if one["status"] != "ok"]
+        lines = [f"{one['status']} {one['title']}: {one['found']} [{one['fix']}]" for one in wrong]
+        return f"exit {self.code}; " + (" | ".join(lines) or self.text[-600:])
 
-class Trials:
-    """Runs the doctor of the checkout `code`, with the stand-ins in `stand_ins`."""
 
-    def __init__(self, code: Path, stand_ins: Path) -> None:
-        self.code, self.stand_ins = code, stand_ins
+@dataclass(frozen=True)
+class Verdict:
+    """`mended` is None where what mends it needs another machine."""
 
-    def run(self, lines: str, words: str, timeout: int, strike: str = "", once: bool = False) -> Outcome:
-        folder = Path(tempfile.mkdtemp(prefix="fault-"))
-        for name in ("tmp", "hf"):
-            (folder / name).mkdir()
+    named: bool
+    mended: bool | None
+    seconds: float
+    why: str = ""
+
+    @property
+    def good(self) -> bool:
+        return self.named and self.mended is not False and self.seconds <= MOST_SECONDS
+
+
+def tried(stand_ins: Path, fault: Fault) -> Verdict:
+    """The doctor beside a fault, and again with the fix."""
+    outcome = _doctor(stand_ins, fault.made, fault, _TIMEOUT)
+    check = outcome.named(fault)
+    if check is None or outcome.code != (1 if fault.status == "error" else 0):
+        return Verdict(False, False, outcome.seconds, outcome.summary())
+    if fault.mend == NOT_HERE:
+        return Verdict(True, None, outcome.seconds)
+    mend = commands_in(check["fix"]) if fault.mend == FROM_FIX else fault.mend
+    again = _doctor(stand_ins, f"{fault.made}\n{mend}", fault, _PATIENT, strikes=False)
+    still = [one for one in again.checks if one["title"] == check["title"] and one["status"] != "ok"]
+    if again.checks and again.code == 0 and not still:
+        return Verdict(True, True, outcome.seconds)
+    return Verdict(True, False, outcome.seconds, f"after {mend!r}: {again.summary()}")
+
+
+def healthy(stand_ins: Path) -> str:
+    """What a doctor says wrongly of a healthy machine, "" if nothing."""
+    outcome = _doctor(stand_ins, UP, Fault("none", UP, "", "", ""), _PATIENT)
+    wrong = [one for one in outcome.checks if one["status"] == "error"]
+    return "" if outcome.code == 0 and not wrong else outcome.summary()
+
+
+def commands_in(fix: str) -> str:
+    """The commands of a fix: what stands in backticks, and lines that export a variable."""
+    return "\n".join([*re.findall(r"`([^`]+)`", fix), *re.findall(r"^export [^#\n]*", fix, re.M)])
+
+
+def _doctor(stand_ins: Path, lines: str, fault: Fault, timeout: int, strikes: bool = True) -> Outcome:
+    """The doctor after these lines of bash, in namespaces and a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for below in ("tmp", "hf"):
+            (folder / below).mkdir()
         doctor = f"{sys.executable} -m launch doctor --json --timeout {timeout}"
         environment = {
             **os.environ,
-            "S": str(folder), "STAND": str(self.stand_ins), "DOCTOR": doctor,
-            "TMPDIR": str(folder / "tmp"), "HF_HOME": str(folder / "hf"), "PYTHONPATH": str(self.code),
+            "S": name, "STAND": str(stand_ins), "DOCTOR": doctor,
+            "TMPDIR": f"{name}/tmp", "HF_HOME": f"{name}/hf", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         # Without `set -e`, what follows a mount that failed would change the machine's own folders.
-        script = f"set -e\n{lines}\nset +e\n$DOCTOR {words or '--num_processes 2'}\nexit $?"
+        script = f"set -e\n{lines}\nset +e\n$DOCTOR {fault.words or '--num_processes 2'}\nexit $?"
         began = time.monotonic()
         with subprocess.Popen(
             [*NAMESPACES, script], env=environment, cwd=folder, text=True, errors="replace",
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process:  # fmt: skip
-            if strike:
-                watcher = threading.Thread(target=_strike, args=(process, folder / "tmp", strike, once))
-                watcher.start()
+            if fault.strike and strikes:
+                threading.Thread(target=_strike, args=(process, folder / "tmp", fault)).start()
             try:
                 text, errors = process.communicate(timeout=_GIVEN_UP)
             except subprocess.TimeoutExpired:
                 process.kill()
                 text, errors = process.communicate()
-        seconds = time.monotonic() - began
-        shutil.rmtree(folder, ignore_errors=True)
-        return Outcome(process.returncode, seconds, _checks(text), text + errors)
+        return Outcome(process.returncode, time.monotonic() - began, _checks(text), text + errors)
 
 
 def _checks(text: str) -> list[Json]:
@@ -88,15 +128,15 @@ def _checks(text: str) -> list[Json]:
         return []
 
 
-def _strike(process: subprocess.Popen[str], folder: Path, name: str, once: bool) -> None:
-    """Send rank 1 of each probe run a signal as soon as it connects."""
+def _strike(process: subprocess.Popen[str], folder: Path, fault: Fault) -> None:
+    """Send rank 1 of each probe run the signal as soon as it connects."""
     struck: set[Path] = set()
     while process.poll() is None:
         for notes in folder.glob("recipes-*/1/answer.json"):
             with contextlib.suppress(OSError):
-                if notes not in struck and not (once and struck) and '"connection"' in notes.read_text():
+                if notes not in struck and not (fault.once and struck) and '"connection"' in notes.read_text():
                     struck.add(notes)
-                    _signal(str(notes.parent), getattr(signal, name))
+                    _signal(str(notes.parent), getattr(signal, fault.strike))
         time.sleep(0.005)
 
 
@@ -105,49 +145,3 @@ def _signal(argument: str, number: int) -> None:
         with contextlib.suppress(OSError):
             if argument in file.read_text().split("\0"):
                 os.kill(int(file.parent.name), number)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    fault: Fault
-    named: bool
-    mended: bool | None  # None where what mends it needs another machine
-    seconds: float
-    why: str
-
-    @property
-    def good(self) -> bool:
-        return self.named and self.mended is not False and self.seconds <= MOST_SECONDS
-
-
-def tried(trials: Trials, fault: Fault) -> Verdict:
-    """The doctor beside a fault, and again with the fix."""
-    outcome = trials.run(fault.made, fault.words, _TIMEOUT, fault.strike, fault.once)
-    check = outcome.named(fault)
-    if check is None or outcome.code != (1 if fault.status == "error" else 0):
-        return Verdict(fault, False, False, outcome.seconds, _summary(outcome))
-    if fault.mend == NOT_HERE:
-        return Verdict(fault, True, None, outcome.seconds, "")
-    mend = commands_in(check["fix"]) if fault.mend == FROM_FIX else fault.mend
-    again = trials.run(f"{fault.made}\n{mend}", fault.words, _PATIENT)
-    still = [one for one in again.checks if one["title"] == check["title"] and one["status"] != "ok"]
-    mended = bool(again.checks) and again.code == 0 and not still
-    return Verdict(fault, True, mended, outcome.seconds, "" if mended else f"after {mend!r}: {_summary(again)}")
-
-
-def commands_in(fix: str) -> str:
-    """The commands of a fix: what stands in backticks, and lines that export a variable."""
-    return "\n".join([*re.findall(r"`([^`]+)`", fix), *re.findall(r"^export [^#\n]*", fix, re.M)])
-
-
-def _summary(outcome: Outcome) -> str:
-    wrong = [one for one in outcome.checks if one["status"] != "ok"]
-    lines = [f"{one['status']} {one['title']}: {one['found']} [{one['fix']}]" for one in wrong]
-    return f"exit {outcome.code}; " + (" | ".join(lines) or outcome.text[-600:])
-
-
-def healthy(trials: Trials) -> str:
-    """What a doctor says wrongly of a healthy machine, "" if nothing."""
-    outcome = trials.run(UP, "", _PATIENT)
-    wrong = [one for one in outcome.checks if one["status"] == "error"]
-    return "" if outcome.code == 0 and not wrong else _summary(outcome)

@@ -6,108 +6,139 @@ import os
 import re
 import shutil
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from tests.campaigns.legality.case import Case, write
-from tests.campaigns.legality.compare import Disagreement, compare
+from tests.campaigns.legality.case import FILES, Case, write
+from tests.campaigns.legality.compare import Comparison, Disagreement, compare
 from tests.campaigns.legality.draw import draw
-from tests.campaigns.legality.draw_cards import draw_card
-from tests.campaigns.legality.draw_own import draw_own
-from tests.campaigns.legality.draw_parallel import draw_parallel
-from tests.campaigns.legality.draw_sharded import draw_sharded
 from tests.campaigns.legality.judge import Judgement, judge_deep
-from tests.campaigns.legality.shrink import shrink
+from tests.campaigns.legality.material import write_material
 from tests.campaigns.legality.tried import SECONDS, Outcome, tried
 
-# What is drawn, by the word after --kind.
-DRAWS = {"plain": draw, "cards": draw_card, "sharded": draw_sharded, "parallel": draw_parallel, "own": draw_own}
+_reduced: set[tuple[str, str]] = set()  # the rules that this process has tried on their own, and how
+_shrunk: set[str] = set()  # the disagreements that it has made small
 
 
 @dataclass
 class Result:
-    """What became of one drawn run. `reduced` are the rules that were tried on their own.
-
-    `ended` says how a legal run ended that was not trained to the end.
-    """
+    """What became of a run. `rule` is that which refuses it if it was reduced to one."""
 
     number: int
-    legal: bool
-    finished: bool
     case: Case
-    disagreement: Disagreement | None = None
-    reduced: list[str] = field(default_factory=list)
-    ended: str = ""
+    judgement: Judgement
+    outcome: Outcome
+    comparison: Comparison = field(default_factory=Comparison)
+    rule: str = ""
+
+    @property
+    def disagreement(self) -> Disagreement | None:
+        return self.comparison.disagreement
 
 
-class Campaign:
-    """Runs cases in folders below `folder`. What it has seen it does not try again."""
+def run(scratch: Path, seed: str, number: int) -> list[Result]:
+    """Draw a run and try it; if it is refused, also the smallest run that each rule refuses."""
+    case = draw(Random(f"{seed}-{number}"))
+    first = attempt(scratch, number, case)
+    results = [first]
+    for rule in {} if first.disagreement else first.judgement.errors:
+        small = shrink(case, lambda other, rule=rule: rule in _judged(scratch, other).errors)
+        key = (rule, re.sub(r"\d+", "0", small.as_json()))
+        if key not in _reduced:
+            _reduced.add(key)
+            results.append(attempt(scratch, number, small, rule))
+    return results
 
-    def __init__(self, seed: str, folder: Path, material: Path, kind: str = "plain") -> None:
-        self.seed, self.folder, self.material = seed, folder, material
-        self.draw = DRAWS[kind]
-        self.tried_rules: set[tuple[str, str]] = set()
-        self.shrunk: set[str] = set()
 
-    def run(self, number: int) -> Iterator[Result]:
-        """Draw a run and try it; if it is refused, also the smallest run that each rule refuses."""
-        case = self.draw(Random(f"{self.seed}-{number}"))
-        result = self.attempt(number, case)
-        yield result
-        if result.legal or result.disagreement:
-            return
-        for rule in self._judge(case).errors:
-            small = shrink(case, lambda other, rule=rule: rule in self._judge(other).errors)
-            key = (rule, re.sub(r"\d+", "0", small.as_json()))
-            if key not in self.tried_rules:
-                self.tried_rules.add(key)
-                again = self.attempt(number, small)
-                again.reduced = [rule]
-                yield again
+def attempt(scratch: Path, number: int, case: Case, rule: str = "") -> Result:
+    """Judge and try a case, and if both disagree, find the smallest that does.
 
-    def attempt(self, number: int, case: Case) -> Result:
-        """Judge and try a case, and if both disagree, find the smallest that does."""
-        judgement, outcome, found = self.once(case)
-        result = Result(number, judgement.legal, outcome.finished, case, found)
-        if found is None:
-            result.ended = outcome.last_words() if judgement.legal and not outcome.finished else ""
-            return result
-        if found.signature not in self.shrunk:
-            self.shrunk.add(found.signature)
-            result.case = shrink(case, lambda other: self._still(other, found))
-            result.disagreement = self.once(result.case)[2] or found
-        return result
+    With a `rule` only its refusal counts, whatever else explains the run.
+    """
+    result = once(scratch, number, case, rule)
+    found = result.disagreement
+    if found and found.signature not in _shrunk:
+        _shrunk.add(found.signature)
+        small = shrink(case, lambda other: _kind(once(scratch, number, other, rule)) == found.kind)
+        return once(scratch, number, small, rule)
+    return result
 
-    def _still(self, case: Case, found: Disagreement) -> bool:
-        again = self.once(case)[2]
-        return again is not None and again.kind == found.kind
 
-    def once(self, case: Case) -> tuple[Judgement, Outcome, Disagreement | None]:
-        """What check says of a case, what becomes of it, and whether the two disagree."""
-        folder = self._folder_of(case)
-        try:
-            judgement = judge_deep(case)
-        except Exception:
-            said = traceback.format_exc().strip().splitlines()[-1]
-            return Judgement(), Outcome(1, traceback.format_exc()), Disagreement("check itself fails", said)
-        outcome = tried(case, folder, checked=judgement.legal)
-        if outcome.code is None:  # perhaps the machine is busy
-            outcome = tried(case, self._folder_of(case), checked=judgement.legal, seconds=3 * SECONDS)
-        return judgement, outcome, compare(case, judgement, outcome)
+def _kind(result: Result) -> str:
+    return result.disagreement.kind if result.disagreement else ""
 
-    def _judge(self, case: Case) -> Judgement:
-        self._folder_of(case)
-        try:
-            return judge_deep(case)
-        except Exception:
-            return Judgement()
 
-    def _folder_of(self, case: Case) -> Path:
-        """A new folder with the case's files, which becomes the current one."""
-        folder = self.folder / "case"
-        shutil.rmtree(folder, ignore_errors=True)
-        write(case, folder, self.material)
-        os.chdir(folder)
-        return folder
+def once(scratch: Path, number: int, case: Case, rule: str = "") -> Result:
+    """What check says of a case, what becomes of it, and whether the two disagree."""
+    folder = _folder_of(scratch, case)
+    try:
+        judgement = judge_deep(case)
+    except Exception:
+        said = Disagreement("check itself fails", traceback.format_exc().strip().splitlines()[-1])
+        return Result(number, case, Judgement(), Outcome(1, traceback.format_exc()), Comparison(said))
+    outcome = tried(case, folder, checked=judgement.legal)
+    if outcome.code is None:  # perhaps the machine is busy
+        outcome = tried(case, _folder_of(scratch, case), checked=judgement.legal, seconds=3 * SECONDS)
+    rules = [rule] if rule in judgement.errors else list(judgement.errors)
+    comparison = compare(judgement, outcome, case, rules, partial(_twin, scratch))
+    return Result(number, case, judgement, outcome, comparison, rule)
+
+
+def _twin(scratch: Path, case: Case, rule: str) -> Outcome | None:
+    """What becomes of a similar case, None if the rule refuses that one too."""
+    judgement = _judged(scratch, case)
+    return None if rule in judgement.errors else tried(case, Path.cwd(), checked=judgement.legal)
+
+
+def _judged(scratch: Path, case: Case) -> Judgement:
+    _folder_of(scratch, case)
+    try:
+        return judge_deep(case)
+    except Exception:
+        return Judgement()
+
+
+def _folder_of(scratch: Path, case: Case) -> Path:
+    """A new folder with the case's files, which becomes the current one."""
+    own = scratch / f"worker-{os.getpid()}"
+    folder = own / "case"
+    shutil.rmtree(folder, ignore_errors=True)
+    write(case, folder, write_material(own / "material"))
+    os.chdir(folder)
+    return folder
+
+
+# --- Making it small ------------------------------------------------------------------------------
+
+
+def shrink(case: Case, remains: Callable[[Case], bool]) -> Case:
+    """The case with one thing after another dropped, as long as `remains` of it is true."""
+    while smaller := next((other for other in _smaller(case) if remains(other)), None):
+        case = smaller
+    return case
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """The case with one thing dropped or made plain."""
+    for where in (*FILES, "variable", "flag"):  # all of a file at once
+        if other := case.of(where):
+            yield case.without(other)
+    if len(case.changes) > 3:  # half of them at once
+        middle = len(case.changes) // 2
+        yield case.without(case.changes[:middle])
+        yield case.without(case.changes[middle:])
+    for change in case.changes:
+        yield case.without([change])
+    plain = Case()
+    if not case.of("yaml"):
+        if case.launcher != plain.launcher:
+            yield replace(case, launcher=plain.launcher, processes=None, yaml="")
+        if case.yaml not in ("", "standard.yaml"):
+            yield replace(case, yaml="standard.yaml")
+    if case.processes == 2:
+        yield replace(case, processes=1)
+    if (case.model, case.data) != (plain.model, plain.data):
+        yield replace(case, model=plain.model, data=plain.data)

@@ -44,7 +44,7 @@ class Change:
 class Case:
     """`launcher` is python, torchrun or accelerate. `processes` is None where only the YAML says
     it. `yaml` is the shipped file that the Accelerate YAML begins with; without one, `accelerate`
-    takes the recipe's own. `machine` is such as A100:8, empty for the CPU that is really there.
+    takes the recipe's own.
     With `lifted` accelerate does not refuse to shard on a CPU, as in tests/support/fsdp_on_cpu.py.
     """
 
@@ -53,7 +53,6 @@ class Case:
     yaml: str = ""
     model: str = "llama"
     data: str = "texts.jsonl"
-    machine: str = ""
     lifted: bool = False
     changes: tuple[Change, ...] = ()
 
@@ -170,8 +169,6 @@ def described(case: Case) -> str:
     script = str(SCRIPT.relative_to(ROOT))
     started = [script if word == str(SCRIPT) else word for word in [*launch(case), *flags(case)]]
     lines = [shlex.join(checking(case)), shlex.join(started)]
-    if case.machine:
-        lines.insert(0, f"on {case.machine}")
     if case.lifted:
         lines.insert(0, "FSDP shards on CPU ranks")
     if named := variables(case):

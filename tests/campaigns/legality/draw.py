@@ -1,10 +1,14 @@
 """Draws a case: a launch, a model and its data, flags that belong together, and any others.
 
+Some bring a recipe of their own, shard with FSDP2, share a model or its examples between processes,
+or find a launcher's variables in the environment.
+
 Most runs that are drawn are nearly right: what is wrong on its own, the tests try already.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,8 +16,8 @@ import yaml
 
 from recipes import legal
 from recipes.run.files import shipped
-from tests.campaigns.legality.case import DEEPSPEED_JSON, DEMONSTRATION, REMOVED, Case, Change
-from tests.campaigns.legality.tried import LAUNCHERS_OWN
+from tests.campaigns.legality import keys
+from tests.campaigns.legality.case import DEEPSPEED_JSON, DEMONSTRATION, FSDP_JSON, OWN_RECIPE, REMOVED, Case, Change
 from tests.campaigns.legality.values import NOT_DRAWN, words_for
 
 _ODD = 0.06  # how often a value is odd
@@ -50,7 +54,6 @@ _UNFIT_DATA = ("labels.csv", "nowhere.jsonl")
 
 def draw(random: Random) -> Case:
     """A case at random. The same `random` draws the same case."""
-    launcher, processes, yaml_file = _launch(random)
     changes: list[Change] = []
     if random.random() < 0.6:
         changes.append(_flag("recipe", random))
@@ -70,23 +73,15 @@ def draw(random: Random) -> Case:
     compiles = {"torch_compile", "torch_compile_mode"} & set(names)
     if compiles and "torch_compile_backend" not in names:  # the default takes a minute to compile
         changes.append(Change("flag", "torch_compile_backend", [random.choice(("eager", "aot_eager"))]))
+    drawn = random.choices(list(_LAUNCHES), list(_LAUNCHES.values()))[0]
+    launch = drawn(random)
+    if drawn is not _plain:  # what is odd about it matters more than the flags beside it
+        few = random.sample(changes, min(len(changes), random.choice((0, 1, 3))))
+        needed = ("task", "torch_compile_backend")
+        decided = {"ddp_backend", "use_cpu", *(change.name for change in launch.changes)}
+        changes = [one for one in changes if (one in few or one.name in needed) and one.name not in decided]
     changes = [_in_file(change, random) for change in changes]
-    if yaml_file and random.random() < 0.25:
-        changes += _yaml_changes(yaml_file, random)
-    if random.random() < 0.06:
-        changes += [Change("flag", "deepspeed", [DEEPSPEED_JSON]), *_json_changes(random)]
-    return Case(launcher, processes, yaml_file, model, data, changes=tuple(changes))
-
-
-def _launch(random: Random) -> tuple[str, int | None, str]:
-    """Mostly one process, and DeepSpeed now and then: two ranks and DeepSpeed take longer."""
-    kind = random.random()
-    if kind < 0.5:
-        return "python", None, ""
-    if kind < 0.62:
-        return "torchrun", random.choice((1, 2, 2, 2)), ""
-    files = ("standard.yaml",) * 4 + ("single.yaml",) * 2 + ("", "", "fast.yaml", "memory.yaml", "memory_zero3.yaml")
-    return "accelerate", random.choice((None, 1, 1, 2, 2, 2)), random.choice(files)
+    return replace(launch, model=model, data=data, changes=(*changes, *launch.changes))
 
 
 def _flags(random: Random) -> list[str]:
@@ -111,11 +106,7 @@ def _in_file(change: Change, random: Random) -> Change:
     """The same setting in a --config file, sometimes: with the types of YAML."""
     if random.random() < 0.9 or len(change.value) != 1:
         return change
-    try:
-        value = yaml.safe_load(change.value[0])
-    except yaml.YAMLError:
-        return change
-    return Change("config", change.name, value)
+    return Change("config", change.name, _typed(change.value[0]))
 
 
 def _misspelt(name: str, random: Random) -> str:
@@ -123,78 +114,110 @@ def _misspelt(name: str, random: Random) -> str:
     return name[:place] + name[place + 1 :] or f"{name}s"
 
 
-# --- Files ----------------------------------------------------------------------------------------
+# --- Launches -------------------------------------------------------------------------------------
 
-_TOP: dict[str, list[Any]] = {
-    "compute_environment": [REMOVED, "LAPTOP"],
-    "distributed_type": ["MULTI_GPU", "NO", "MULTI_CPU", False, REMOVED, "DDP", "multi_gpu"],
-    "mixed_precision": ["no", "bf16", "fp16", REMOVED, False, "bfloat16", None],
-    "num_processes": [1, 2, REMOVED, 0, "2", None],
-    "num_machines": [1, REMOVED, 0, "1", None],
-    "machine_rank": [0, REMOVED, 1, "0"],
-    "main_process_port": [0, 29511, 99999, "29512"],
-    "rdzv_backend": ["static", "c10d", REMOVED, "none"],
-    "same_network": [True, REMOVED, False, "maybe"],
-    "gpu_ids": ["all", REMOVED, "0,1", "0", 0],
-    "use_cpu": [True, False, "maybe"],
-    "debug": [True, False, "yes"],
-    "enable_cpu_affinity": [False, "no"],
-    "main_training_function": ["main", 3],
-    "downcast_bf16": ["no", False, True],
-    "gradient_accumulation_steps": [4],
-    "ddp_bucket_cap_mb": [25],
-    "num_proceses": [2],
-    "dynamo_config.dynamo_backend": ["eager", "EAGER", "no", "inductr"],
-    "dynamo_config.dynamo_mode": ["default", "fastest"],
-    "dynamo_config.use_fulgraph": [True],
-    "deepspeed_config": [{"zero_stage": 2}, "ds.json", None],
-    "mpirun_config.mpirun_hostfile": ["hosts"],
-    "fp8_config.backend": ["TE"],
-}
-_DEEPSPEED: dict[str, list[Any]] = {
-    "zero_stage": [0, 1, 2, 3, "2", 4, REMOVED, True],
-    "zero_stge": [3],
-    "offload_optimizer_device": ["none", "cpu", REMOVED, "gpu", "nvme"],
-    "offload_param_device": ["none", "cpu", REMOVED],
-    "zero3_init_flag": [True, False, "yes", REMOVED],
-    "zero3_save_16bit_model": [True, False, "yes", REMOVED],
-    "gradient_accumulation_steps": [1, 2, 4, "auto"],
-    "gradient_clipping": [1.0, 0.5, "auto", "much"],
-    "deepspeed_multinode_launcher": ["pdsh", "standard", "srun"],
-    "deepspeed_moe_layer_cls_names": ["LlamaMLP"],
-    "deepspeed_config_file": ["ds.json"],
-}
-_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-JSON_KEYS: dict[str, list[Any]] = {
-    "zero_optimization": [{"stage": 2}, {"stage": 3}, {"stage": 1}, {"stge": 2}, 2],
-    "zero_optimization.stage": [0, 1, 2, 3, 7, "2", "auto"],
-    "zero_optimization.offload_optimizer.device": ["cpu", "none"],
-    "zero_optimization.offload_param.device": ["cpu"],
-    "zero_optimization.overlap_comm": [True, "yes"],
-    "zero_optimization.reduce_bucket_size": ["auto", 5e8],
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": [True],
-    "train_micro_batch_size_per_gpu": ["auto", 4, 2],
-    "gradient_accumulation_steps": ["auto", 1, 4],
-    "train_batch_size": ["auto", 16, 64],
-    "gradient_clipping": ["auto", 1.0, 0.3],
-    "gradient_cliping": [1.0],
-    "bf16.enabled": ["auto", True, False],
-    "fp16.enabled": ["auto", True],
-    "optimizer": [{"type": "AdamW", "params": {"lr": "auto"}}, {"type": "Adam"}, {"params": {}}],
-    "scheduler": [{"type": "WarmupLR", "params": {}}, {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}],
-    "steps_per_print": [10, "many"],
-    "wall_clock_breakdown": [False],
-    "zero_force_ds_cpu_optimizer": [False],
-    "zero_allow_untested_optimizer": [True],
-}
+
+def _plain(random: Random) -> Case:
+    """Mostly one process, and DeepSpeed now and then: two ranks and DeepSpeed take longer."""
+    kind, changes = random.random(), []
+    files = ("standard.yaml",) * 4 + ("single.yaml",) * 2 + ("", "", "fast.yaml", "memory.yaml", "memory_zero3.yaml")
+    launch = Case("accelerate", random.choice((None, 1, 1, 2, 2, 2)), random.choice(files))
+    if kind < 0.5:
+        launch = Case("python")
+    elif kind < 0.62:
+        launch = Case("torchrun", random.choice((1, 2, 2, 2)))
+    if launch.yaml and random.random() < 0.25:
+        changes += _yaml_changes(launch.yaml, random)
+    if random.random() < 0.06:
+        changes += [Change("flag", "deepspeed", [DEEPSPEED_JSON]), *_json_changes(random)]
+    return replace(launch, changes=tuple(changes))
+
+
+def _own_recipe(random: Random) -> Case:
+    base = random.choice(("baseline", "standard", "standard", "fast", "fast", "memory", "sharded"))
+    changes = [Change("flag", "recipe", [OWN_RECIPE]), Change("own", "base", base)]
+    changes.append(Change("own", "purpose", "To try it."))
+    everything = sorted(set(legal.settings()) - set(NOT_DRAWN) - {"recipe", "task", "torch_compile"})
+    for name in dict.fromkeys(
+        [*random.sample(keys.USUAL_CHANGES, random.choice((0, 1, 2, 3))), random.choice(everything)]
+    ):
+        value = _typed(words_for(name, random, 0.1)[0])
+        reason = "we tried it" if random.random() > 0.03 else ""
+        changes.append(Change("own", f"changes.{name}", [value, reason]))
+    if random.random() < 0.2:
+        changes += changed_keys(keys.OWN_ODDITIES, "own", random, 1)
+    places = (Case(), Case("torchrun", 2), Case("accelerate", 2), Case("accelerate", 2, "standard.yaml"))
+    return replace(random.choice(places), changes=tuple(changes))
+
+
+def _sharded(random: Random) -> Case:
+    """FSDP2 on CPU ranks, where accelerate's refusal of a CPU is lifted.
+
+    Without offload: torch asks for the device that parameters come back to.
+    """
+    count, kind = random.choice((0, 1, 1, 2)), random.random()
+    recipe = [Change("flag", "recipe", ["sharded"])] if random.random() < 0.6 else []
+    if kind < 0.7:
+        named = {f"fsdp_config.fsdp_{key}": values for key, values in keys.FSDP.items()}
+        changes = (*recipe, *changed_keys(named, "yaml", random, count))
+        return Case("accelerate", random.choice((None, 1, 2, 2)), "sharded.yaml", lifted=True, changes=changes)
+    launch = random.choice((Case("torchrun", 2), Case("accelerate", 2, "standard.yaml")))
+    words = [Change("flag", "fsdp", [random.choice(keys.FSDP_WORDS)] if random.random() < 0.7 else [])]
+    prefix = random.choice(("", "", "fsdp_"))
+    named = {prefix + key: [one for one in values if one != REMOVED] for key, values in keys.FSDP.items()}
+    if written := changed_keys(named, "fsdp", random, count):  # Trainer's own `--fsdp_config`, a JSON file
+        words += [Change("flag", "fsdp_config", [FSDP_JSON]), *written]
+    return replace(launch, lifted=True, changes=(*recipe, *words))
+
+
+def _tensor_parallel(random: Random) -> Case:
+    changes = [Change("json", "zero_optimization", {"stage": random.choice((0, 1, 2, 2, 3))})]
+    changes.append(Change("json", "train_micro_batch_size_per_gpu", "auto"))
+    changes += changed_keys(keys.SHARING, "json", random, random.choice((1, 1, 1, 2)))
+    changes += changed_keys(keys.DEEPSPEED_FILE, "json", random, random.choice((0, 0, 1)))
+    processes = random.choice((1, 2, 2, 2))
+    if random.random() < 0.5:
+        return Case("torchrun", processes, changes=(Change("flag", "deepspeed", [DEEPSPEED_JSON]), *changes))
+    named = Change("yaml", "deepspeed_config", {"deepspeed_config_file": DEEPSPEED_JSON})
+    without = Change("yaml", "mixed_precision", REMOVED)
+    return Case("accelerate", processes, "memory.yaml", changes=(named, without, *changes))
+
+
+def _section(random: Random) -> Case:
+    """Processes share a model or its examples by a section of the YAML."""
+    file = random.choice(("standard.yaml", "memory.yaml", "sharded.yaml", "sharded.yaml"))
+    named = {f"parallelism_config.{name}": values for name, values in keys.PARALLELISM.items()}
+    changes = tuple(changed_keys(named, "yaml", random, random.choice((1, 1, 2))))
+    return Case("accelerate", random.choice((None, 1, 2, 2)), file, lifted=file == "sharded.yaml", changes=changes)
+
+
+def _exported(random: Random) -> Case:
+    """Variables of a launcher that are found in the environment already."""
+    named = {**keys.VARIABLES, **{f"PARALLELISM_CONFIG_{name.upper()}": [1, 2] for name in keys.WORLD_SIZES}}
+    changes = changed_keys(named, "variable", random, random.choice((1, 1, 2, 3)))
+    if any(change.name.startswith("PARALLELISM") for change in changes) and random.random() < 0.8:
+        changes.append(Change("variable", "ACCELERATE_USE_PARALLELISM_CONFIG", "true"))
+    places = (Case(), Case("torchrun", 2), Case("accelerate", 2, "standard.yaml"))
+    return replace(random.choice(places), changes=tuple(changes))
+
+
+# How often each is drawn.
+_LAUNCHES = {_plain: 70, _own_recipe: 8, _sharded: 9, _tensor_parallel: 5, _section: 4, _exported: 4}
+
+
+def _typed(word: str) -> Any:
+    try:
+        return yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
 
 
 def _yaml_changes(file: str, random: Random) -> list[Change]:
     """Keys of the Accelerate YAML that are changed, dropped, misspelt or of another type."""
-    keys = {**_TOP}
+    named = {**keys.YAML}
     if "deepspeed_config" in yaml.safe_load(shipped(file).read_text(encoding="utf-8")):
-        keys |= {f"deepspeed_config.{name}": values for name, values in _DEEPSPEED.items()}
-    changes = changed_keys(keys, "yaml", random, random.choice((1, 1, 2)))
+        named |= {f"deepspeed_config.{name}": values for name, values in keys.DEEPSPEED_SECTION.items()}
+    changes = changed_keys(named, "yaml", random, random.choice((1, 1, 2)))
     if any(change.name.endswith("deepspeed_config_file") for change in changes):
         changes += _json_changes(random)
     return changes
@@ -203,10 +226,9 @@ def _yaml_changes(file: str, random: Random) -> list[Change]:
 def _json_changes(random: Random) -> list[Change]:
     start = [Change("json", "zero_optimization", {"stage": random.choice((2, 2, 1, 3))})]
     if random.random() < 0.7:  # as most people write it
-        start += [Change("json", name, "auto") for name in _SIZES]
-    return [*start, *changed_keys(JSON_KEYS, "json", random, random.choice((0, 1, 2)))]
+        start += [Change("json", name, "auto") for name in keys.BATCH_SIZES]
+    return [*start, *changed_keys(keys.DEEPSPEED_FILE, "json", random, random.choice((0, 1, 2)))]
 
 
-def changed_keys(keys: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:
-    names = [name for name in sorted(keys) if name not in LAUNCHERS_OWN or random.random() < 0.2]
-    return [Change(where, key, random.choice(keys[key])) for key in random.sample(names, count)]
+def changed_keys(values: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:
+    return [Change(where, key, random.choice(values[key])) for key in random.sample(sorted(values), count)]

@@ -11,7 +11,6 @@ from recipes.rules.check import problems_by_rule
 from recipes.rules.probe import probe_in_child
 from recipes.run import RunSpec, here, resolve, with_fit
 from recipes.run.hardware import Hardware, read
-from tests.campaigns.legality.cards import hardware
 from tests.campaigns.legality.case import YAML, Case, flags, variables
 
 PARSING = "what is written"  # the errors that no rule reports: unknown names, wrong types, the batch
@@ -76,8 +75,6 @@ class _Lifted(Hardware):
 
 
 def _hardware(case: Case) -> Hardware:
-    if case.machine:
-        return hardware(case.machine)
     return _Lifted(**vars(read())) if case.lifted else read()
 
 

@@ -13,9 +13,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started by a real launcher
-    sys.path[0] = str(Path(__file__).resolve().parents[3])
-
 from tests.campaigns.legality.case import LIFTED
 
 FOLDER = "observed"
@@ -24,12 +21,10 @@ FOLDER = "observed"
 def main(argv: list[str]) -> int:
     """Returns train.py's exit code; raises what train.py raises."""
     from launch import train
-    from tests.campaigns.legality import cards
     from tests.campaigns.resuming import moment
 
     if os.environ.get("LEGALITY_UNCHECKED"):
         _switch_off_the_check()
-    cards.pretend()
     if os.environ.get(LIFTED):
         from tests.support.fsdp_on_cpu import lift_the_refusal
 
@@ -70,7 +65,7 @@ class _watching:
         from transformers import Trainer
 
         self.train, self.step = Trainer.train, Trainer.training_step
-        seen: dict[str, Any] = {"rows": {}, "evaluations": 0}
+        seen: dict[str, Any] = {"rows": {}, "losses": []}
         watched = self
 
         def train(trainer, *args, **kwargs):
@@ -81,7 +76,9 @@ class _watching:
 
         def training_step(trainer, model, inputs, *args, **kwargs):
             seen["rows"].setdefault(str(trainer.state.global_step + 1), []).extend(_rows(inputs))
-            return watched.step(trainer, model, inputs, *args, **kwargs)
+            loss = watched.step(trainer, model, inputs, *args, **kwargs)
+            seen["losses"].append(float(loss))
+            return loss
 
         Trainer.train, Trainer.training_step = train, training_step
         return seen
@@ -111,24 +108,21 @@ def _facts(trainer) -> dict[str, Any]:
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type.value == "DEEPSPEED" else None
     return {
         "engine": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
         "precision": accelerator.mixed_precision,
-        "autocast": accelerator.native_amp,
         "compiled": accelerator.state.dynamo_plugin.backend.value != "NO",
         "optimizer": type(optimizer).__name__,
-        "schedule": type(trainer.lr_scheduler).__name__,
-        "model": type(trainer.model_wrapped).__name__,
-        "zero": plugin.deepspeed_config.get("zero_optimization") if plugin else None,
         "examples": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else sys.maxsize,
         "steps": trainer.state.global_step,
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": sum(float(_local(one).double().abs().sum()) for one in trainer.model.parameters()),
         "evaluations": sum("eval_loss" in entry for entry in trainer.state.log_history),
         "checkpoints": sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")),
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _local(parameter):
+    """This rank's shard, where the parameter is sharded."""
+    parameter = getattr(parameter, "ds_tensor", parameter)
+    return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()

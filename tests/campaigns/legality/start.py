@@ -19,7 +19,6 @@ from typing import NoReturn
 from launch.host.processes import free_port
 from launch.host.signals import end_with_parent
 from tests.campaigns.legality import rank
-from tests.campaigns.legality.cards import VARIABLE
 from tests.campaigns.legality.case import Case, flags, launch
 from tests.campaigns.resuming import moment
 
@@ -94,7 +93,7 @@ def _ranks(count: int, environment: Mapping[str, str], words: list[str]) -> int:
     """Fork the ranks of one machine. Returns 0, or the exit code of the first that failed."""
     world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     running = set()
-    for number in range(1 if VARIABLE in os.environ else count):
+    for number in range(count):
         own = {"OMP_NUM_THREADS": 1, **world, "RANK": number, "LOCAL_RANK": number}
         running.add(forked(lambda: rank.main(words), {**environment, **{name: str(own[name]) for name in own}}))
     while running:

@@ -9,21 +9,16 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.campaigns.legality import rank
-from tests.campaigns.legality.cards import VARIABLE
-from tests.campaigns.legality.case import LIFTED, Case, flags, launch, variables
+from tests.campaigns.legality.case import LIFTED, Case, flags, variables
 from tests.campaigns.legality.start import forked, start
 
 SECONDS = 90  # a run takes one or two; only a hang takes as long
-# Keys that only the real launcher reads: it takes ten seconds.
-LAUNCHERS_OWN = ("main_process_port", "rdzv_backend", "main_process_ip", "machine_rank")
 
 
 @dataclass
@@ -39,11 +34,10 @@ class Outcome:
     seen: list[dict[str, Any]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
     refused_by_parser: str = ""
-    only_constructed: bool = False
 
     @property
     def finished(self) -> bool:
-        return self.code == 0 and (self.only_constructed or self.record.get("status") == "finished")
+        return self.code == 0 and self.record.get("status") == "finished"
 
     @property
     def traceback(self) -> bool:
@@ -68,6 +62,12 @@ class Outcome:
         shared = len(rows) > 1 and all(own == rows[0] for own in rows) and len(set(rows[0])) > 1
         return len(rows[0]) if shared else sum(len(own) for own in rows)
 
+    @property
+    def trained(self) -> list[Any]:
+        """Everything by which two trainings can be told apart, of each rank."""
+        names = ("engine", "rows", "losses", "weights", "evaluations", "checkpoints")
+        return [[rank.get(name) for name in names] for rank in self.seen]
+
     def last_words(self) -> str:
         """The line that says why it failed, as short as it can be copied."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip() and line.isprintable()]
@@ -76,16 +76,14 @@ class Outcome:
         return (errors or refused or lines or ["(no output)"])[-1][:240]
 
 
-def tried(case: Case, folder: Path, *, checked: bool, really: bool = False, seconds: float = SECONDS) -> Outcome:
-    """Run a case that is written in the current `folder`; with `really` by the real launcher."""
+def tried(case: Case, folder: Path, *, checked: bool, seconds: float = SECONDS) -> Outcome:
+    """Run a case that is written in the current `folder`."""
     log = folder / "log.txt"
-    really = really or any(change.name in LAUNCHERS_OWN for change in case.of("yaml"))
     with log.open("wb") as stream:
-        pid = _started(case, checked, really, stream.fileno())
-        code = _ended(pid, seconds * (2 if really else 1))
+        code = _ended(_started(case, checked, stream.fileno()), seconds)
     seen = [json.loads(file.read_text()) for file in sorted(Path(rank.FOLDER).glob("*.json"))]
     refused = "" if checked else _refused_by_parser(case)
-    return Outcome(code, log.read_text(errors="replace"), seen, _record(folder), refused, bool(case.machine))
+    return Outcome(code, log.read_text(errors="replace"), seen, _record(folder), refused)
 
 
 def _refused_by_parser(case: Case) -> str:
@@ -107,35 +105,18 @@ def _refused_by_parser(case: Case) -> str:
     return f"unknown: {' '.join(unknown)}" if unknown else ""
 
 
-def _started(case: Case, checked: bool, really: bool, log: int) -> int:
+def _started(case: Case, checked: bool, log: int) -> int:
     environment = {**os.environ, **variables(case), **({} if checked else {"LEGALITY_UNCHECKED": "1"})}
     if case.lifted:
         environment[LIFTED] = "1"
-    if case.machine:
-        environment[VARIABLE] = case.machine
 
     def work() -> int:
         os.setsid()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        if really:
-            return subprocess.run(_command(case), env=environment).returncode
         return start(case)
 
     return forked(work, environment)
-
-
-def _command(case: Case) -> list[str]:
-    """The launcher's real command, with rank.py in the place of train.py."""
-    modules = {"accelerate": ["-m", "accelerate.commands.launch"], "torchrun": ["-m", "torch.distributed.run"]}
-    words = launch(case)[:-1]
-    if case.launcher == "torchrun":
-        words[1:1] = ["--master_port", "0"]
-    elif case.launcher == "accelerate":
-        del words[1]
-        if not any(change.name == "main_process_port" for change in case.of("yaml")):
-            words[1:1] = ["--main_process_port", "0"]
-    return [sys.executable, *modules.get(case.launcher, []), *words[1:], rank.__file__, *flags(case)]
 
 
 def _ended(pid: int, seconds: float) -> int | None:

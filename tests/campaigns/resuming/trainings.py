@@ -205,15 +205,15 @@ def _content(file: Path) -> Any:
 
 def _flatten(value: Any, name: str, found: Left) -> None:
     """The leaves of nested containers."""
-    if isinstance(value, dict) or (hasattr(value, "__dict__") and not hasattr(value, "numpy")):
-        for key, below in (value if isinstance(value, dict) else vars(value)).items():
+    if isinstance(value, dict):
+        for key, below in value.items():
             _flatten(below, f"{name}.{key}", found)
     elif isinstance(value, list | tuple) and not all(isinstance(one, int | float) for one in value):
         for number, below in enumerate(value):
             _flatten(below, f"{name}.{number}", found)
-    elif hasattr(value, "numpy"):
+    elif hasattr(value, "detach"):
         found[name] = value.detach().double().numpy()
-    elif value is not None and not callable(value):
+    elif isinstance(value, int | float | str | list | tuple | np.ndarray):  # not DeepSpeed's own objects
         found[name] = value
 
 

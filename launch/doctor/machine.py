@@ -91,7 +91,7 @@ class Request:
 
 def examine(request: Request) -> Iterator[Check]:
     """Run the checks in the order they are printed."""
-    of_gpus = (visible_gpus, driver_of_gpus, torch_build, gpu_memory)
+    of_gpus = (visible_gpus, driver_of_gpus, torch_build, gpu_memory, gpu_health)
     own = (limits, host_memory, disk, caches, shared_memory, cores, compiler)
     yield from filter(None, (check(request) for check in (versions, *of_gpus, *own)))
 
@@ -268,6 +268,40 @@ def gpu_memory(request: Request) -> Check | None:
         words = f"taken: {', '.join(taken) or 'little'}{others and f', by {others}'}"
         return Check("warning", "GPU memory", words, "end what holds it, or use other GPUs", known)
     return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
+
+
+# nvml.h, nvmlClocksEventReason*: those that mean heat or power, not idleness or a setting.
+_SLOWED = {0x08: "a hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "a power brake"}
+_HEALTH = "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active,pcie.link.width.current"
+
+
+def gpu_health(request: Request) -> Check | None:
+    """A sick GPU: memory errors, clocks held down, or fewer PCIe lanes than it has.
+
+    Lanes only: an idle GPU lowers the generation of its link, and raises it again under load. A
+    field that a GPU does not have reads [N/A].
+    """
+    rows = smi_rows(f"--query-gpu={_HEALTH},pcie.link.width.max")
+    sick = []
+    for at, (errors, reasons, lanes, most) in enumerate(row for row in rows if len(row) == 4):
+        if errors.isdecimal() and int(errors):
+            sick.append(
+                (f"GPU {at}: {errors} uncorrected memory errors", f"`nvidia-smi --gpu-reset -i {at}`, or exchange it")
+            )
+        slowed = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
+        if by := [name for bit, name in _SLOWED.items() if slowed & bit]:
+            sick.append(
+                (
+                    f"GPU {at} is slowed down by {' and '.join(by)}",
+                    "see `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`",
+                )
+            )
+        if lanes.isdecimal() and most.isdecimal() and int(lanes) < int(most):
+            sick.append((f"GPU {at} has {lanes} of {most} PCIe lanes", "another slot or riser, or seat the card again"))
+    if sick:
+        what, fixes = ("; ".join(dict.fromkeys(words)) for words in zip(*sick, strict=True))
+        return Check("warning", "GPU health", what, fixes)
+    return Check("ok", "GPU health", "no memory errors, full clocks and PCIe lanes") if rows else None
 
 
 def torch_build(request: Request) -> Check | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 
 from launch import plots
@@ -17,9 +15,8 @@ from launch.flags import Commands, whole
 from launch.host.files import write_whole
 from launch.scaling import plots as scale_plots
 from launch.scaling.plots import Picture
-from launch.scaling.words import Findings, commands, find, results, sections, suggestions, tables, text
+from launch.scaling.words import Findings, find, results, sections, tables, text
 from recipes.errors import mistake
-from recipes.run import Json
 from recipes.scaling import sentences, timings
 from recipes.scaling.analyse import Series, Size
 from recipes.scaling.causes import CAUSES
@@ -34,7 +31,7 @@ def add_parser(commands: Commands) -> None:
         prog="recipes scale report",
         help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
-        usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--format svg pdf] [--json]",
+        usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--format svg pdf]",
     )
     columns = "num_processes and epoch_time (s) or samples_per_second or tokens_per_second, "
     columns += "and if known name, recipe, scaling, epoch, samples, accuracy, ..."
@@ -45,13 +42,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--warmup", type=whole, default=0, metavar="N", help=warm_up)
     formats = "also draw each picture in this format, beside the .png"
     parser.add_argument("--format", nargs="+", choices=("svg", "pdf"), default=[], metavar="svg|pdf", help=formats)
-    parser.add_argument("--json", action="store_true", help="print all numbers, instead of the verdicts")
     parser.set_defaults(run=show_report)
 
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER, --warmup N, --format or --json")
+        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER, --warmup N or --format")
     words = ["recipes", "scale", "report", *options.files, "--output", str(options.output)]
     command = shlex.join(words + ["--warmup", str(options.warmup)] * bool(options.warmup))
     rows = timings.without_warm_up(timings.read(options.files), options.warmup)
@@ -59,9 +55,6 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     written = report(found, options.output, options.format)
     if not plots.installed():
         print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-    if options.json:
-        print(json.dumps({**as_json(found), "written": [str(file) for file in written]}, indent=2))
-        return 0
     print(text(found))
     print("\nwritten:", *written, sep="\n  ")
     return 0
@@ -136,24 +129,6 @@ def _page(found: Findings, pictures: Sequence[Picture], notes: Sequence[str]) ->
 
 
 # --- For other programs --------------------------------------------------------------------------
-
-
-def as_json(found: Findings) -> Json:
-    """Every number of the report, in seconds, samples, bytes and ratios."""
-    return {
-        "series": [_series(found, series) for series in found.series],
-        "applied": [{**asdict(one), "judged": one.judged} for one in found.applied],
-    }
-
-
-def _series(found: Findings, series: Series) -> Json:
-    sizes = [{**asdict(size), "cause": size.cause, "words": sentences.verdict(size, series)} for size in series.sizes]
-    advice = [
-        {"at": size.num_processes, **asdict(advice), "commands": commands(found, series, size, advice)}
-        for size, advice in suggestions(series)
-    ]
-    known = {"sizes": sizes, "law_in_words": sentences.law(series), "advice": advice}
-    return {**asdict(replace(series, rows=())), **known}
 
 
 def summary_csv(found: Findings) -> str:

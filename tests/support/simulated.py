@@ -143,7 +143,7 @@ HEALTHY, CLEAR = 0.08, 0.15  # shares of a step that are saved without an effect
 
 
 def without(training: Training, causes: tuple[str, ...] | list[str], world: int) -> Training:
-    """The training without these effects; without lost work, what is fixed shrinks with samples."""
+    """The training without these effects. Without lost work, fixed costs shrink as samples do."""
     passes = training.passes(training.global_batch / world)
     fixed = training.launch * training.passes(training.global_batch) / (world * passes)
     ideal = {

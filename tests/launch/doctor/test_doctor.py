@@ -26,14 +26,9 @@ def can_mount() -> bool:
 needs_mount = pytest.mark.skipif(not can_mount(), reason="a /dev/shm of its own needs a mount namespace")
 
 
-@pytest.fixture(scope="module")
-def healthy():
-    code, checks = examined("--num_processes", "2")
-    assert code == 0, checks
-    return checks
-
-
-def test_a_healthy_machine_passes_every_check(healthy):
+def test_a_healthy_machine_passes_every_check():
+    code, healthy = examined("--num_processes", "2")
+    assert code == 0, healthy
     machines = ["versions", "GPUs", "limits", "RAM", "disk", "HF_HOME", "/dev/shm", "CPU cores", "compiler"]
     network = ["loopback"]
     ranks = ["gloo", "DataLoader", "rendezvous", "connection", "bandwidth", "matrices", "CPU Adam"]

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from launch.doctor import links, measured
-from launch.doctor.machine import Check
 from launch.host.world import World
 from launch.training.banner import show_results
-from recipes.errors import Failure
 from recipes.planner.context import context_of
 from recipes.planner.measured import file_in
 from recipes.planner.speed import host_of
@@ -20,6 +18,8 @@ from tests.recipes.planner.small import planned, run_of
 
 MIB = 2**20
 H100 = "NVIDIA H100 80GB HBM3"
+CARD = Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8)
+KEEP_HOST = partial(measured.keep_host, H100, 2)
 UUID = "GPU-3f1a9d52-0000-0000-0000-000000000001"
 SMI = f"""\
 #!/bin/sh
@@ -53,9 +53,8 @@ def gpu(nvidia_smi, tmp_path, monkeypatch):
     return shows
 
 
-def own(name=H100, world=1):
-    run = run_of(hardware=Hardware((Gpu(name, (9, 0), 80 << 30),) * world, cores=8), world=world)
-    return context_of(run, os.environ)
+def own(world=1):
+    return context_of(run_of(hardware=Hardware(CARD.gpus * world, cores=8), world=world), os.environ)
 
 
 # --- What a process takes of its GPU --------------------------------------------------------------
@@ -104,101 +103,70 @@ def test_what_cannot_be_a_context_is_none(taken, gpu):
 # --- Kept for the next plan -----------------------------------------------------------------------
 
 
-def test_a_training_keeps_the_context_for_the_next_plan_of_such_a_card(gpu):
+def test_a_training_keeps_the_largest_context_for_such_a_card_and_no_other(gpu):
     gpu(f"{UUID}, {os.getpid()}, 620")
+    measured.keep_context(H100, False, 300 * MIB)
     measured.keep_own_context(H100, several=False)
-    assert own().bytes == 520 * MIB
-    assert own().source.startswith("measured here with torch ") and own().source.endswith("driver 580.1")
-    plan = planned(gpu="H100", gpu_memory=None, recipe="standard")
-    assert plan.recipes[0].components.context == 520 * MIB and plan.context.source == own().source
-    assert planned(gpu="L4", gpu_memory=None, recipe="standard").context.bytes != 520 * MIB
-
-
-def test_a_larger_context_replaces_a_smaller_one_and_no_other(nvidia_smi):
-    nvidia_smi(SMI)
-    for size in (300, 520, 400):
-        measured.keep_context(H100, False, size * MIB)
+    measured.keep_context(H100, False, 400 * MIB)
     measured.keep_context(H100, True, 900 * MIB)
     assert (own().bytes, own(world=2).bytes) == (520 * MIB, 900 * MIB)
+    assert own().source.startswith("measured here with torch ") and own().source.endswith("driver 580.1")
     assert len(json.loads(file_in(os.environ).read_text())["context"]) == 2
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"context": 3, "host": [null]}', b"\xff\x00"])
-def test_a_damaged_file_is_replaced(content, nvidia_smi):
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"context": 3, "host": [null]}', b'{"later": {"is": "kept"}}'])
+def test_a_damaged_file_is_replaced_and_what_a_later_release_keeps_there_stays(content, nvidia_smi):
     nvidia_smi(SMI)
     file_in(os.environ).parent.mkdir(parents=True)
     file_in(os.environ).write_bytes(content)
     measured.keep_context(H100, False, 500 * MIB)
     assert own().bytes == 500 * MIB
+    assert (b"later" in content) == (json.loads(file_in(os.environ).read_text()).get("later") == {"is": "kept"})
 
 
-def test_what_a_later_release_keeps_there_stays(nvidia_smi):
-    nvidia_smi(SMI)
-    file_in(os.environ).parent.mkdir(parents=True)
-    file_in(os.environ).write_text('{"later": {"is": "kept"}}')
-    measured.keep_context(H100, False, 500 * MIB)
-    assert json.loads(file_in(os.environ).read_text())["later"] == {"is": "kept"}
-
-
-def test_a_cache_that_cannot_be_written_is_a_failure_in_a_line(nvidia_smi, tmp_path):
-    nvidia_smi(SMI)
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(Failure, match=r"measured.json cannot be written: Not a directory$"):
-        measured.keep_context(H100, False, 500 * MIB)
-    assert own().bytes < 500 * MIB
-
-
-def finished(tmp_path, capsys) -> str:
-    """What the end of a training on a GPU prints on stderr."""
-    card = Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8)
-    run = run_of("standard", "--output_dir", str(tmp_path), hardware=card)
+@pytest.mark.parametrize("writable", [True, False])
+def test_every_training_on_a_gpu_keeps_its_context_or_says_in_a_line_why_not(writable, gpu, tmp_path, capsys):
+    gpu(f"{UUID}, {os.getpid()}, 620")
+    if not writable:
+        (tmp_path / "cache").write_text("a file where the folder should be")
+    run = run_of("standard", "--output_dir", str(tmp_path), hardware=CARD)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(free_memory=lambda: None))
     results = {"global_step": 2, "train_runtime": 1, "peak_memory_bytes": MIB, "peak_memory_of": "a GPU"}
     show_results(results, run, World(), trainer)
-    return capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (own().bytes == 520 * MIB, said == "") == (writable, writable)
+    if not writable:
+        assert "the run is finished, but keeping what CUDA takes" in said and said.count("cannot be written") == 1
 
 
-def test_every_training_on_a_gpu_keeps_its_context(gpu, tmp_path, capsys):
-    gpu(f"{UUID}, {os.getpid()}, 620")
-    assert finished(tmp_path, capsys) == ""
-    assert own().bytes == 520 * MIB
-
-
-def test_a_context_that_cannot_be_kept_costs_a_training_one_line(gpu, tmp_path, capsys):
-    gpu(f"{UUID}, {os.getpid()}, 620")
-    (tmp_path / "cache").write_text("")
-    said = finished(tmp_path, capsys)
-    assert "the run is finished, but keeping what CUDA takes" in said and said.count("cannot be written") == 1
-
-
-# --- What the doctor says -------------------------------------------------------------------------
-
-
-def kept(keep) -> Check:
-    return links.kept(SimpleNamespace(local_rank=0), "PCIe", "10.0 GB/s", keep, {})
-
-
-def test_the_plan_takes_the_speed_of_the_host_that_the_doctor_measured():
-    before = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    check = kept(partial(measured.keep_host, H100, 2, 2e-9, 1e10))
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_doctor_keeps_the_speed_of_the_host_or_warns(writable, tmp_path):
+    if not writable:
+        (tmp_path / "cache").write_text("")
+    check = links.kept(SimpleNamespace(local_rank=0), "PCIe", "10.0 GB/s", partial(KEEP_HOST, 2e-9, 1e10), {})
+    if not writable:
+        assert check.status == "warning" and "HF_HOME" in check.fix
+        return
     assert (check.status, check.found) == ("ok", "10.0 GB/s; kept for `recipes plan`")
-    run = run_of(hardware=Hardware((Gpu(H100, (9, 0), 80 << 30),) * 2, cores=8), world=2)
-    host, source = host_of(run)
+    host, source = host_of(run_of(hardware=Hardware(CARD.gpus * 2, cores=8), world=2))
     assert (host.adam, host.pcie, source) == (2e-9, 1e10, "measured here")
-    after = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    assert after.times["memory"].host > before.times["memory"].host
-    assert after.host_source == "measured here" != before.host_source
-    assert planned(gpu="L4", gpu_memory=None, recipe="memory").host_source == before.host_source
-
-
-def test_a_cache_that_cannot_be_written_is_a_warning_of_the_doctor(tmp_path):
-    (tmp_path / "cache").write_text("")
-    check = kept(partial(measured.keep_host, H100, 2, 2e-9, 1e10))
-    assert check.status == "warning" and "HF_HOME" in check.fix
 
 
 @pytest.mark.parametrize("row", [{"adam": 0, "pcie": 1e10}, {"adam": "fast", "pcie": 1e10}, {"adam": 1e-9}])
 def test_a_speed_that_cannot_be_is_not_used(row):
     measured.keep("host", {"card": "H100 SXM", "processes": 1}, row)
-    run = run_of(hardware=Hardware((Gpu(H100, (9, 0), 80 << 30),), cores=8))
-    assert host_of(run)[1] != "measured here"
+    assert host_of(run_of(hardware=CARD))[1] != "measured here"
+
+
+@pytest.mark.slow
+def test_the_plan_takes_what_was_measured_on_such_a_card(gpu):
+    before = planned(gpu="H100", gpu_memory=None, recipe="memory")
+    gpu(f"{UUID}, {os.getpid()}, 620")
+    measured.keep_own_context(H100, several=False)
+    KEEP_HOST(2e-9, 1e10)
+    after = planned(gpu="H100", gpu_memory=None, recipe="memory")
+    assert after.times["memory"].host > before.times["memory"].host
+    assert after.host_source == "measured here" != before.host_source
+    assert after.recipes[0].components.context == 520 * MIB and after.context.source == own().source
+    other = planned(gpu="L4", gpu_memory=None, recipe="memory")
+    assert other.host_source == before.host_source and other.context.bytes != 520 * MIB

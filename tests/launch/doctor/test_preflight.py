@@ -15,19 +15,14 @@ from tests.support.jobs import job
 
 
 @pytest.mark.slow
-def test_a_preflight_that_fails_ends_the_job_before_it_trains(broken_torch, tmp_path):
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_script_starts_only_after_a_preflight_that_passes(fails, broken_torch, tmp_path):
     text = Local().render(replace(hostile_job(["a b"], tmp_path), preflight=True))
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=broken_torch)
-    assert done.returncode == 1 and "failed: 1 of" in done.stdout
-    assert not (tmp_path / "words.json").exists() and "Traceback" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_after_a_preflight_that_passes_the_script_starts(tmp_path):
-    text = Local().render(replace(hostile_job(["a b"], tmp_path), preflight=True))
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True)
-    assert (done.returncode, received(tmp_path)) == (0, ["a b"]), done.stderr
-    assert "healthy: " in done.stdout
+    environment = broken_torch if fails else None
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, env=environment)
+    assert done.returncode == fails and ("failed: 1 of" if fails else "healthy: ") in done.stdout, done.stderr
+    assert (tmp_path / "words.json").exists() != fails and "Traceback" not in done.stdout + done.stderr
+    assert fails or received(tmp_path) == ["a b"]
 
 
 @pytest.mark.parametrize(("target", "nodes"), [(Local(), 1), (Slurm(venv="/v"), 1), (Slurm(), 2)])

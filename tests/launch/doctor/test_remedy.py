@@ -35,17 +35,29 @@ def found(*words):
     return checks[0] if checks else None
 
 
+@pytest.mark.parametrize(
+    ("works", "failure", "says", "runs"),
+    [
+        (lambda number, _: number > 0, REFUSED, "run it again some times", 2),  # again, and it works: no switch
+        (lambda number, _: number > 0, KILLED, "run it again some times", 2),
+        (lambda number, _: number > 1, REFUSED, "now and then", 4),
+        (lambda *_: False, KILLED, KILLED.fix, 2),
+        (lambda *_: False, BROKEN, BROKEN.fix, 1),  # not a link
+        (lambda *_: False, REFUSED, "sets of switches helped; look", None),
+    ],
+    ids=["once", "killed once", "now and then", "killed again", "not a link", "nothing mends"],
+)
+def test_what_no_switch_is_known_to_mend_gets_none(works, failure, says, runs, probe_runs):
+    tried = probe_runs(works, failure)
+    check = found()
+    assert check.status == "error" and failure.what in check.found and says in check.fix
+    assert "export" not in check.fix and (runs is None or len(tried) == runs)
+    assert runs == 2 or not check.found.startswith("failed once")
+
+
 def test_a_success_needs_no_second_run(probe_runs):
     tried = probe_runs(lambda *_: True)
     assert found() is None and tried == [()]
-
-
-@pytest.mark.parametrize("failure", [REFUSED, KILLED])
-def test_what_works_when_tried_again_gets_no_switch(failure, probe_runs):
-    tried = probe_runs(lambda number, _: number > 0, failure)
-    check = found()
-    assert (check.status, check.found) == ("error", f"failed once of two: {failure.what}")
-    assert tried == [(), ()] and "export" not in check.fix
 
 
 def test_what_fails_again_gets_the_switch_without_which_it_fails(probe_runs):
@@ -59,25 +71,6 @@ def test_the_set_of_several_switches_comes_last(probe_runs):
     tried = probe_runs(lambda _, names: len(names) > 1)
     lines = found().fix.splitlines()[1:]
     assert [line.split("=")[0] for line in lines] == [f"export {name}" for name in tried[-2]]
-
-
-def test_what_fails_now_and_then_gets_no_switch(probe_runs):
-    probe_runs(lambda number, _: number > 1)
-    check = found()
-    assert "export" not in check.fix and "now and then" in check.fix
-
-
-def test_what_nothing_mends_keeps_its_own_fix(probe_runs):
-    tried = probe_runs(lambda *_: False)
-    assert found().fix == f"none of the {len(tried) - 2} sets of switches helped; look"
-
-
-@pytest.mark.parametrize(
-    ("failure", "words", "runs"), [(KILLED, (), 2), (BROKEN, (), 1)], ids=["killed again", "not a link"]
-)
-def test_what_no_switch_can_mend_gets_none(failure, words, runs, probe_runs):
-    tried = probe_runs(lambda *_: False, failure)
-    assert found(*words).fix == failure.fix and len(tried) == runs
 
 
 def test_without_time_nothing_is_tried(probe_runs):

@@ -70,15 +70,11 @@ def test_jsonl_that_anyone_writes_is_read(rows_of):
     "row",
     [
         {"epoch_time": "fast"},
-        {"epoch_time": "12,5"},
         {"epoch_time": "inf"},
-        {"epoch_time": 1e300},
         {"num_processes": 0},
         {"num_processes": 1.5},
-        {"loss": -1},
         {"scaling": "both"},
         {"overlap": 1.5},
-        {"epoch_time": [[]]},
         {"samples_per_second": 0},
         {"step_time": 400},  # ms
         {"name": "a\0b"},
@@ -91,10 +87,6 @@ def test_an_impossible_value_is_named_with_its_file_and_line(rows_of, row):
         rows_of(f"{json.dumps(good)}\n{json.dumps(good | row)}", "mine.jsonl")
     (problem,) = error.value.problems
     assert problem.subject == next(iter(row)) and problem.source.endswith("mine.jsonl, line 2")
-
-
-def test_a_part_that_rounding_left_is_no_mistake(rows_of):
-    assert rows_of('{"num_processes": 1, "epoch_time": 10, "other": 2e-17}', "mine.jsonl")[0].other == 2e-17
 
 
 def test_the_mistakes_of_all_rows_are_reported_at_once(rows_of):
@@ -126,20 +118,13 @@ def test_a_file_that_holds_no_rows_says_what_belongs_there(tmp_path, name, text,
 # --- Throughput and warm-up ----------------------------------------------------------------------
 
 
-def test_a_throughput_alone_is_enough(rows_of):
+def test_a_throughput_alone_is_enough_and_beside_samples_or_time_it_gives_the_other(rows_of):
     rows = rows_of("num_processes,samples_per_second\n1,255\n4,691\n8,666\n")
     assert [row.timed for row in rows] == ["1000 samples"] * 3
     (series,) = analyse(rows)
     assert [size.samples_per_second.median for size in series.sizes] == pytest.approx([255, 691, 666])
-
-
-def test_tokens_per_second_scale_weakly_as_they_are(rows_of):
     (series,) = analyse(rows_of("num_processes,tokens_per_second,scaling\n1,1000,weak\n4,3600,weak\n"))
     assert series.sizes[-1].efficiency.median == pytest.approx(0.9)
-    assert series.sizes[-1].tokens_per_second == pytest.approx(3600)
-
-
-def test_a_throughput_beside_samples_or_time_gives_the_other(rows_of):
     assert rows_of("num_processes,samples_per_second,samples\n1,50,200\n")[0].epoch_time == 4
     assert rows_of("num_processes,epoch_time,samples_per_second\n1,4,50\n")[0].samples == 200
 

@@ -128,9 +128,6 @@ class Trainee:
         inputs, targets = (part.chunk(self.variant.micro_batches) for part in examples)
         return list(zip(inputs, targets, strict=True))
 
-    def flat_gradient(self) -> torch.Tensor:
-        return torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()]) * self.smaller
-
 
 def examples(step: int, rank: int, setup: Setup) -> Examples:
     """A rank's sequences for a step, from the source of Python's argparse."""
@@ -164,7 +161,8 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
             started = _now(setup)
             gradient(trainee, trainee.parts(batch))
             if step == 0:
-                trainee.first_gradient = trainee.flat_gradient()
+                flat = [parameter.grad.flatten() for parameter in trainee.model.parameters()]
+                trainee.first_gradient = torch.cat(flat) * smaller
             update(trainee)
             trainee.seconds.append(_now(setup) - started)
     first = trainees[0].first_gradient

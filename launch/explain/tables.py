@@ -18,7 +18,6 @@ from launch.host import processes
 from launch.host.launcher import THREADS, threads_per_process
 from launch.terminal import print_table
 from recipes.run import Json
-from recipes.run.hardware import Hardware
 from recipes.run.hardware import read as read_hardware
 
 RANKS = 2
@@ -136,9 +135,19 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     topic, hardware = TOPICS[options.topic], read_hardware()
     device = "cuda" if len(hardware.gpus) >= RANKS else "cpu"
+    where = str(hardware)
+    if device == "cpu" and hardware.gpus:
+        where = f"CPU, {hardware.cores} cores (NCCL needs a GPU for each rank, and there is one)"
     if not options.json:
-        print(f"{options.topic}: {topic.what}\n{_where(hardware, device)}: {RANKS} processes measure", flush=True)
-    measured, failures = _measure(options.topic, device, hardware)
+        print(f"{options.topic}: {topic.what}\n{where}: {RANKS} processes measure", flush=True)
+    requests = [{"topic": options.topic, "device": device, "rank": rank} for rank in range(RANKS)]
+    environment = {**os.environ, THREADS: str(threads_per_process(hardware.cores, RANKS))}
+    with processes.ask(_MODULE, requests, environment) as ranks:
+        for codes in processes.watch(ranks):
+            if any(codes):
+                break
+        failures = [f"rank {rank} failed: {child.end()}" for rank, child in enumerate(ranks) if child.process.poll()]
+        measured = ranks[0].answer
     if failures:
         print("\n".join(failures), file=sys.stderr)
         return 1
@@ -147,27 +156,9 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
         ran = {"topic": options.topic, "hardware": str(hardware), "device": device, "ranks": RANKS}
         ran |= {"sequences_of_each_rank": SEQUENCES, "steps": STEPS}
         print(json.dumps({**ran, **measured, "rows": rows, "notes": _notes(topic, measured)}, indent=2))
-        return 0
-    _print(topic, measured, rows)
+    else:
+        _print(topic, measured, rows)
     return 0
-
-
-def _where(hardware: Hardware, device: str) -> str:
-    if device == "cuda" or not hardware.gpus:
-        return str(hardware)
-    return f"CPU, {hardware.cores} cores (NCCL needs a GPU for each rank, and there is one)"
-
-
-def _measure(topic: str, device: str, hardware: Hardware) -> tuple[Json, list[str]]:
-    """What rank 0 has measured, or a line for each rank that failed. No rank outlives this."""
-    requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
-    environment = {**os.environ, THREADS: str(threads_per_process(hardware.cores, RANKS))}
-    with processes.ask(_MODULE, requests, environment) as ranks:
-        for codes in processes.watch(ranks):
-            if any(codes):
-                break
-        failures = [f"rank {rank} failed: {child.end()}" for rank, child in enumerate(ranks) if child.process.poll()]
-        return ranks[0].answer or {}, failures
 
 
 # --- Printing -------------------------------------------------------------------------------------
@@ -176,13 +167,11 @@ def _measure(topic: str, device: str, hardware: Hardware) -> tuple[Json, list[st
 def _print(topic: Topic, measured: Json, rows: list[Json]) -> None:
     batch = f"{RANKS} ranks x {SEQUENCES} sequences of {measured['tokens']} tokens"
     print(f"{measured['backend']}, a decoder of {measured['parameters']:,} parameters, {batch} per optimizer step\n")
-    heads = ["", "memory", "samples/s", "speed", "syncs", "sent", "loss", "gradient", "off"]
-    heads += ["zeroed"] * bool(topic.gradients_of)
-    print_table(heads, [_cells(row, rows[0])[: len(heads)] for row in rows])
-    print()
-    for variant in topic.variants:
-        print(f"{variant.name}: {variant.reason}")
-    print()
+    cells = [_cells(row, rows[0]) for row in rows]
+    if not topic.gradients_of:
+        cells = [{name: text for name, text in row.items() if name != "zeroed"} for row in cells]
+    print_table([*cells[0]], [[*row.values()] for row in cells])
+    print("\n".join(["", *(f"{variant.name}: {variant.reason}" for variant in topic.variants), ""]))
     if any(variant.goal for variant in topic.variants):
         print_table(*goals(rows), whole=True)
         print()
@@ -190,19 +179,19 @@ def _print(topic: Topic, measured: Json, rows: list[Json]) -> None:
     print("the loop that ran: gradient() and update() in launch/explain/steps.py")
 
 
-def _cells(row: Json, first: Json) -> list[str]:
-    return [
-        row["name"],
-        f"{row['peak_bytes'] / 1e6:.1f} MB",
-        f"{RANKS * SEQUENCES / row['seconds']:.1f}",
-        _speed(row, first),
-        f"{row['synchronisations']:g}",
-        f"{row['sent_bytes'] / 1e6:.1f} MB",
-        "not finite" if row["loss"] is None else f"{row['loss']:.2f}",
-        f"x {row['gradient'] / first['gradient']:.3g}",
-        "" if row is first else f"{row['difference']:.1g}",
-        f"{row['lost']:.2%}",
-    ]
+def _cells(row: Json, first: Json) -> dict[str, str]:
+    return {
+        "": row["name"],
+        "memory": f"{row['peak_bytes'] / 1e6:.1f} MB",
+        "samples/s": f"{RANKS * SEQUENCES / row['seconds']:.1f}",
+        "speed": _speed(row, first),
+        "syncs": f"{row['synchronisations']:g}",
+        "sent": f"{row['sent_bytes'] / 1e6:.1f} MB",
+        "loss": "not finite" if row["loss"] is None else f"{row['loss']:.2f}",
+        "gradient": f"x {row['gradient'] / first['gradient']:.3g}",
+        "off": "" if row is first else f"{row['difference']:.1g}",
+        "zeroed": f"{row['lost']:.2%}",
+    }
 
 
 def _speed(row: Json, first: Json) -> str:
@@ -220,12 +209,7 @@ def goals(rows: list[Json]) -> tuple[list[str], list[list[str]]]:
         ["speed", *(_speed(row, first) for row in shown)],
         ["gradient is off by", *(f"{row['difference']:.1g}" for row in shown)],
         ["exchanges per step", *(f"{row['synchronisations']:g}" for row in shown)],
-        [
-            "can be combined",
-            "yes: divide each loss by their number",
-            "yes: unscale_ fp16 once, before clipping",
-            "they are",
-        ],
+        ["can be combined", "yes: divide each loss by their number", "yes: unscale_ fp16 before clipping", "they are"],
     ]
 
 

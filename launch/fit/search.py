@@ -9,7 +9,6 @@ group would need a network that gloo finds, or memory of the GPU.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -67,11 +66,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
     if a probe fails for another reason than memory.
     """
-    store = early_store("fit", world.rank, world.size)
-    if world.is_main:
-        _tell(store, "start", _start(run))
-    start = _hear(store, "start")
-    found = start.get("kept") or _search(run, argv, world, store, start)
+    start = world.decide(lambda: _start(run))
+    found = start.get("kept") or _search(run, argv, world, start)
     if world.is_main and "kept" not in start:
         record.write(run["output_dir"], found, FIT)
     batch = fitted.as_batch(run, found)  # as rank 0 found it: another node may have other devices
@@ -91,7 +87,7 @@ def _start(run: RunSpec) -> Json:
         require_writable(folder)
     except OSError as error:
         what = f"{folder} cannot be written: {error.strerror}"
-        return _mistaken(run, mistake("output_dir", what, "choose a writable folder"))
+        raise mistake("output_dir", what, "choose a writable folder") from None
     limit = psutil.virtual_memory().available // run.local_world_size
     if run.hardware.gpus:
         limit = min(gpu.memory_bytes for gpu in run.hardware.gpus)
@@ -112,7 +108,7 @@ def _guess(run: RunSpec, limit: int) -> int:
         return run.batch.micro
 
 
-def _search(run: RunSpec, argv: list[str], world: World, store: Store, start: Json) -> Json:
+def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     """Go up from the guess while probes run, or down until one does. Returns fit.json's content."""
     _tokenize(run)
     share, limit, guess = run.batch.micro * run.batch.accumulation, start["limit"], start["guess"]
@@ -127,7 +123,7 @@ def _search(run: RunSpec, argv: list[str], world: World, store: Store, start: Js
             "limit_bytes": round(limit * (1 - RESERVE)),
             "evaluates": run["eval_strategy"] != "no",
         }
-        found = _probe(request, world, store, start["port"])
+        found = _probe(request, world, start["port"])
         probes.append({"micro_batch": size, "accumulation": share // size, **found})
         outcome = "runs" if found["fits"] else f"does not fit: {found['words']}"
         peak = f", peak {memory_size(found['peak_bytes'])}" if found["peak_bytes"] else ""
@@ -176,11 +172,12 @@ def _tokenize(run: RunSpec) -> None:
 # --- One candidate, on all ranks ------------------------------------------------------------------
 
 
-def _probe(request: Json, world: World, store: Store, port: int) -> Json:
+def _probe(request: Json, world: World, port: int) -> Json:
     """How a micro-batch went on all ranks together."""
-    size = request["micro_batch"]
-    _tell(store, f"{size}/{world.rank}", _probe_here(request, store, port))
-    verdicts = [_hear(store, f"{size}/{rank}") for rank in range(world.size)]
+    size, store = request["micro_batch"], early_store("fit", world.rank, world.size)
+    verdicts = world.gather(_probe_here(request, store, port))
+    for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):
+        raise UserError(*(Problem(**problem) for problem in problems))
     short = [verdict for verdict in verdicts if verdict["kind"] == "out_of_memory"]
     failed = [(rank, verdict["words"]) for rank, verdict in enumerate(verdicts) if verdict["kind"] != "fits"]
     if failed and not short:
@@ -225,24 +222,6 @@ def _without_answer(child: processes.Child) -> Json:
     return {"kind": "failed", "words": child.end(15)}
 
 
-def _mistaken(run: RunSpec, error: UserError) -> Json:
-    return {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
-
-
-def _tell(store: Store, name: str, content: Json) -> None:
-    store.set(name, json.dumps(content))
-
-
-def _hear(store: Store, name: str) -> Json:
-    """What a rank has told. Raises the `UserError` of one that has met a mistake."""
-    while not store.check([name]):  # no signal interrupts a wait inside the store
-        time.sleep(0.05)
-    told = json.loads(store.get(name))
-    if "problems" in told:
-        raise UserError(*(Problem(**problem) for problem in told["problems"]))
-    return told
-
-
 # --- A probe, in a process of its own -------------------------------------------------------------
 
 
@@ -257,6 +236,10 @@ def main(folder: str) -> None:
     except UserError as error:
         verdict = _mistaken(run, error)
     processes.answer(folder, verdict)
+
+
+def _mistaken(run: RunSpec, error: UserError) -> Json:
+    return {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
 
 
 def _requested(request: Json, world: World, folder: str) -> RunSpec:

@@ -9,15 +9,18 @@ no name.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
+import pickle
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from recipes.errors import Failure
 from recipes.run import Json
@@ -25,6 +28,7 @@ from recipes.run import Json
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+T = TypeVar("T")
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # then it is noted; a library that reads data may hold Python for some seconds
 
@@ -86,9 +90,6 @@ def meeting(rank: int, size: int, timeout: float) -> Iterator[None]:
                     raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
 
 
-_open: list[Store] = []  # rank 0's also serves the training that follows, at the same address
-
-
 def early_store(name: str, rank: int, size: int) -> Store:
     """A store for all ranks before their process group: the launcher's; without one, rank 0's at
     the address where the training will meet.
@@ -99,9 +100,26 @@ def early_store(name: str, rank: int, size: int) -> Store:
         return HashStore()
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    _open.append(TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True))
+    store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
-    return PrefixStore(f"{name}/{attempt}", _open[-1])
+    return PrefixStore(f"{name}/{attempt}", store)
+
+
+_exchanges = itertools.count()
+_kept = functools.cache(early_store)  # rank 0's also serves the training that follows, at the same address
+
+
+def exchange(own: T, rank: int, size: int) -> list[T]:
+    """What every rank passes here, in the order of ranks, before their process group."""
+    store, number = _kept("exchange", rank, size), next(_exchanges)
+    store.set(f"{number}/{rank}", pickle.dumps(own))
+    while not store.check([f"{number}/{other}" for other in range(size)]):
+        time.sleep(0.05)  # no signal interrupts a wait inside the store
+    found = [pickle.loads(store.get(f"{number}/{other}")) for other in range(size)]
+    store.add(f"{number}/heard", 1)
+    while rank == 0 and store.add(f"{number}/heard", 0) < size:
+        time.sleep(0.05)  # it may serve the store, and end at once
+    return found
 
 
 # --- Signs of life --------------------------------------------------------------------------------

@@ -21,15 +21,18 @@ SECRET = re.compile(
 _NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEYS?\b|APIKEY|ACCESSKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # Files also count tokens, name special ones such as `pad_token`, and columns such as `text_key`.
-_HARMLESS = re.compile(
+_HARMLESS_NAME = re.compile(
     r"TOKENS|TOKEN_(?:TYPE|ID)|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|SPECIAL)_TOKEN|(?:SORT|TEXT|LABEL|INPUT|COLUMN)[_-]KEY",
     re.IGNORECASE,
 )
-# A name, or a name and then `value`, and a value after it that is no number: files count tokens.
-# Each part is bounded, or a file of one long word would take minutes.
+# A name and then a value in quotes, in its line or the next; outside of Python also without quotes,
+# but no number: files count tokens. A value in capitals is a variable's name. Each part is bounded,
+# or a file of one long word would take minutes.
 _ASSIGNED = re.compile(
     rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
-    r"""\s{0,20}(?:[:,]|[+:]?=(?!=))\s{0,20}(?!(?:null|none|true|false|[-+\d._]+|""|'')\s*(?:[,\]})\n]|$))[^\s,=:)]""",
+    r"""\s{0,20}(?:[:,]|\+?=(?!=))(?:(?=[\s\\]{0,20}[^\n]{0,200}?["'](?![A-Z_]+["'])[^\s"'<\[\])},:;.])"""
+    r"""|(?P<plain>(?=[ \t\[{|>]{0,20}(?:\n[ \t-]{1,20})?"""
+    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})))""",
     re.IGNORECASE,
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
@@ -65,9 +68,10 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
     return SECRET.sub(HIDDEN, content)
 
 
-def recorded_text(text: str) -> str:
+def recorded_text(text: str, is_python: bool = False) -> str:
     """The text of a file, or its hash behind `***` if it seems to hold a secret."""
-    assigned = any(not _HARMLESS.search(match[1]) for match in _ASSIGNED.finditer(text))
+    found = (match[1] for match in _ASSIGNED.finditer(text) if match["plain"] is None or not is_python)
+    assigned = any(not _HARMLESS_NAME.search(name) for name in found)
     return hashed(text) if assigned or hide(text, in_environment()) != text else text
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock
 
-from launch.host.heartbeat import heartbeat, meeting
+from launch.host.heartbeat import exchange, heartbeat, meeting
 from launch.host.launcher import launcher_argv, threads_per_process
 from launch.host.processes import free_port
 from launch.host.signals import ending_children
@@ -64,24 +64,33 @@ class World:
         """
         if self.size == 1:
             return decision()
-        import torch.distributed as dist
-
-        answer: list[Any] = [None, None]
+        answer: Any = None
         if self.is_main:
             try:
-                answer = [decision(), None]
+                answer = [decision()]
             except UserError as error:
-                answer = [None, error.problems]
+                answer = error
             except Exception:
-                dist.broadcast_object_list([None, ()], src=0)
+                self.gather(Failure("rank 0 failed: see the error that it printed"))
                 raise
-        dist.broadcast_object_list(answer, src=0)
-        result, problems = answer
-        if problems is None:
-            return result
-        if not problems:
-            raise Failure("rank 0 failed: see the error that it printed")
-        raise UserError(*problems)
+        decided = self.gather(answer)[0]
+        if isinstance(decided, Exception):
+            raise decided
+        return decided[0]
+
+    def gather(self, own: T) -> list[T]:
+        """What every rank passes here, in the order of ranks, once all have come. Before their
+        process group they meet in the store where it will be joined.
+        """
+        if self.size == 1:
+            return [own]
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return exchange(own, self.rank, self.size)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own)
+        return found
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> World:
@@ -238,14 +247,9 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
 
     Ranks whose micro-batches differ would wait for each other.
     """
-    if world.size == 1:
-        return
-    import torch.distributed as dist
-
-    sizes = [0] * world.size
-    dist.all_gather_object(sizes, run.batch.micro)
-    if len(set(sizes)) > 1:
-        what = f"the ranks have micro-batches of {', '.join(str(size) for size in sorted(set(sizes)))}"
+    sizes = set(world.gather(run.batch.micro))
+    if len(sizes) > 1:
+        what = f"the ranks have micro-batches of {', '.join(map(str, sorted(sizes)))}"
         raise mistake("per_device_train_batch_size", what, f"--per_device_train_batch_size {min(sizes)}")
 
 

@@ -1,19 +1,15 @@
 """`recipes explain`: what two real ranks counted, and how the command ends."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.cli import main
 from launch.explain.tables import TOPICS, goals
 from tests.support.waiting import PATIENCE, wait_for
-
-COMMAND = [sys.executable, "-m", "launch", "explain", "both"]
 
 
 def measured(topic, capsys):
@@ -51,42 +47,15 @@ def test_accumulation_in_16_bits_has_the_gradient_of_the_whole_batch_if_it_is_cl
 # --- How it ends ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def started():
-    """The command, running, and the process ids of its two ranks."""
-    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_for("two ranks, or the end", lambda: len(children.read_text().split()) == 2 or process.poll() is not None)
-    yield process, [int(word) for word in children.read_text().split()]
-    process.kill()
-    process.communicate()
-
-
-def has_ended(pid) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_ctrl_c_ends_both_ranks(started):
-    process, ranks = started
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE) == 130
-    # One that had only just started ends by itself, once it has asked whether its parent is there.
-    wait_for("the end of both", lambda: all(has_ended(rank) for rank in ranks))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_a_rank_that_dies_is_named(started):
-    process, ranks = started
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE)
+def test_a_rank_that_dies_is_named_and_none_is_left():
+    words = [sys.executable, "-m", "launch", "explain", "both"]
+    with psutil.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        ranks = wait_for("two ranks", lambda: len(found := process.children()) == 2 and found)
+        ranks[1].kill()
+        _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (1, "rank 1 failed: killed by SIGKILL\n")
-    assert all(has_ended(rank) for rank in ranks)
+    assert not any(rank.is_running() for rank in ranks)
 
 
 # --- What is printed ------------------------------------------------------------------------------

@@ -291,19 +291,26 @@ HOLD_A_SECRET_IN_YAML = [
 ]  # fmt: skip
 HARMLESS = [
     'pad_token = "<pad>"', "num_tokens: 123456789", "tokenizer_name: org/name-of-it", 'token == "wJalr/XUtn"',
-    "hub_token: null", 'token = ""', "include_num_input_tokens_seen: non_padding", "eos_token: end_of_text",
+    "hub_token: null", "hub_token:\nseed: 7", "include_num_input_tokens_seen: non_padding", "eos_token: end_of_text",
     'average_tokens_across_devices: "true"', "label_key: sentiment_label", 'bos_token = "it"',
-    'text_key = "text"', "TOKEN" * 10**5, "token =" + " " * 10**5, "token=," * 10**5,
+    "TOKEN" * 10**5, "token =" + " " * 10**6, "# token: " + "a " * 10**5, "token=," * 10**5,
+]  # fmt: skip
+HARMLESS_IN_PYTHON = [
+    'token = environ["HF_TOKEN"]', 'token = get("HF_TOKEN")', 'text_key = "text"', "token = settings.hub_token",
+    "def f(token: TokenOfOurs) -> str:", 'token = ""',
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "is_secret"),
-    [(text, True) for text in (*HOLD_A_SECRET, *HOLD_A_SECRET_IN_YAML)] + [(text, False) for text in HARMLESS],
+    ("text", "is_python", "is_secret"),
+    [(text, is_python, True) for text in HOLD_A_SECRET for is_python in (False, True)]
+    + [(text, False, True) for text in HOLD_A_SECRET_IN_YAML]
+    + [(text, is_python, False) for text in HARMLESS for is_python in (False, True)]
+    + [(text, True, False) for text in HARMLESS_IN_PYTHON],
     ids=lambda value: str(value)[:40],
 )
-def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text, is_secret):
-    recorded = secrets.recorded_text(text)
+def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text, is_python, is_secret):
+    recorded = secrets.recorded_text(text, is_python)
     expected = secrets.hashed(text) if is_secret else text
     assert recorded[:100] == expected[:100]  # and does not take hours
     assert not is_secret or "Jal" not in recorded

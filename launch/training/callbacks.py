@@ -269,9 +269,9 @@ class StepTiming(TrainerCallback):
 def _due(state: TrainerState, control: Any) -> str:
     """The part that follows a step: what every run logs and saves at its end is one only if due."""
     if control.should_save or control.should_evaluate:
-        part, intervals = "saving", (state.save_steps, state.eval_steps)
+        part, intervals = "saving", [state.save_steps, state.eval_steps]
     elif control.should_log:
-        part, intervals = "logging", (state.logging_steps,)
+        part, intervals = "logging", [state.logging_steps]
     else:
         return "other"
     is_due = any(steps and state.global_step % steps == 0 for steps in intervals)

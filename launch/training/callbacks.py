@@ -267,17 +267,15 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """The part that follows a step. What every run logs and saves at its end is one only if it is
-    due.
-    """
-    last = state.global_step >= state.max_steps
-    for part, asked, every in (
-        ("saving", control.should_save or control.should_evaluate, (state.save_steps, state.eval_steps)),
-        ("logging", control.should_log, (state.logging_steps,)),
-    ):
-        if asked:
-            return part if not last or any(steps and state.global_step % steps == 0 for steps in every) else "end"
-    return "other"
+    """The part that follows a step: what every run logs and saves at its end is one only if due."""
+    if control.should_save or control.should_evaluate:
+        part, intervals = "saving", [state.save_steps, state.eval_steps]
+    elif control.should_log:
+        part, intervals = "logging", [state.logging_steps]
+    else:
+        return "other"
+    is_due = any(steps and state.global_step % steps == 0 for steps in intervals)
+    return part if is_due or state.global_step < state.max_steps else "end"
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:

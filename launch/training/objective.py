@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,25 +85,23 @@ class Metrics:
         return self._of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
     def _of_classes(self, predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, Any]:
-        from sklearn.metrics import accuracy_score, classification_report
+        from sklearn.metrics import accuracy_score, precision_recall_fscore_support
 
-        several = right.ndim == 2
-        occurring = [bool(row.any()) for row in np.concatenate([predicted, right]).T] if several else None
-        known = range(len(self.names)) if several else np.unique(np.concatenate([predicted, right]))
-        names = [self.names[number] for number in known]
+        known, occurs = np.unique([predicted, right]), itertools.repeat(True)
+        if right.ndim == 2:
+            known, occurs = np.arange(len(self.names)), (predicted | right).any(axis=0)
         # Of a class without examples or predictions all is 0, without a warning.
-        quiet: dict[str, Any] = {"labels": known, "target_names": names, "output_dict": True, "zero_division": 0.0}
-        table = classification_report(right, predicted, **quiet)
-        rows = {name: [float(figure) for figure in list(table[name].values())[:3]] for name in names}
+        figures = partial(precision_recall_fscore_support, right, predicted, labels=known, zero_division=0.0)
+        averaged = {how: figures(average=how) for how in averages}
         return {
             "accuracy": float(accuracy_score(right, predicted)),
-            **{f"f1_{how}": float(table[f"{how} avg"]["f1-score"]) for how in averages},
-            "precision_macro": float(table["macro avg"]["precision"]),
-            "recall_macro": float(table["macro avg"]["recall"]),
+            **{f"f1_{how}": float(f1) for how, (_, _, f1, _) in averaged.items()},
+            "precision_macro": float(averaged["macro"][0]),
+            "recall_macro": float(averaged["macro"][1]),
             "per_class": {
-                name: dict(zip(PER_CLASS, (*rows[name], int(table[name]["support"])), strict=True))
-                for place, name in enumerate(names)
-                if occurring is None or occurring[place]
+                self.names[number]: dict(zip(PER_CLASS, (*map(float, shares), int(examples)), strict=True))
+                for number, *shares, examples, is_there in zip(known, *figures(), occurs, strict=False)
+                if is_there
             },
         }
 

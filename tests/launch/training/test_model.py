@@ -12,22 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    BloomConfig,
-    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    RobertaConfig,
 )
 
 from launch.data.demo import demo_tokenizer
-from launch.training.model import described, load_tokenizer, with_model
+from launch.training.model import load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from recipes.run import here, resolve
-from recipes.run.local_model import max_positions
 from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
 from tests.support.runs import H100, machine
 
@@ -74,20 +69,6 @@ def test_a_classifier_has_a_named_output_for_each_label(kind, request):
 # --- Its configuration ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "positions"),
-    [
-        (LlamaConfig(max_position_embeddings=2048), 2048),
-        (GPT2Config(n_positions=512), 512),
-        (RobertaConfig(max_position_embeddings=514, pad_token_id=1), 512),
-        (BloomConfig(), None),
-    ],
-    ids=["llama", "gpt2", "roberta", "bloom"],
-)
-def test_positions_a_model_has(config, positions):
-    assert max_positions(described(config)) == positions
-
-
 def elsewhere(name, monkeypatch, **settings):
     """A run on another machine, whose model is on the Hub: no rule looks into files here."""
     run = run_with(name, **settings)
@@ -116,14 +97,6 @@ def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(gpt2,
     _, advice = with_model(run, load_tokenizer(run))
     assert [problem.subject for problem in require_legal(run)] == ["save_only_model", "attn_implementation"]
     assert [problem.what.partition(",")[0] for problem in advice] == ["flash_attention_4 has no dropout"]
-
-
-def test_a_longer_sequence_of_a_recipe_is_lowered_to_what_the_model_takes(tmp_path):
-    name = save(LlamaForCausalLM(small_llama(max_position_embeddings=128)), tmp_path)
-    run = resolve(["--model_name_or_path", name], here(environment={}))
-    limited, _ = with_model(run, load_tokenizer(run))
-    assert (limited["max_length"], limited.setting("max_length").source) == (128, "limit")
-    assert run["max_length"] > 128
 
 
 # --- What cannot be loaded -----------------------------------------------------------------------

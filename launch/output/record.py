@@ -148,7 +148,8 @@ def note_out_of_memory(folder: Path, facts: Json) -> None:
     """Leave out_of_memory.json with `facts`, and the status: rank 0 may hang until it is killed."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
-        write(folder, {**read(folder), "status": "out_of_memory"})
+        if (record := read(folder)).get("status") == "running":
+            write(folder, {**record, "status": "out_of_memory"})
 
 
 def forget_out_of_memory(folder: Path) -> None:

@@ -174,7 +174,7 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
 def _by_record(run: RunSpec, old: Json) -> Earlier:
     """What the folder holds, as far as its record tells: a finished run, if that is all."""
     folder, named = Path(run["output_dir"]), _named(run)
-    _require_no_foreign_model(run)
+    _require_no_foreign_model(run, old)
     if run["fresh"]:
         return Earlier()
     finished = old.get("status") == "finished"
@@ -260,13 +260,16 @@ def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
     return same and not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
 
 
-def _require_no_foreign_model(run: RunSpec) -> None:
-    """Raises `UserError` if the folder holds a model that this program did not train."""
+def _require_no_foreign_model(run: RunSpec, old: Json) -> None:
+    """Raises `UserError` if the folder holds a model of which neither a record nor a checkpoint
+    tells that this program trained it.
+    """
     folder, model = Path(run["output_dir"]), run["model_name_or_path"]
     is_its_model = model and Path(model).resolve() == folder.resolve()
-    if not _holds_a_run(folder) and (is_its_model or any(folder.glob("*.safetensors"))):
-        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
-        raise _refused(run, what, "--output_dir with another folder")
+    is_known = _holds_a_run(folder) if run["fresh"] else bool(old or numbered(folder))
+    if not is_known and (is_its_model or any(folder.glob("*.safetensors"))):
+        what = f"{run['output_dir']} holds a model that was not trained here, or whose {record.NAME} is damaged"
+        raise _refused(run, f"{what}: it would be overwritten", "--output_dir with another folder")
 
 
 def _holds_a_run(folder: Path) -> bool:

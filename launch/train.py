@@ -122,8 +122,8 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
         trainer.require_finite_weights()
         trainer.save_model()  # before an evaluation in 16 bits, which casts the model itself
         files = {"model_files": trainer.flush_model()}
-        record.results = results(run, trainer, metrics | trainer.final_metrics()) | files
-    banner.show_results(record.results, run, world, trainer)
+        record.update(results(run, trainer, metrics | trainer.final_metrics()) | files)
+    banner.show_results(record, run, world, trainer)
     return True
 
 

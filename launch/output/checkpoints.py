@@ -29,14 +29,10 @@ from recipes.run.fingerprints import MODEL_FILES
 
 STATE = "trainer_state.json"
 _REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
-_FILES = {  # how their names begin
-    "weights": ("model", "adapter_model", "pytorch_model.bin"),
-    "optimizer": ("optimizer",),
-    "schedule": ("scheduler.pt",),
-    "random state": ("rng_state",),
-}
+# How the names of a checkpoint's files begin.
+_WEIGHTS = ("model", "adapter_model", "pytorch_model")
 _SHARDED = ("global_step", "pytorch_model_fsdp", "optimizer_")  # of DeepSpeed and FSDP
-_STATES = ("optimizer*", "scheduler.pt", "rng_state*", "global_step*", "latest", "pytorch_model_fsdp*")
+_STATES = ("optimizer", "scheduler.pt", "rng_state")
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def notes(path: Path) -> list[str]:
     far the checkpoint could be judged.
     """
     result = []
-    if _holds_weights_alone(path):
+    if not _holds_states(path):
         result = ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
     if not manifest.exists(path):
         result.append(f"{path.name} has no {manifest.NAME}: it was judged in part, damaged weights may look whole")
@@ -164,18 +160,18 @@ def _faults_in_part(path: Path) -> list[str]:
     valid.
     """
     names = manifest.listed(path)
-    needed = ["weights", "optimizer", "schedule", "random state"]
-    if _holds_weights_alone(path):
-        needed = ["weights"]
-    elif any(name.startswith(_SHARDED) for name in names):
-        needed = ["random state"]
-    missing = [f"{what}: missing" for what in needed if not any(name.startswith(_FILES[what]) for name in names)]
-    return [fault for name in names if (fault := _fault(path / name))] or missing
+    is_sharded = any(name.startswith(_SHARDED) for name in names)
+    needed: dict[str, str | tuple[str, ...]] = {} if is_sharded else {"model": _WEIGHTS}
+    if _holds_states(path):
+        needed |= {name: name for name in _STATES[2 if is_sharded else 0 :]}
+    unreadable = [fault for name in names if (fault := _fault(path / name))]
+    missing = [what for what, start in needed.items() if not any(name.startswith(start) for name in names)]
+    return unreadable or [f"{what} is missing" for what in missing]
 
 
-def _holds_weights_alone(path: Path) -> bool:
-    """True if there is no state beside the weights: a resume starts with a new optimizer."""
-    return not any(True for pattern in _STATES for _ in path.glob(pattern))
+def _holds_states(path: Path) -> bool:
+    """False if there is nothing beside the weights: a resume starts with a new optimizer."""
+    return any(name.startswith((*_STATES, *_SHARDED)) for name in manifest.listed(path))
 
 
 def _fault(file: Path) -> str:

@@ -46,10 +46,7 @@ def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
 
 def run_of(checkpoint: Path) -> Json | None:
     """The run that wrote a checkpoint. None if its manifest does not tell."""
-    try:
-        return read(checkpoint)["run"]
-    except (OSError, ValueError):
-        return None
+    return _readable(checkpoint).get("run")
 
 
 def is_foreign(checkpoint: Path, run: Json | None) -> bool:
@@ -101,12 +98,11 @@ def flush_files(files: Collection[Path]) -> None:
 
 def described(folder: Path, names: Collection[str]) -> Json:
     """Size and checksum of each of these files."""
-    names = sorted(names)
-    return dict(zip(names, _in_parallel(lambda name: _described(folder / name), names), strict=True))
 
+    def of_file(name: str) -> Json:
+        return {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)}
 
-def _described(file: Path) -> Json:
-    return {"bytes": file.stat().st_size, "xxh3_128": _checksum(file)}
+    return dict(zip(sorted(names), _in_parallel(of_file, sorted(names)), strict=True))
 
 
 def _write(folder: Path, contents: Json) -> None:
@@ -130,20 +126,22 @@ def read(folder: Path) -> Json:
     return contents
 
 
+def _readable(folder: Path) -> Json:
+    """The manifest; empty if it cannot be read, or is damaged."""
+    try:
+        return read(folder)
+    except (OSError, ValueError):
+        return {}
+
+
 def is_committed(folder: Path) -> bool:
     """True if the checkpoint was completed. Its files are not looked at."""
-    try:
-        return read(folder)["files"] is not None
-    except (OSError, ValueError):
-        return False
+    return _readable(folder).get("files") is not None
 
 
 def begun(folder: Path) -> str | None:
     """A mark that differs from save to save. None if no save has begun on the disk that we see."""
-    try:
-        return read(folder).get("begun")
-    except (OSError, ValueError):
-        return None
+    return _readable(folder).get("begun")
 
 
 def listed(folder: Path) -> list[str]:
@@ -159,10 +157,10 @@ def listed(folder: Path) -> list[str]:
 
 def differences(folder: Path) -> list[str]:
     """What is not as it was written, one line each: every byte is read, and nothing executed."""
-    try:
-        files = read(folder)["files"]
-    except (OSError, ValueError):
+    contents = _readable(folder)
+    if not contents:
         return [f"{NAME} is damaged"]
+    files = contents["files"]
     return ["its save was not completed"] if files is None else changes(folder, files)
 
 

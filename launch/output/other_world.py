@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.host.files import read_regular
-from launch.host.processes import Child, answer, ask, request
+from launch.host.processes import answer, ask, request
 from launch.host.world import World
 from launch.output import manifest
 from launch.terminal import memory_size, plural
@@ -93,15 +93,36 @@ class AnyWorld:
         All ranks call it. Raises `UserError` if it cannot be converted, `Failure` if the conversion
         failed.
         """
-        if checkpoint is None:
+        conversion = iter(()) if checkpoint is None else self._conversion(checkpoint)
+        # Rank 0 answers every few seconds: no process group waits as long as this may take.
+        while self.world.decide(lambda: next(conversion, False)):
+            pass
+
+    def _conversion(self, checkpoint: Path) -> Iterator[bool]:
+        """Convert a checkpoint if that is needed. Rank 0 alone runs it, True while it lasts."""
+        if not self._differs(checkpoint):
             return
-        with contextlib.ExitStack() as conversion:
-            children: list[Child] = []  # of rank 0
-            if not self.world.decide(lambda: self._start(checkpoint, conversion, children)):
-                return
-            # Rank 0 answers every few seconds: no process group waits as long as this may take.
-            while not self.world.decide(lambda: _has_ended(children[0], self._copy(checkpoint), checkpoint)):
-                pass
+        source, copy = checkpoint / (checkpoint / "latest").read_text().strip(), self._copy(checkpoint)
+        size = sum(file.stat().st_size for file in source.iterdir())
+        self.say(
+            f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
+            f"which takes about {memory_size(3 * size)} of the disk for a while"
+        )
+        copy.mkdir(exist_ok=True)
+        with ask(__name__, [[str(source), str(copy / source.name)]]) as (child,):
+            while child.process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(_POLL_SECONDS)
+                yield True
+            reason, end = child.answer, child.end()
+        if reason == "":
+            return
+        shutil.rmtree(copy, ignore_errors=True)
+        if reason is None:
+            raise Failure(f"{checkpoint} could not be converted for another number of processes: {end}")
+        what = f"{checkpoint} cannot be shared among other processes: {reason}"
+        fix = f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh"
+        raise mistake("num_processes", what, fix)
 
     def load(self, engine: DeepSpeedEngine, checkpoint: str, load_module_strict: bool = True) -> None:
         """As transformers' `deepspeed_load_checkpoint`. All ranks call it."""
@@ -132,20 +153,6 @@ class AnyWorld:
     def _differs(self, checkpoint: Path) -> bool:
         return writers(checkpoint) != self.world.size and shards(checkpoint) not in (0, self.ranks)
 
-    def _start(self, checkpoint: Path, conversion: contextlib.ExitStack, children: list[Child]) -> bool:
-        """Start the conversion, if there is one to wait for. Rank 0 calls it."""
-        if not self._differs(checkpoint):
-            return False
-        source, copy = checkpoint / (checkpoint / "latest").read_text().strip(), self._copy(checkpoint)
-        size = sum(file.stat().st_size for file in source.iterdir())
-        self.say(
-            f"{checkpoint.name} is converted from {shards(checkpoint)} to {self.ranks} data-parallel ranks, "
-            f"which takes about {memory_size(3 * size)} of the disk for a while"
-        )
-        copy.mkdir(exist_ok=True)
-        children += conversion.enter_context(ask(__name__, [[str(source), str(copy / source.name)]]))
-        return True
-
 
 @contextlib.contextmanager
 def read_by(reader: AnyWorld | None) -> Iterator[None]:
@@ -164,22 +171,6 @@ def shards(checkpoint: Path) -> int:
     """The data-parallel ranks among which DeepSpeed's ZeRO has parted the optimizer; 0 if none."""
     names = (_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*_optim_states.pt"))
     return max((int(name.group(1)) + 1 for name in names if name), default=0)
-
-
-def _has_ended(child: Child, copy: Path, checkpoint: Path) -> bool:
-    try:
-        child.process.wait(_POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return False
-    reason = child.answer
-    if reason == "":
-        return True
-    shutil.rmtree(copy, ignore_errors=True)
-    if reason:
-        what = f"{checkpoint} cannot be shared among other processes: {reason}"
-        fix = f"--num_processes {writers(checkpoint)}, another --output_dir, or --fresh"
-        raise mistake("num_processes", what, fix)
-    raise Failure(f"{checkpoint} could not be converted for another number of processes: {child.end()}")
 
 
 def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
@@ -240,28 +231,21 @@ def main(folder: str) -> None:
     Answers with why that is not possible; empty if it was done.
     """
     source, target = request(folder)
-    answer(folder, _cannot(Path(source)) or _convert(source, target))
+    why_not = _cannot(Path(source))
+    if not why_not:
+        from deepspeed.checkpoint import ds_to_universal
+
+        options = {"num_extract_workers": 1, "num_merge_workers": 1}  # one shard in memory at a time
+        options |= {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+        ds_to_universal.main(Namespace(input_folder=source, output_folder=target, **options))
+    answer(folder, why_not)
 
 
 def _cannot(source: Path) -> str:
     if (source / "offloaded_tensors").exists():
         return "DeepSpeed has kept the optimizer's state on NVMe"
-    unknown = ", ".join(sorted(_states(source) ^ _ADAM))
-    return unknown and f"DeepSpeed converts the state of Adam only, this optimizer's differs by {unknown}"
-
-
-def _convert(source: str, target: str) -> str:
-    from deepspeed.checkpoint import ds_to_universal
-
-    options = {"num_extract_workers": 1, "num_merge_workers": 1}  # one shard in memory at a time
-    options |= {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
-    ds_to_universal.main(Namespace(input_folder=source, output_folder=target, **options))
-    return ""
-
-
-def _states(source: Path) -> set[str]:
-    """The names of what the optimizer keeps for each weight."""
     content = _load(min(source.glob("*_optim_states.pt")))["optimizer_state_dict"]
     state = (content.get("base_optimizer_state") or content["optimizer_state_dict"])["state"]
     groups = state.values() if isinstance(state, dict) else state
-    return {name for group in groups for name in group}
+    unknown = ", ".join(sorted({name for group in groups for name in group} ^ _ADAM))
+    return unknown and f"DeepSpeed converts the state of Adam only, this optimizer's differs by {unknown}"

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -97,7 +96,7 @@ FIELDS = {
     "settings": "every setting: its value, the source it came from, and the reason",
     "checksum": "of all else in it",
     "versions": "of Python and the libraries; null if not installed",
-    "code": "our version, a hash of our source, and a checkout's commit and whether it was changed",
+    "code": "our version, a hash of our source, and a checkout's commit, with -dirty if it was changed",
     "hardware": "GPUs, CPU and cores of the first process, and what follows from them",
     "model_files": "size and checksum of each file of the saved model, its configuration and tokenizer",
     "log_history": "what Trainer logged, losses among it",
@@ -149,20 +148,14 @@ def note_out_of_memory(folder: Path, facts: Json) -> None:
     """Leave out_of_memory.json with `facts`, and the status: rank 0 may hang until it is killed."""
     with contextlib.suppress(OSError):
         write(folder, facts, OUT_OF_MEMORY)
-        write(folder, {**read(folder), "status": "out_of_memory"})
+        if (record := read(folder)).get("status") == "running":
+            write(folder, {**record, "status": "out_of_memory"})
 
 
 def forget_out_of_memory(folder: Path) -> None:
     """Remove what an earlier run left about its end."""
     with contextlib.suppress(OSError):
         (folder / OUT_OF_MEMORY).unlink()
-
-
-@dataclass
-class Record:
-    """The record of one run. The training fills in its `results`."""
-
-    results: Json = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -173,9 +166,9 @@ def kept_record(
     kept: Json | None = None,
     identity: Json | None = None,
     classes: list[str] | None = None,
-) -> Iterator[Record]:
+) -> Iterator[Json]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
-    `failed`.
+    `failed`. Yields the results, which the training fills in.
 
     `kept` are recorded settings that a resume keeps, `identity` tells this run from others
     (manifest.new_run), `classes` are a classifier's names.
@@ -183,27 +176,24 @@ def kept_record(
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
-    record, content = Record(), {**started(run, world.size, data_commit), "run": identity}
+    results: Json = {}
+    content = {**started(run, world.size, data_commit), "run": identity}
     content["settings"] |= kept or {}
     content |= {"classes": classes} if classes else {}
     if world.is_main:
         write(run["output_dir"], content)
-    ended: Json = {"status": "finished"}
     try:
-        yield record
+        yield results
     except BaseException as error:
         ended = {"status": _status(error, Path(run["output_dir"]))}
         if not isinstance(error, (KeyboardInterrupt, Preempted)):
             ended["error"] = hide(f"{type(error).__name__}: {error}", secrets_of(run))
         with contextlib.suppress(OSError):  # a full disk may be why it failed: that is what to report
-            _write_end(run, world, content, ended, record)
+            if world.is_main:
+                write(run["output_dir"], content | ended | {"ended": now(), **results})
         raise
-    _write_end(run, world, content, ended, record)
-
-
-def _write_end(run: RunSpec, world: World, content: Json, ended: Json, record: Record) -> None:
     if world.is_main:
-        write(run["output_dir"], content | ended | {"ended": now(), **record.results})
+        write(run["output_dir"], content | {"status": "finished", "ended": now(), **results})
 
 
 def _status(error: BaseException, folder: Path) -> str:
@@ -294,24 +284,18 @@ def cpu() -> str:
 
 @cache
 def code() -> Json:
-    """Our version and a hash of our source; a checkout's commit, and whether it was changed."""
+    """Our version and a hash of our source; a checkout's commit, with -dirty if it was changed."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for file in sorted(path for name in ("recipes", "launch") for path in (root / name).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
-    found: Json = {"version": __version__, "source": digest.hexdigest()[:16]}
+    found = {"version": __version__, "source": digest.hexdigest()[:16]}
     if (root / ".git").exists():  # a repository around an installed package is somebody else's
-        commit, changed = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "-uno")
-        found |= {"commit": commit, "changed": bool(changed)} if commit else {}
+        words = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+            found["commit"] = done.stdout.strip()
     return found
-
-
-def _git(folder: Path, *words: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def launcher_words() -> list[str]:

@@ -7,16 +7,12 @@ into the new output folder, as they lay to each other: they name each other by t
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch.host.files import write_whole
 from launch.host.secrets import hashed
 from launch.output.record import by_accelerate
-from recipes import legal
 from recipes.errors import Problem, mistake
 from recipes.run import HIDDEN, Json
 from recipes.run.files import expanded, read_yaml, shipped
@@ -26,10 +22,9 @@ FOLDER = "again"
 # Where the processes ran and met, and how many there were: rerun says that itself.
 _PLACEMENT = (
     "num_processes num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network "
-    "max_restarts monitor_interval role log_dir tee quiet config_file deepspeed_multinode_launcher deepspeed_hostfile"
+    "max_restarts monitor_interval role log_dir tee quiet config_file deepspeed_multinode_launcher deepspeed_hostfile "
+    "multi_gpu"
 ).split()
-_LAUNCHERS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "multi_gpu": "MULTI_GPU"}
-_SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config", "fp8_config")
 
 
 @dataclass
@@ -60,8 +55,15 @@ def restore(record: Json, output_dir: str, processes: int) -> Restored:
         path = str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
     place = places.get(path, path)
     then = read_yaml(place, "accelerate_config")
-    content = _with_flags(then, record.get("launcher") or [], notes)
+    several = then.get("num_machines") not in (None, 1)
+    content = {name: value for name, value in then.items() if not (several and name in _PLACEMENT)}
     _place_deepspeed_file(content, record, places)
+    launcher = record.get("launcher") or []
+    for word in launcher if by_accelerate(launcher) else []:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word.startswith("--") and name not in _PLACEMENT:
+            fix = "--accelerate_config with a YAML that says it"
+            notes.append(Problem(f"--{name}", "was a flag of the launcher, and is left out", fix, severity="advice"))
     if content != then:
         import yaml
 
@@ -102,41 +104,6 @@ def _write(target: Path, content: str) -> str:
         what = f"{target} cannot be written: {error.strerror}"
         raise mistake("output_dir", what, "another --output_dir") from None
     return str(target)
-
-
-def _with_flags(then: Json, launcher: list[str], notes: list[Problem]) -> Json:
-    """The YAML as the launcher's own flags have changed it, without where the processes met."""
-    several = then.get("num_machines") not in (None, 1)
-    raw = {name: value for name, value in then.items() if not (several and name in _PLACEMENT)}
-    for name, value in _flags_of(launcher):
-        section = next((part for part in _SECTIONS if name in legal.accelerate_nested_keys(part)), None)
-        if name in _PLACEMENT:
-            continue
-        if name in _LAUNCHERS:
-            raw["distributed_type"] = _LAUNCHERS[name]
-        elif name == "cpu":
-            raw["use_cpu"] = True
-        elif section:
-            raw[section] = {**(raw.get(section) or {}), name: value}
-        elif name in legal.names("accelerate_yaml"):
-            raw[name] = value
-        else:
-            fix = f"export OMP_NUM_THREADS={value}" if name == "num_cpu_threads_per_process" else ""
-            notes.append(Problem(f"--{name}", "was a flag of the launcher, and is left out", fix, severity="advice"))
-    return raw
-
-
-def _flags_of(launcher: list[str]) -> Iterator[tuple[str, Any]]:
-    """The flags of `accelerate launch` with their values. None of torchrun, which has no engine."""
-    import yaml
-
-    words = " ".join(launcher if by_accelerate(launcher) else []).split(" --")[1:]
-    for name, *values in (re.split("[= ]", word, maxsplit=1) for word in words):
-        value = "".join(values)
-        try:
-            yield name.replace("-", "_"), yaml.safe_load(value) if value else True
-        except yaml.YAMLError:  # text, such as a folder's name
-            yield name.replace("-", "_"), value
 
 
 def _place_deepspeed_file(raw: Json, record: Json, places: dict[str, str]) -> None:

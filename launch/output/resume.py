@@ -7,8 +7,8 @@ import fcntl
 import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ def find_earlier_run(run: RunSpec, world: World) -> Earlier:
 def _by_record(run: RunSpec, old: Json) -> Earlier:
     """What the folder holds, as far as its record tells: a finished run, if that is all."""
     folder, named = Path(run["output_dir"]), _named(run)
-    _require_no_foreign_model(run)
+    _require_no_foreign_model(run, old)
     if run["fresh"]:
         return Earlier()
     finished = old.get("status") == "finished"
@@ -186,7 +186,11 @@ def _by_record(run: RunSpec, old: Json) -> Earlier:
     elif numbered(folder) or finished:
         _require_same_training(run, old)
         if finished and not _asks_for_more(run, old):
-            return Earlier(finished=True, step=old["global_step"], notes=_notes_of_finished(run, old))
+            kept, course = _changes(run, old)
+            notes = model_notes(folder, old["model_files"])
+            for name, (then, now) in (kept | course).items():
+                notes.append(f"requested now but not trained: {name} {now} (was {then})")
+            return Earlier(finished=True, step=old["global_step"], notes=notes)
     return Earlier()
 
 
@@ -202,8 +206,7 @@ def _continued(run: RunSpec, world: World, old: Json) -> Earlier:
     if not old:
         notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
     if newest is None and own.get("began_from"):
-        again = _begun(Path(own["began_from"]), run, world)
-        return replace(again, notes=[*notes, *again.notes])
+        return _begun(Path(own["began_from"]), run, world, notes)
     if _named(run):
         notes.append(f"this run began from {_named(run)} and goes on; another --output_dir begins there again")
     identity = own or (newest and manifest.run_of(newest.path)) or manifest.new_run()
@@ -212,27 +215,28 @@ def _continued(run: RunSpec, world: World, old: Json) -> Earlier:
     return _from(newest, run, world, old, identity, notes)
 
 
-def _begun(path: Path, run: RunSpec, world: World) -> Earlier:
+def _begun(path: Path, run: RunSpec, world: World, notes: Sequence[str] = ()) -> Earlier:
     """A run begins from a checkpoint that is named."""
     checkpoint = inspect(path)
     if not checkpoint.valid:
         fix = "leave it out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
     _require_steps_left(run, checkpoint)
-    return _from(checkpoint, run, world, record.read_intact(path.parent), manifest.new_run(path, checkpoint.step))
+    begun = manifest.new_run(path, checkpoint.step)
+    return _from(checkpoint, run, world, record.read_intact(path.parent), begun, notes)
 
 
 def _from(
-    checkpoint: Checkpoint, run: RunSpec, world: World, old: Json, identity: Json, notes: list[str] | None = None
+    checkpoint: Checkpoint, run: RunSpec, world: World, old: Json, identity: Json, notes: Sequence[str]
 ) -> Earlier:
     """Resume from a checkpoint of the run that `old` records."""
     kept, course = _changes(run, old)
     of_other_world = other_world.note(checkpoint.path, world.size, run["dataloader_num_workers"])
-    notes = [*(notes or []), *checkpoint.notes, *([of_other_world] if of_other_world else [])]
-    notes += [f"{name} {now} is ignored by a resume: {then} is kept" for name, (then, now) in kept.items()]
-    notes += [
-        f"{name} changes from {then} to {now}: no longer the same training" for name, (then, now) in course.items()
-    ]
+    notes = [*notes, *checkpoint.notes, *([of_other_world] if of_other_world else [])]
+    for name, (then, now) in kept.items():
+        notes.append(f"{name} {now} is ignored by a resume: {then} is kept")
+    for name, (then, now) in course.items():
+        notes.append(f"{name} changes from {then} to {now}: no longer the same training")
     if run["dataset_streaming"] and fingerprints.differ(old.get("data"), fingerprints.of_data(run["dataset_name"])):
         what = "the data has changed since: the stream goes on at the same rows of its shards"
         notes.append(f"{what}, or with another round if their number has changed")
@@ -256,13 +260,16 @@ def _began_from(named: Path, run: RunSpec, old: Json) -> bool:
     return same and not record.changes(old, run, [*record.IDENTITY, *record.CHANGES_COURSE])
 
 
-def _require_no_foreign_model(run: RunSpec) -> None:
-    """Raises `UserError` if the folder holds a model that this program did not train."""
+def _require_no_foreign_model(run: RunSpec, old: Json) -> None:
+    """Raises `UserError` if the folder holds a model of which neither a record nor a checkpoint
+    tells that this program trained it.
+    """
     folder, model = Path(run["output_dir"]), run["model_name_or_path"]
     is_its_model = model and Path(model).resolve() == folder.resolve()
-    if not _holds_a_run(folder) and (is_its_model or any(folder.glob("*.safetensors"))):
-        what = f"{run['output_dir']} holds a model that was not trained here, and it would be overwritten"
-        raise _refused(run, what, "--output_dir with another folder")
+    is_known = _holds_a_run(folder) if run["fresh"] else bool(old or numbered(folder))
+    if not is_known and (is_its_model or any(folder.glob("*.safetensors"))):
+        what = f"{run['output_dir']} holds a model that was not trained here, or whose {record.NAME} is damaged"
+        raise _refused(run, f"{what}: it would be overwritten", "--output_dir with another folder")
 
 
 def _holds_a_run(folder: Path) -> bool:
@@ -342,19 +349,10 @@ def _asks_for_more(run: RunSpec, old: Json) -> bool:
     return run["max_steps"] == -1 and now > then
 
 
-def _notes_of_finished(run: RunSpec, old: Json) -> list[str]:
-    kept, course = _changes(run, old)
-    asked = [
-        f"requested now but not trained: {name} {now} (was {then})" for name, (then, now) in (kept | course).items()
-    ]
-    return [*model_notes(Path(run["output_dir"]), old["model_files"]), *asked]
-
-
-Changes = dict[str, tuple[Any, Any]]  # name -> (then, now)
-
-
-def _changes(run: RunSpec, old: Json) -> tuple[Changes, Changes]:
-    """The settings that a resume keeps as they were, and those whose new value it takes."""
+def _changes(run: RunSpec, old: Json) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+    """The settings that a resume keeps as they were, and those whose new value it takes, each as
+    name -> (then, now).
+    """
     kept = record.changes(old, run, record.KEPT_BY_RESUME)
     kept = {name: values for name, values in kept.items() if values[0] or not name.endswith("_steps")}  # 0 was none
     return kept, record.changes(old, run, record.CHANGES_COURSE)

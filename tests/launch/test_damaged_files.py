@@ -9,7 +9,7 @@ from launch.cli import main
 from launch.output.record import started
 from recipes.run import resolve
 
-DEEP, ENDLESS = b"[" * 100_000, b"9" * 10_000
+DEEP = b"[" * 100_000
 
 
 @pytest.fixture
@@ -37,12 +37,7 @@ def refused(answered) -> str:
 
 YAMLS = {
     "a date that does not exist": b"learning_rate: 2026-13-45\n",
-    "an endless integer": b"max_steps: " + ENDLESS,
-    "endless nesting": b"max_steps: " + DEEP,
-    "infinity": b"learning_rate: .inf\n",
-    "a key that is null": b"~: 3\n",
     "a key that is a list": b"? [a, b]\n: 3\n",
-    "a wrong tag": b"seed: !!timestamp abc\n",
     "another encoding": "run_name: café\n".encode("latin-1"),
 }
 
@@ -80,24 +75,14 @@ def test_a_deepspeed_json_that_cannot_be_meant(content, answer, tmp_path):
 
 FLAGS = {
     "no value": ["check", "--config"],
-    "no value at the end": ["check", "--dataset_name", "--max_steps", "3"],
     "an unknown user": ["check", "--accelerate_config", "~nobody_here/x.yaml"],
-    "dashes for a folder": ["scale", "report", "--output=--", "x.csv"],
     "two billion processes": ["check", "--num_processes", "2147483648", "--gpu", "L4"],
-    "two billion GPUs": ["submit", "slurm", "--gpus_per_node", "2147483648", "--dry_run"],
-    "endless GPUs": ["submit", "slurm", "--gpus_per_node", "9" * 5000, "--dry_run"],
-    "a digit that is none": ["check", "--num_processes", "²"],
-    "a name too long": ["check", "--config", "a" * 5000],
 }
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_flag_that_cannot_be_meant(name, answer):
     refused(answer(*FLAGS[name]))
-
-
-def test_a_name_that_is_not_text_is_printed_escaped(answer):
-    assert "\\udce9" in refused(answer("show", "\udce9"))
 
 
 # --- Records and notes ---------------------------------------------------------------------------
@@ -113,7 +98,8 @@ def changed(**fields) -> bytes:
 
 
 RECORDS = {
-    "null": b"null",
+    "cut off": b'{"status": "finished", "settings": {',
+    "another encoding": b"\xff\xfe",
     "endless nesting": b'{"status": "finished", "settings": ' + DEEP,
     "no settings": changed(settings=None),
     "no status": changed(status=None),
@@ -134,15 +120,11 @@ def test_a_damaged_record_is_named(name, answer, tmp_path):
 
 TIMINGS = {
     "timings.csv": {
-        "a long text": b"num_processes,epoch_time,name\n1,2," + b"a" * 200_000,
-        "a long column": b"num_processes,epoch_time," + b"a" * 200_000 + b"\n1,2,3\n",
         "an open quotation": b'num_processes,epoch_time,name\n1,2,"' + b"a\n" * 100_000,
         "another encoding": b"num_processes,epoch_time,name\n1,2,\xe9\n",
     },
     "timings.jsonl": {
-        "a number beyond all": b'{"num_processes": 1, "epoch_time": 1' + b"0" * 400 + b"}",
         "endless nesting": b'{"num_processes": ' + DEEP,
-        "half a character": b'{"num_processes": 1, "epoch_time": 2, "name": "\\ud800"}',
     },
 }
 

@@ -177,7 +177,7 @@ def test_shards_of_fsdp_need_no_file_of_weights(plain):
         dcp.save(content, storage_writer=dcp.FileSystemWriter(plain / name), no_dist=True)
     assert faults(plain) == [] and len(notes(plain)) == 1
     (plain / "rng_state.pth").unlink()
-    assert faults(plain) == ["random state: missing"]
+    assert faults(plain) == ["rng_state is missing"]
 
 
 # --- Several --------------------------------------------------------------------------------------

@@ -67,7 +67,11 @@ def assert_same(again, run):
 # --- The same settings ----------------------------------------------------------------------------
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much], deadline=None)
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+    deadline=None,
+)
 @given(
     written=WRITTEN,
     recipe=st.sampled_from(sorted(RECIPES)),
@@ -84,15 +88,11 @@ def test_a_record_resolves_to_the_run_that_wrote_it(written, recipe, world, hard
     assert_same(resolve(words, here(world, hardware=hardware, environment={})), run)
 
 
-def test_each_setting_names_the_record_as_its_source(tmp_path):
-    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3"], here(hardware=CPU)))
-    assert resolve(["--config", file], here(hardware=CPU)).setting("learning_rate").source == file
-
-
 def test_the_command_line_wins_over_the_record(tmp_path):
     file = recorded(tmp_path, resolve(["--learning_rate", "1e-3", "--seed", "7"], here(hardware=CPU)))
     again = resolve(["--config", file, "--seed", "8"], here(hardware=CPU))
     assert (again["seed"], again["learning_rate"]) == (8, 1e-3)
+    assert again.setting("learning_rate").source == file
 
 
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
@@ -129,24 +129,16 @@ def test_a_limit_of_the_model_is_kept(tmp_path):
     assert resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))["max_length"] == 512
 
 
-def test_what_another_version_decides_otherwise_is_taken_from_the_record(tmp_path):
+def test_another_versions_values_are_taken_from_the_record_if_they_are_legal_here(tmp_path):
     file = Path(recorded(tmp_path, resolve(["--recipe", "fast"], here(hardware=CPU))))
     content = json.loads(file.read_text())
     content["settings"]["logging_steps"]["value"] = 77  # what an older `fast` said
     content["settings"]["adam_beta2"]["value"] = 0.95  # an older default of the library
-    file.write_text(json.dumps(content))
-    again = resolve(["--config", str(file)], here(hardware=CPU))
-    assert (again["logging_steps"], again["adam_beta2"]) == (77, 0.95)
-
-
-def test_a_default_of_another_version_that_is_not_legal_here_is_left_to_the_library(tmp_path):
-    file = Path(recorded(tmp_path, resolve(place=here(hardware=CPU))))
-    content = json.loads(file.read_text())
     content["settings"]["seed"]["value"] = None
     content["settings"]["gone"] = {"value": 1, "source": "library default", "reason": ""}
     file.write_text(json.dumps(content))
     again = resolve(["--config", str(file)], here(hardware=CPU))
-    assert (again["seed"], again.problems) == (42, ())
+    assert (again["logging_steps"], again["adam_beta2"], again["seed"], again.problems) == (77, 0.95, 42, ())
 
 
 def test_what_another_machine_decides_is_decided_anew(tmp_path):
@@ -171,15 +163,12 @@ def started_elsewhere(tmp_path, monkeypatch):
     return file
 
 
-def test_a_relative_path_counts_from_where_the_run_was_started(started_elsewhere, tmp_path):
+def test_a_relative_path_counts_from_where_the_run_was_started_or_from_here(started_elsewhere, tmp_path):
     again = resolve(["--config", started_elsewhere], here(hardware=CPU))
     assert again["dataset_name"] == str(tmp_path / "then" / "texts.txt")
-
-
-def test_moved_data_is_found_from_here(started_elsewhere, tmp_path):
     (tmp_path / "then" / "texts.txt").rename(tmp_path / "now" / "texts.txt")
-    again = resolve(["--config", started_elsewhere], here(hardware=CPU))
-    assert (again["dataset_name"], again.problems) == ("texts.txt", ())
+    moved = resolve(["--config", started_elsewhere], here(hardware=CPU))
+    assert (moved["dataset_name"], moved.problems) == ("texts.txt", ())
 
 
 def test_the_parts_of_a_mixture_are_found_where_the_run_was_started(tmp_path, monkeypatch):
@@ -199,7 +188,7 @@ def test_the_parts_of_a_mixture_are_found_where_the_run_was_started(tmp_path, mo
 
 
 @given(size=st.integers(0, 300_000), place=st.integers(0, 299_999))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
 def test_a_changed_byte_anywhere_changes_the_fingerprint_of_data(size, place, tmp_path):
     file = tmp_path / "data.txt"
     content = bytearray(size)
@@ -223,23 +212,13 @@ def test_a_model_is_known_by_its_files_and_not_by_what_lies_beside_them(tiny_mod
     assert fingerprints.differ(fingerprints.of_model(str(copied)), fingerprints.of_model(str(tiny_model)))
 
 
-def test_a_model_of_the_hub_is_known_by_the_commit_in_its_cache(tmp_path, monkeypatch):
-    refs = tmp_path / "models--org--name" / "refs"
-    refs.mkdir(parents=True)
-    (refs / "main").write_text("a" * 40)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert fingerprints.of_model("org/name") == "commit " + "a" * 40
-    assert fingerprints.of_model("org/name", "b" * 40) == "commit " + "b" * 40
-    assert fingerprints.of_model("org/other") is None
-
-
 # --- Secrets --------------------------------------------------------------------------------------
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 SECRETS = st.text(LETTERS, min_size=20, max_size=40).map("hf_{}".format)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
 @given(token=st.text(LETTERS, min_size=8, max_size=40), similar=SECRETS, variable=SECRETS)
 def test_no_secret_is_ever_in_a_record(token, similar, variable, tmp_path, monkeypatch):
     recipe = tmp_path / "mine.yaml"
@@ -274,59 +253,32 @@ def test_a_variable_that_is_secret_or_only_a_place_is_not_recorded(name, monkeyp
 
 
 HOLD_A_SECRET = [
-    'AWS_SECRET_ACCESS_KEY = "wJalr/XUtn"', "db_password: str = 'wJalr/XUtn'", 'API_KEY = """wJalr\nXUtn"""',
-    'os.environ["API_KEY"] = f"wJalr/XUtn"', '{"api_key": "wJalr/XUtn"}', "hub_token=('wJalr/XUtn', 'ours')",
-    'api_keys = ["wJalr/XUtn"]', '{"name": "API_KEY", "value": "wJalr/XUtn"}', '{"db_password":\n "\\"wJalr/XUtn"}',
-    'token = "wJalr/" "XUtn"', 'api_key: Optional[str] = "wJalr/XUtn"', 'environ.setdefault("HF_TOKEN", "wJalr/XUtn")',
-    'token = environ.get("HF_TOKEN") or "wJalr/XUtn"', 'setattr(settings, "hub_token", "wJalr/XUtn")',
-    'user, password = "ä", "wJalr/XUtn"', 'f(token := "wJalr/XUtn")', 'token = \\\n  "wJalr/XUtn"',
-    'settings = {"hub_token": {"value": "wJalr/XUtn"}}', 'api_key += f"wJalr/XUtn{x}"',
-    "f(eos_token=None, hub_token='wJalr/XUtn')", 'link = "https://it:wJalr@host"',
+    'AWS_SECRET_ACCESS_KEY = "wJalr/XUtn"', 'os.environ["API_KEY"] = f"wJalr/XUtn"', '{"api_key": "wJalr/XUtn"}',
+    'api_keys = ["wJalr/XUtn"]', '{"name": "API_KEY", "value": "wJalr/XUtn"}', 'api_key: Optional[str] = "wJalr/XUtn"',
+    'token = environ.get("HF_TOKEN") or "wJalr/XUtn"', "f(eos_token=None, hub_token='wJalr/XUtn')",
+    'link = "https://it:wJalr@host"',
 ]  # fmt: skip
 HOLD_A_SECRET_IN_YAML = [
-    "api_key: wJalr/XUtn", "hub_token: [wJalr/XUtn, ours]", "DB_PASSWORD=wJalr/XUtn", "api-key: wJalr/XUtn",
-    "db_password: |\n  wJalr/\n  XUtn\n", "hub_token:\n  wJalr/XUtn", "db_password: it is wJalr/XUtn",
-    "db_password: 'it''s wJalr/XUtn'", "hub_token:\n- wJalr/XUtn\n- ours", "hub_token: {value: wJalr/XUtn}",
-    "hub_token: !!str wJalr/XUtn", "it: &it wJalr/XUtn\nhub_token: *it", "- name: API_KEY\n  value: wJalr/XUtn",
+    "hub_token: [wJalr/XUtn, ours]", "DB_PASSWORD=wJalr/XUtn", "db_password: |\n  wJalr/\n  XUtn\n",
+    "hub_token:\n- wJalr/XUtn\n- ours", "- name: API_KEY\n  value: wJalr/XUtn",
 ]  # fmt: skip
 HARMLESS = [
-    'pad_token = "<pad>"', "num_tokens: 123456789", "tokenizer_name: org/name-of-it", 'token == "wJalr/XUtn"',
-    "hub_token: null", "hub_token:\nseed: 7", "include_num_input_tokens_seen: non_padding", "eos_token: end_of_text",
-    'average_tokens_across_devices: "true"', "label_key: sentiment_label", 'bos_token = "it"',
-    "TOKEN" * 10**5, "token =" + " " * 10**6, "# token: " + "a " * 10**5, "token=," * 10**5,
+    'pad_token = "<pad>"', "num_tokens: 123456789", 'token == "wJalr/XUtn"', "hub_token: null",
+    "label_key: sentiment_label", "token =" + " " * 10**6, "# token: " + "a " * 10**5, "token=," * 10**5,
 ]  # fmt: skip
-HARMLESS_IN_PYTHON = [
-    'token = environ["HF_TOKEN"]', 'token = get("HF_TOKEN")', 'text_key = "text"', "token = settings.hub_token",
-    "def f(token: TokenOfOurs) -> str:", 'token = ""',
-]  # fmt: skip
+HARMLESS_IN_PYTHON = ['token = environ["HF_TOKEN"]', "token = settings.hub_token", "def f(token: TokenOfOurs) -> str:"]
 
 
 @pytest.mark.parametrize(
-    ("text", "is_python", "is_secret"),
-    [(text, is_python, True) for text in HOLD_A_SECRET for is_python in (False, True)]
-    + [(text, False, True) for text in HOLD_A_SECRET_IN_YAML]
-    + [(text, is_python, False) for text in HARMLESS for is_python in (False, True)]
-    + [(text, True, False) for text in HARMLESS_IN_PYTHON],
-    ids=lambda value: str(value)[:40],
+    "text", [*HOLD_A_SECRET, *HOLD_A_SECRET_IN_YAML, *HARMLESS, *HARMLESS_IN_PYTHON], ids=lambda text: text[:30]
 )
-def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text, is_python, is_secret):
-    recorded = secrets.recorded_text(text, is_python)
-    expected = secrets.hashed(text) if is_secret else text
-    assert recorded[:100] == expected[:100]  # and does not take hours
-    assert not is_secret or "Jal" not in recorded
-
-
-def test_a_recipe_is_recorded_without_the_secrets_that_it_assigns(tmp_path):
-    recipe = tmp_path / "mine.py"
-    recipe.write_text(
-        "from recipes.catalog import fast\nAPI_KEY = 'f3a9'\ndef ours():\n    return fast().but('ours', 'Ours.')\n"
-    )
-    text = Path(recorded(tmp_path, resolve(["--recipe", f"{recipe}:ours"], here(hardware=CPU)))).read_text()
-    assert "f3a9" not in text and "it seems to hold a secret; sha256" in text
-
-
-def test_a_tokenizers_switch_is_not_a_secret():
-    assert secrets.in_environment({"TOKENIZERS_PARALLELISM": "false is long"}) == set()
+def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
+    is_secret = text in (*HOLD_A_SECRET, *HOLD_A_SECRET_IN_YAML)
+    kinds = [False] if text in HOLD_A_SECRET_IN_YAML else [True] if text in HARMLESS_IN_PYTHON else [False, True]
+    for is_python in kinds:
+        recorded = secrets.recorded_text(text, is_python)
+        assert recorded[:100] == (secrets.hashed(text) if is_secret else text)[:100]  # and does not take hours
+        assert not is_secret or "Jal" not in recorded
 
 
 # --- The fields -----------------------------------------------------------------------------------
@@ -344,35 +296,4 @@ def test_the_code_of_a_checkout_has_its_commit():
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
     if commit.returncode:
         pytest.skip("not a checkout")
-    assert record.code()["commit"] == commit.stdout.strip()
-
-
-# --- Records that are none ------------------------------------------------------------------------
-
-WHOLE = {"status": "finished", "settings": {"seed": {"value": 1, "source": "command line"}}}
-BROKEN = {
-    "empty": "",
-    "cut off": json.dumps(WHOLE)[:-9],
-    "a list": "[]",
-    "a number": "1",
-    "not text": b"\xff\xfe\x00",
-    "without settings": json.dumps({**WHOLE, "settings": {}}),
-    "settings are a list": json.dumps({**WHOLE, "settings": [1]}),
-    "no name": json.dumps({**WHOLE, "settings": {"no name": {"value": 1, "source": "command line"}}}),
-    "another type": json.dumps({**WHOLE, "settings": {"seed": {"value": {}, "source": "command line"}}}),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-@pytest.mark.parametrize("command", ["check --config", "rerun", "show", "diff fast", "compare"])
-def test_a_broken_record_is_one_line(how, command, tmp_path, capsys):
-    from launch.cli import main
-
-    content = BROKEN[how]
-    (tmp_path / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    if how in ("no name", "another type") and not command.startswith(("check", "rerun")):
-        return  # can be shown, cannot be run
-    words = [*command.split(), str(tmp_path)] + ([str(tmp_path)] if command == "compare" else [])
-    assert main(words) == 2
-    printed = capsys.readouterr().err
-    assert printed.count("error  ") == 1 and "Fix: " in printed
+    assert record.code()["commit"].removesuffix("-dirty") == commit.stdout.strip()

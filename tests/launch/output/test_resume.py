@@ -24,7 +24,7 @@ from launch.output.resume import find_earlier_run, look_ahead, make_room
 from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.run.files import shipped
-from tests.support.running import SCRIPT, fork, launch_quickly, losses, model_flags, read_record, train_here
+from tests.support.running import SCRIPT, fork, losses, model_flags, read_record, train_here
 from tests.support.waiting import PATIENCE, wait_for
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 9 --learning_rate 1e-3 --logging_steps 1".split()
@@ -234,15 +234,6 @@ def test_early_stopping_stops_at_the_same_step_after_a_resume(tiny_model, texts,
     assert "resuming from" in resumed.output and resumed.record["global_step"] == 6
 
 
-@pytest.mark.slow
-def test_weights_alone_resume_with_a_note(tiny_model, texts, tmp_path):
-    flags = "--save_only_model --save_steps 2 --save_total_limit 1 --learning_rate 1e-3".split()
-    train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "2")
-    longer = train_here(tiny_model, texts, tmp_path, *flags, "--max_steps", "4")
-    assert "start afresh" in longer.output
-    assert (longer.record["global_step"], (tmp_path / "checkpoint-2").exists()) == (4, False)
-
-
 def test_ctrl_c_is_recorded_and_says_what_was_saved(tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path), "--save_steps", "5"]
     endless = ["--max_steps", "100000", "--num_train_epochs", "9999"]
@@ -351,6 +342,9 @@ def test_a_shorter_training_than_the_checkpoints_is_refused(stopped, found):
 def test_a_model_that_was_not_trained_there_is_not_overwritten(asked, tiny_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     assert "would be overwritten" in refused(asked(model))
+    (model / "run.json").write_text("{")  # of a finished run without checkpoints
+    assert "would be overwritten" in refused(asked(model))
+    (model / "run.json").unlink()
     assert "would be overwritten" in refused(asked(model, model=model))
 
 
@@ -383,15 +377,6 @@ def test_a_run_that_is_refused_or_finished_makes_no_tokens_and_changes_nothing(f
     assert outcome.code == 2 and not finished.with_name("new").exists()
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
     assert not list(datasets.config.HF_DATASETS_CACHE.rglob("*.arrow"))
-
-
-@pytest.mark.slow
-def test_two_ranks_say_it_once(finished, tiny_model, texts):
-    flags = [*model_flags(tiny_model, texts), *SIX_STEPS]
-    outcome = launch_quickly(*flags, output=finished)
-    assert outcome.code == 0 and outcome.output.count("nothing to train") == 1, outcome.output
-    outcome = launch_quickly(*flags, "--packing", output=finished)
-    assert outcome.code == 1 and outcome.output.count("with packing False, not True") == 1, outcome.output
 
 
 def lack_weights(checkpoint):

@@ -100,17 +100,6 @@ def test_an_evaluation_before_the_last_batch_of_an_epoch_changes_nothing(train):
     assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
 
 
-@pytest.mark.parametrize("recipe", ["memory", "memory_zero3"])
-def test_zero_without_offload(recipe, train, tmp_path):
-    yaml = (ROOT / "accelerate_configs" / f"{recipe}.yaml").read_text()
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.replace("device: cpu", "device: none"))
-    whole, _ = train(recipe, *FP32, worlds=(2,), config=config)
-    outcome, _ = train(recipe, *FP32, worlds=(2, 3), stops=(7,), config=config)
-    assert "offload" not in outcome.record["engine"]
-    assert losses(outcome) == pytest.approx(losses(whole), abs=BOUND)
-
-
 def test_more_groups_that_divide_the_model_among_them(train, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}))

@@ -34,7 +34,7 @@ from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
 from launch.training.words import unloadable
 from recipes.errors import Problem, UserError, mistake, one_line
-from recipes.planner.footprint import optimizer_bytes_per_parameter
+from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import what_peft_accepts
 from recipes.run import Json, RunSpec, Settings

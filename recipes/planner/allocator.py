@@ -12,10 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from recipes.planner.footprint import (
+from recipes.planner.memory import (
     FP32,
+    IN_4_BITS,
+    NEVER,
     REDUCE_BUCKET,
+    ROUNDING,
+    TRAINED,
+    Components,
     Memory,
+    Traced,
     bytes_in_4_bits,
     casts_the_model,
     optimizer_bytes_per_parameter,
@@ -23,7 +29,6 @@ from recipes.planner.footprint import (
     trained_bytes,
     weight_bytes,
 )
-from recipes.planner.shapes import IN_4_BITS, NEVER, ROUNDING, TRAINED, Components, Traced
 
 MIB = 2**20
 
@@ -34,7 +39,7 @@ MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on, a request gets a segment o
 ROUND_LARGE = 2 * MIB  # kRoundLarge: which is rounded up to this
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
-# A trace is up to 0.7 % off what a card allocates (python -m tests.benchmarks.reserved). Below
+# A trace is up to 0.7 % off what a card allocates (python -m tests.benchmarks.published). Below
 # _IN_DOUBT bytes, the segment of a request is rounded up by more than that anyway.
 _UNCERTAIN = 0.01
 _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
@@ -168,31 +173,6 @@ def _up(size: int, to: int) -> int:
 
 # --- What a training asks for ---------------------------------------------------------------------
 
-Pattern: TypeAlias = tuple[list[int], int, list[int]]  # events from number 0, allocations, those that stay
-
-
-def _micro_batch(traced: Traced, gradients_stay: bool, workspace: int) -> Pattern:
-    rows = traced.allocations.tolist()
-    freed_at: dict[int, list[int]] = defaultdict(list)
-    for place, (size, freed, complete, _) in enumerate(rows):
-        if freed == NEVER and (complete == NEVER or not gradients_stay):
-            freed = min(complete, len(rows))
-        if size:
-            freed_at[freed].append(place)
-    events: list[int] = []
-    made = 0
-    numbers: dict[int, int] = {}
-    for place, (size, *_) in enumerate([*rows, (0,)]):
-        events += [-1 - numbers.pop(dead) for dead in freed_at.get(place, ()) if dead in numbers]
-        if workspace and place in (0, traced.made_forward):
-            events.append(workspace)
-            made += 1
-        if size:
-            events.append(size)
-            numbers[place] = made
-            made += 1
-    return events, made, list(numbers.values())
-
 
 class Requests:
     """Allocations, numbered from 0, and frees. `events`: bytes, or -1 - number to free it."""
@@ -219,11 +199,21 @@ class Requests:
         A gradient that does not stay is freed when it is complete: added to another one, or moved.
         `workspace` is allocated, and kept, before the forward and before the backward.
         """
-        events, made, kept = _micro_batch(traced, gradients_stay, workspace)
-        first = self.made
-        self.events += [event if event >= 0 else event - first for event in events]
-        self.made += made
-        return [number + first for number in kept]
+        rows = traced.allocations.tolist()
+        freed_at: dict[int, list[int]] = defaultdict(list)
+        for place, (size, freed, complete, _) in enumerate(rows):
+            if freed == NEVER and (complete == NEVER or not gradients_stay):
+                freed = min(complete, len(rows))
+            if size:
+                freed_at[freed].append(place)
+        numbers: dict[int, int] = {}
+        for place, (size, *_) in enumerate([*rows, (0,)]):
+            self.free(numbers.pop(dead) for dead in freed_at.get(place, ()) if dead in numbers)
+            if workspace and place in (0, traced.made_forward):
+                self.allocate(workspace)
+            if size:
+                numbers[place] = self.allocate(size)
+        return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
         """All but trained parameters: as `from_pretrained` does it, and then peft.

@@ -12,9 +12,7 @@ from launch.doctor.machine import Check
 from launch.host.world import World
 from launch.training.banner import show_results
 from recipes.errors import Failure
-from recipes.planner.context import context_of
-from recipes.planner.measured import file_in
-from recipes.planner.speed import host_of
+from recipes.planner.measured import context_of, file_in, host_of
 from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import planned, run_of
 

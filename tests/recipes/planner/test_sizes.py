@@ -2,8 +2,8 @@
 
 import pytest
 
-from recipes.planner.models import PUBLIC, description, read_config
-from recipes.planner.tracing.trace import weigh
+from recipes.planner.sizes import PUBLIC, description, read_config
+from recipes.planner.trace import weigh
 
 # As huggingface.co counts the weights of each.
 COUNTED = {

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from recipes.planner.speed import exchanges
-from recipes.planner.tracing.trace import weigh
+from recipes.planner.trace import weigh
 from recipes.run import here, resolve
 from recipes.run.hardware import Hardware
 from tests.recipes.planner.small import SMALL, planned
@@ -14,7 +14,7 @@ from tests.recipes.planner.small import SMALL, planned
 @functools.cache  # several tests ask about the same plan
 def splits(recipe="standard", processes=2, flags=(), **named):
     flags = ["--global_batch_size", "96", "--max_length", "64", *flags]
-    return planned(*flags, recipe=recipe, gpu="A100 80GB", gpu_memory=None, num_processes=processes, **named).choices
+    return planned(*flags, recipe=recipe, gpu="A100 80GB", num_processes=processes, **named).choices
 
 
 @pytest.mark.parametrize("recipe", ["standard", "memory", "memory_zero3"])
@@ -57,7 +57,7 @@ def test_a_step_takes_its_flops_at_the_stated_share_of_the_peak():
 
 
 def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
-    assert planned(config=SMALL["qwen3_moe"], gpu="H100", gpu_memory=None).choices[0].time.compute is None
+    assert planned(config=SMALL["qwen3_moe"], gpu="H100").choices[0].time.compute is None
     assert planned().choices[0].time.compute is None
 
 
@@ -72,12 +72,12 @@ def test_compute_time_is_unknown_for_experts_and_for_an_unknown_card():
     ],
 )
 def test_without_other_figures_times_assume_what_is_published_for_the_card(gpu, mfu, speed):
-    plan = planned(gpu=gpu, gpu_memory=None, num_processes=2, recipe="standard")
+    plan = planned(gpu=gpu, num_processes=2, recipe="standard")
     assert (plan.mfu, plan.bandwidth) == (mfu, speed) and plan.mfu_source and plan.link
-    time = plan.times["standard"]
+    time = plan.recipes[0].time
     assert time.communication == pytest.approx(time.sent_bytes / speed) and time.compute > 0
-    of_two_nodes = planned(gpu=gpu, gpu_memory=None, num_processes=2, nodes=2, recipe="standard")
-    assert of_two_nodes.bandwidth is None and of_two_nodes.times["standard"].communication is None
+    of_two_nodes = planned(gpu=gpu, num_processes=2, nodes=2, recipe="standard")
+    assert of_two_nodes.bandwidth is None and of_two_nodes.recipes[0].time.communication is None
 
 
 def test_computing_hides_what_is_sent_meanwhile():

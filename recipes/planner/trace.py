@@ -12,23 +12,28 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from recipes.planner.shapes import (
+from recipes.planner.kernels import Linear4bit, Operations, apply_liger, packaged_attention, quantise
+from recipes.planner.memory import (
     COMPLETE,
     FREED,
     FROZEN,
     IN_4_BITS,
     LOGITS,
     LOOP,
+    NEVER,
     SIZE,
     TRAINED,
     Adapters,
@@ -37,12 +42,74 @@ from recipes.planner.shapes import (
     Weights,
     traced_of,
 )
-from recipes.planner.tracing.kernels import Linear4bit, Operations, apply_liger, packaged_attention, quantise
-from recipes.planner.tracing.live_bytes import LiveBytes
 from recipes.quiet import silence
 
 _MOST_PIECES = 3
 _DIFFERENT = "the two ran different operations"
+
+
+# --- The bytes that are alive while code runs -----------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Each storage counts once, from the operation that made it to its release.
+
+    Tensors whose last dimension is `vocabulary` count as logits. `allocations` are rows as in
+    `Traced`, and `made_by` the operation and the size of each.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.known: dict[int, int | None] = {}  # by storage, the number of its allocation
+        self.allocations: list[list[int]] = []
+        self.made_by: list[tuple[str, int]] = []
+
+    @property
+    def moments(self) -> np.ndarray:
+        """Bytes of activations, logits and gradients after each allocation."""
+        return traced_of(np.array(self.allocations), 0).moments
+
+    def ignore(self, tensors: list[torch.Tensor]) -> None:
+        """Do not count the storages of these tensors, which existed before."""
+        self.known |= {tensor.untyped_storage()._cdata: None for tensor in tensors}
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
+        self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if func is torch.ops.prim.device.default:  # the most frequent call
+            return args[0].fake_device
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor, func.__name__)
+        return out
+
+    def count(self, tensor: torch.Tensor, operation: str = "") -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known[key] = len(self.allocations)
+        size = storage.nbytes()
+        is_logits = self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
+        self.allocations.append([size, NEVER, NEVER, int(bool(is_logits))])
+        self.made_by.append((operation, size))
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self._note(FREED, self.known.pop(key, None))
+
+    def _note(self, what: int, number: int | None) -> None:
+        if number is not None:
+            self.allocations[number][what] = len(self.allocations)
+
+
+# --- One micro-batch, and the weights -------------------------------------------------------------
 
 
 def trace(config: PreTrainedConfig, case: Case) -> Traced:
@@ -115,11 +182,7 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         layers=tuple(_count(layer.parameters()) for layer in _decoder_layers(model, config)),
         sizes=tuple((parameter.numel(), _kind(parameter, quantised)) for parameter in model.parameters()),
-        matrices=tuple(
-            (parameter.numel(), any(parameter is table for table in tables))
-            for parameter in model.parameters()
-            if parameter.requires_grad and parameter.dim() > 1
-        ),
+        matrices=tuple(one.numel() for one in model.parameters() if one.requires_grad and one.dim() > 1),
         file_width=_dtype_of(config).itemsize,
     )
 
@@ -189,7 +252,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     return model
 
 
-def _with_adapters(model: PreTrainedModel, adapters: Adapters) -> torch.nn.Module:
+def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Module:
     """Add LoRA as launch/training/model.py does: the same weights frozen, cast and quantised."""
     from peft import LoraConfig, get_peft_model
 
@@ -237,40 +300,44 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | N
     return min(found, key=lambda one: one[1], default=None)
 
 
-def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case, pieces: int = 1) -> tuple[Traced, int] | None:
-    """The trace of a deep model from shallow ones, and how many pieces of repeated layers it took.
+def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
+    """The trace of a model of any depth and length: from shallow models where layers repeat, and
+    from three short sequences if it loops over a sequence, which takes minutes.
+    """
+    unit = _loop_unit(config, case.task)
+    if unit is None or case.length <= 3 * unit:
+        return trace_shallow(config, weights, case) or trace(config, case)
+    three = [trace_any(config, weights, replace(case, length=times * unit)) for times in (1, 2, 3)]
+    return at_length(three, case.length / unit)
 
-    One is not enough where the first or the last layer differs. None if layers do not repeat: each
-    is as others of its type and size.
+
+def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
+    """The trace of a deep model from shallow ones. None if layers do not repeat: each is as others
+    of its type and size.
+
+    Without checkpointing the last layer's backward pass, and with adapters the first one's, differ
+    from others. In 16 bits without autocast the last layer's result is freed sooner. So this many
+    pieces of repeated layers are needed until every moment is one of the whole model, or more.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
         return None
     kinds = list(zip(types, weights.layers, strict=True))
+    in_16_bits = case.autocast is None and case.dtype != "float32"
     traces: dict[int, Traced] = {}
-    for count in range(max(pieces, _least_pieces(case)), _MOST_PIECES + 1):
-        found = depths(kinds, count)
+    for pieces in range(1 + (not case.checkpointing) + in_16_bits, _MOST_PIECES + 1):
+        found = depths(kinds, pieces)
         if found is None:
             return None
         shallow, deeper, times = found
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
         with contextlib.suppress(ValueError):
-            return of_depth(traces[shallow], traces[deeper], times), count
+            return of_depth(traces[shallow], traces[deeper], times)
     return None
 
 
-def _least_pieces(case: Case) -> int:
-    """Pieces with which every moment was found to be one of the whole model.
-
-    Without checkpointing the last layer's backward pass, and with adapters the first one's, differ
-    from others. In 16 bits without autocast the last layer's result is freed sooner.
-    """
-    in_16_bits = case.autocast is None and case.dtype != "float32"
-    return 1 + (not case.checkpointing) + in_16_bits
-
-
-def loop_unit(config: PreTrainedConfig, task: str) -> int | None:
+def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
     """Tokens that the shortest of three traces is to have, if the model loops over a sequence.
 
     Layers with a state do, by token or by chunks of 64, where no kernel of another package runs.

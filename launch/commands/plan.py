@@ -117,7 +117,7 @@ def _draw(plan: Plan, file: str) -> None:
 # --- As JSON --------------------------------------------------------------------------------------
 
 _OF_PLANNED = "name fits micro_batch accumulation margin_bytes host_bytes_per_node traced fits_gpu flags moment"
-_OF_PLANNED += " evaluation_batch notes varied_bytes total_bytes"
+_OF_PLANNED += " evaluation_batch notes total_bytes"
 
 
 def as_json(plan: Plan) -> Json:
@@ -146,7 +146,7 @@ def as_json(plan: Plan) -> Json:
             for split in plan.choices
         ],
         "next_steps": [
-            _of(step, "words saves_bytes saves_host_bytes slowdown adapters install card")
+            _of(step, "words saves_bytes saves_host_bytes slowdown adapters install")
             | _of(step.planned, "total_bytes fits fits_gpu host_bytes_per_node")
             | {"step_ms": _milliseconds(step.planned.time.total)}
             for step in plan.next_steps
@@ -231,9 +231,6 @@ def _print_notes(plan: Plan) -> None:
         if entry.moment == EVALUATION:
             batch = f" {entry.evaluation_batch} fits" if entry.evaluation_batch else " sets their memory"
             print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size{batch}")
-        if entry.varied_bytes > entry.total_bytes * (1 + MARGIN):
-            kept = f"{_gib(entry.varied_bytes)} GiB, with PYTORCH_ALLOC_CONF=expandable_segments:True about the total"
-            print(f"{entry.name}: lengths vary, so torch may come to keep {kept}")
     for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
         print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():

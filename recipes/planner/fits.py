@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 MARGIN = 0.06
 CLOSED_FORM_MARGIN = 0.25  # for a model that cannot be traced; a choice, not a measurement
 
-# Shares of the longest sequence. How far reserved memory grows depends on how lengths happen to
-# follow each other: with 25 random ones it comes out at and above what these few steps show.
-_SHORTER = (0.6, 0.9, 0.75)
-
 
 # --- One model ------------------------------------------------------------------------------------
 
@@ -55,10 +51,7 @@ _SHORTER = (0.6, 0.9, 0.75)
 class Estimator:
     """Memory of one model's micro-batches. Two cached traces give every other size."""
 
-    def __init__(self, config: PreTrainedConfig, expandable: bool = False) -> None:
-        # Expandable segments of torch's allocator reserve about as much for equal lengths, and keep
-        # no pieces of others (from 6 % more to 5 % less in 30 replays, 0.1B to 8B).
-        self.expandable = expandable
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
@@ -115,16 +108,7 @@ class Estimator:
         case = self.case(run, run["per_device_eval_batch_size"])
         return self._of_case(run, replace(case, evaluation=True, checkpointing=False))
 
-    def shorter(self, run: RunSpec, micro: int) -> Sequence[Traced]:
-        """Micro-batches of fewer tokens, if they vary: packed ones are all of one length."""
-        if run["packing"] or self.expandable or not run.hardware.cuda:
-            return ()
-        case = self.case(run, micro)
-        parts = [self._of_case(run, case, part) for part in _SHORTER]
-        return () if self._untraceable else parts
-
-    def _of_case(self, run: RunSpec, case: Case, part: float = 1) -> Traced:
-        """The trace of this case, or of a part of each of its sequences."""
+    def _of_case(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import at_batch
 
         if self._untraceable:
@@ -132,13 +116,11 @@ class Estimator:
         try:
             # A mask of joined rows grows with the square of the micro-batch, and Liger's chunks of
             # tokens are powers of 2.
-            if run["padding_free"] or case.liger:
-                return self._trace(run, replace(case, length=max(1, round(case.length * part))))
-            try:
-                two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
-                return at_batch(two, three, case.batch * part)
-            except ValueError:
-                return self._trace(run, case)
+            if not run["padding_free"] and not case.liger:
+                with contextlib.suppress(ValueError):
+                    two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
+                    return at_batch(two, three, case.batch)
+            return self._trace(run, case)
         except Exception:  # a model's own code may fail in any way on fake tensors
             self._untraceable = True
             return self._closed_form(run, case)
@@ -234,8 +216,6 @@ class Planned:
     checkpointing, or a smaller evaluation. `moment` needs most on the GPU (memory.py). If that is
     EVALUATION and does not fit, `evaluation_batch` is the largest --per_device_eval_batch_size that
     does, if any. `notes` say what it has that other plans have not, and what is not counted.
-    `varied_bytes` is what the process may come to take on this GPU if lengths vary: above the
-    total, it is memory that torch keeps though nothing needs it, and gives back when it runs out.
     """
 
     run: RunSpec
@@ -252,7 +232,6 @@ class Planned:
     moment: str = TRAINING
     evaluation_batch: int | None = None
     notes: tuple[str, ...] = ()
-    varied_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -306,14 +285,10 @@ class Planner:
         """The bytes that leave a margin beside them."""
         return int(self.usable / (1 + (CLOSED_FORM_MARGIN if CLOSED_FORM in memory.micro_batch.kernels else MARGIN)))
 
-    def at(self, run: RunSpec, micro: int, lengths_vary: bool = True) -> Planned:
-        """The run at this micro-batch and its own global batch, whether that fits or not.
-
-        `lengths_vary` is false to leave out what shorter batches do to a run whose lengths vary.
-        """
+    def at(self, run: RunSpec, micro: int) -> Planned:
+        """The run at this micro-batch and its own global batch, whether that fits or not."""
         estimator, memory = self.estimator, self.estimator.memory(run, micro)
-        shorter = partial(estimator.shorter, run, micro) if lengths_vary else tuple
-        gpu, varied = with_cached(memory, self._limit(memory), shorter)
+        gpu = with_cached(memory, self._limit(memory))
         fits_gpu, fits_host = self._fit(memory, gpu)
         length, kernels = estimator.length(run), memory.micro_batch.kernels
         return Planned(
@@ -328,7 +303,6 @@ class Planner:
             traced=CLOSED_FORM not in kernels,
             fits_gpu=fits_gpu,
             moment=memory.moment,
-            varied_bytes=varied,
             notes=tuple(_notes(run, kernels, estimator.has_liger(run), memory.moment)),
         )
 
@@ -353,7 +327,7 @@ class Planner:
     def splits(self, planned: Planned) -> Iterator[Planned]:
         """Every split of its global batch, largest micro-batch first."""
         for micro in divisors(share(planned.run)):
-            yield planned if micro == planned.micro_batch else self.at(planned.run, micro, lengths_vary=False)
+            yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
 
 
 def asks_for_a_micro_batch(run: RunSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from recipes.planner.fits import Planned, Planner, divisors, share
 from recipes.planner.sizes import is_size
 from recipes.planner.speed import host_seconds
 from recipes.rules.check import require_legal
-from recipes.run import Json, RunSpec, Settings, here, known_gpus, resolve, with_flags
+from recipes.run import Json, RunSpec, Settings, here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 
 
@@ -92,8 +93,7 @@ class NextStep:
     `words` is the whole command, for the shell. `saves_bytes` counts on each GPU,
     `saves_host_bytes` in the RAM of each node, both compared to the plan's row of what was asked
     for; below 0 if the step needs more. `slowdown` says what the change costs in time. `install` is
-    a package that it needs and that is not here, None without one. `card` is the name of another
-    GPU, if that is the change.
+    a package that it needs and that is not here, None without one.
     """
 
     words: str
@@ -102,7 +102,6 @@ class NextStep:
     saves_host_bytes: int
     slowdown: str
     install: str | None = None
-    card: str | None = None
 
     @property
     def adapters(self) -> bool:
@@ -168,20 +167,13 @@ class NextSteps:
         found = []
         for asked in runs:
             sizes = [size for size in divisors(share(asked)) if size < asked.batch.micro]
-            try:
-                entry = (
-                    self.planner.largest(self.request.run(asked["recipe"], **_batch(sizes[0])), sizes)
-                    if sizes
-                    else None
-                )
-            except UserError:
-                continue
-            if entry and entry.fits:
-                before = self.planner.at(asked, asked.batch.micro)
-                cost = (
-                    f"none if {entry.micro_batch} still keep the GPU busy: {entry.accumulation} of them are accumulated"
-                )
-                found.append(self._step(self.request, entry, {}, cost, before))
+            with contextlib.suppress(UserError, IndexError):  # not legal, or none is smaller
+                entry = self.planner.largest(self.request.run(asked["recipe"], **_batch(sizes[0])), sizes)
+                if entry.fits:
+                    cost = f"none if {entry.micro_batch} still keep the GPU busy"
+                    cost += f": {entry.accumulation} of them are accumulated"
+                    before = self.planner.at(asked, asked.batch.micro)
+                    found.append(self._step(self.request, entry, {}, cost, before))
         return sorted(found, key=lambda step: step.planned.time.total or 0)[:1]
 
     def smaller_evaluation(self, planned: Sequence[Planned]) -> list[NextStep]:
@@ -205,8 +197,6 @@ class NextSteps:
             if (step.saves_host_bytes if self.row.fits_gpu else step.saves_bytes) > 0 and sizes not in seen:
                 seen.add(sizes)
                 yield step
-        if not self.row.fits_gpu:
-            yield from self._larger_card()
 
     def _changed(self) -> Iterator[NextStep]:
         """Each change at the largest micro-batch that fits, or at 1, each with Liger's kernels too
@@ -264,32 +254,7 @@ class NextSteps:
             slowdown=slowdown.format(host=f"at least {host} per step"),
         )
 
-    def _larger_card(self) -> Iterator[NextStep]:
-        """The smallest known card of the same kind with more memory, on which `standard` fits.
-
-        Cards for workstations and for data centres have other hosts; one without bf16 is another
-        kind.
-        """
-        for card in sorted(known_gpus.CATALOGUE, key=lambda card: card.torch_bytes):
-            if card.torch_bytes <= self.planner.usable or not _alike(card, self.request.card):
-                continue
-            there = replace(self.request, card=Gpu(card.name, card.capability, card.torch_bytes))
-            try:
-                entry = replace(self.planner, usable=card.torch_bytes).largest(there.run("standard", **_batch(1)), [1])
-            except UserError:
-                continue
-            if entry.fits:
-                step = self._step(there, entry, {}, "none")
-                yield replace(step, words=f"{step.words} # on {card.name}", card=card.name)
-                return
-
 
 def _batch(micro: int) -> Settings:
     """The flags of this micro-batch at the user's global batch."""
     return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": None}
-
-
-def _alike(card: known_gpus.KnownGpu, own: Gpu) -> bool:
-    known = any(own.name == other.name for other in known_gpus.CATALOGUE)
-    same_host = not known or card.name.startswith("RTX") == own.name.startswith("RTX")
-    return same_host and (card.capability >= (8, 0) or own.capability < (8, 0))

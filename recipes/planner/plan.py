@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError, mistake, plural
-from recipes.planner.allocator import is_expandable
 from recipes.planner.fits import Estimator, Planned, Planner, asks_for_a_micro_batch
 from recipes.planner.measured import Context, context_of, host_of
 from recipes.planner.next_steps import NextStep, NextSteps, Request
@@ -114,7 +112,7 @@ def plan_memory(
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     request = replace(request, config=config.to_dict())
     gc.freeze()  # else each collection goes through all of torch and transformers: a fifth of a plan's time
-    estimator = Estimator(config, is_expandable(os.environ))
+    estimator = Estimator(config)
     host = round(host_memory * 1e9) if host_memory else None
     planner = Planner(estimator, card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
@@ -155,7 +153,7 @@ def plan_memory(
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
     """A run at the largest micro-batch that fits `usable_bytes`, or at its own if `as_it_is`."""
-    planner = Planner(Estimator(config, is_expandable(os.environ)), usable_bytes)
+    planner = Planner(Estimator(config), usable_bytes)
     return planner.at(run, run.batch.micro) if as_it_is else planner.best(run)
 
 

@@ -166,7 +166,7 @@ def planned(reading: OfTrainer) -> Components:
         case = replace(estimator.case(run, run.batch.micro), mask=not reading.name.startswith("fms"))
         traced = tracing.trace(estimator.config, case)
     context = 1343 * MIB if reading.of_process else 0
-    return with_cached(Memory(run, estimator.weights(run), traced, kept, context=context), reading.card.memory_bytes)[0]
+    return with_cached(Memory(run, estimator.weights(run), traced, kept, context=context), reading.card.memory_bytes)
 
 
 @contextmanager

@@ -33,8 +33,14 @@ def test_the_global_batch_never_changes(micro, accumulation, world, usable):
 
 # --- More of anything -----------------------------------------------------------------------------
 
-LESS = {"batch": 2, "length": 80, "layers": 2, "vocabulary": 700, "evaluation": 1}
 FLAGS = ("", "--gradient_checkpointing true", "--use_peft true", "--packing false", "--fp16 false --optim adamw_torch")
+SIZES = {
+    "batch": st.integers(1, 6),
+    "length": st.integers(2, 40).map(lambda eighths: 8 * eighths),
+    "layers": st.integers(1, 6),
+    "vocabulary": st.integers(300, 3000),
+    "evaluation": st.sampled_from([1, 8, 40]),
+}
 
 
 @cache
@@ -51,8 +57,18 @@ def _at(sizes, recipe, flags, usable=1 << 40):
     return planner.at(run_of(recipe, *argv, world=2), sizes["batch"])
 
 
-def _check_that_more_is_no_less(sizes, axis, factor, share, recipe, flags):
-    """More of anything never allocates less. What torch caches beside it is another matter.
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.fixed_dictionaries(SIZES),
+    axis=st.sampled_from(list(SIZES)),
+    factor=st.sampled_from([2, 3]),
+    share=st.floats(0.98, 1.02),
+    recipe=st.sampled_from(["standard", "sharded", "memory"]),
+    flags=st.sampled_from(FLAGS),
+)
+def test_more_of_anything_allocates_no_less(sizes, axis, factor, share, recipe, flags):
+    """What torch caches beside it is another matter.
 
     A caching allocator cuts new tensors from the pieces of old ones. If more of something makes
     them fit better, less is reserved. So the plan of a smaller run can lie above that of a greater
@@ -60,7 +76,7 @@ def _check_that_more_is_no_less(sizes, axis, factor, share, recipe, flags):
     is 6 %), and for 200 and 256 tokens of a Gemma 3 by 5.4 %. `share` puts the GPU near to what the
     greater one takes.
     """
-    greater = {**sizes, axis: round(sizes[axis] * factor)}
+    greater = {**sizes, axis: sizes[axis] * factor}
     small, large = (_at(one, recipe, flags) for one in (sizes, greater))
     cached = small.components.cached
     assert small.components.allocated <= large.components.allocated
@@ -68,33 +84,6 @@ def _check_that_more_is_no_less(sizes, axis, factor, share, recipe, flags):
     usable = round(large.total_bytes * (1 + MARGIN) * share)
     if _at(greater, recipe, flags, usable).fits:
         assert _at(sizes, recipe, flags, usable + math.ceil(cached * (1 + MARGIN))).fits
-
-
-@pytest.mark.parametrize(("axis", "factor"), [("batch", 2), ("length", 1.5), ("layers", 3), ("vocabulary", 2)])
-def test_more_of_anything_allocates_no_less(axis, factor):
-    _check_that_more_is_no_less(LESS, axis, factor, 1.0, "standard", "")
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.fixed_dictionaries(
-        {
-            "batch": st.integers(1, 6),
-            "length": st.integers(2, 40).map(lambda eighths: 8 * eighths),
-            "layers": st.integers(1, 6),
-            "vocabulary": st.integers(300, 3000),
-            "evaluation": st.sampled_from([1, 8, 40]),
-        }
-    ),
-    axis=st.sampled_from(list(LESS)),
-    factor=st.sampled_from([2, 3]),
-    share=st.floats(0.98, 1.02),
-    recipe=st.sampled_from(["standard", "sharded", "memory"]),
-    flags=st.sampled_from(FLAGS),
-)
-def test_more_of_anything_allocates_no_less_in_many_trainings(**drawn):
-    _check_that_more_is_no_less(**drawn)
 
 
 # --- What is recommended --------------------------------------------------------------------------
@@ -215,15 +204,14 @@ def steps(*argv, config=LARGE, gpu_memory=SMALL_CARD, **named):
 
 def test_steps_are_whole_commands_in_the_order_to_try_them():
     found = steps("--max_length", "256")
-    order = ["gradient_checkpointing", "adamw_bnb_8bit", "memory", "use_peft", "load_in_4bit", " on "]
+    order = ["gradient_checkpointing", "adamw_bnb_8bit", "memory", "use_peft", "load_in_4bit"]
     places = [next(i for i, step in enumerate(found) if word in step.words) for word in order]
     assert places == sorted(places)
     for step in found:
-        command = step.words.partition(" # on ")[0]
-        assert "--model_name_or_path YOUR_MODEL" in command
-        run, entry = as_printed(command)
+        assert "--model_name_or_path YOUR_MODEL" in step.words
+        run, entry = as_printed(step.words)
         assert (entry.total_bytes, run.batch.total) == (step.planned.total_bytes, 16)
-        assert entry.fits == (step.planned.fits and " on " not in step.words)
+        assert entry.fits == step.planned.fits
 
 
 def test_a_recipe_that_is_not_legal_says_why_and_its_step_leaves_the_flag_out():
@@ -290,7 +278,7 @@ def test_a_step_to_another_recipe_leaves_the_accelerate_yaml_out():
     for step in found:
         keeps_it = f"--accelerate_config {YAML}" in step.words
         assert keeps_it == (" standard " in step.words) and keeps_it != ("without --accelerate_config" in step.slowdown)
-        _, entry = as_printed(step.words.partition(" # on ")[0], 2, world=2)
+        _, entry = as_printed(step.words, 2, world=2)
         assert entry.total_bytes == step.planned.total_bytes
 
 
@@ -302,7 +290,7 @@ def test_no_step_is_the_request_or_another_step_and_each_saves(flags):
     found = [("sharded", *(asked[name] for name in names))]
     for step in steps(*argv, gpu_memory=0.5, num_processes=2, recipe="sharded"):
         run = step.planned.run
-        found += [] if step.card else [(run["recipe"], *(run[name] for name in names))]
+        found.append((run["recipe"], *(run[name] for name in names)))
         assert step.saves_bytes > 0
     assert len(found) == len(set(found)) and (flags or len(found) > 1)
 
@@ -312,19 +300,7 @@ def test_where_only_ram_is_short_every_step_needs_less_of_it():
     assert plan.recipes[0].fits_gpu and plan.next_steps and plan.short_of_ram
     for step in plan.next_steps:
         saved = plan.recipes[0].host_bytes_per_node - step.planned.host_bytes_per_node
-        assert not step.card and step.saves_host_bytes == saved > 0
-
-
-@pytest.mark.parametrize(("gpu", "better"), [("L4", "A100 40GB"), ("RTX 4090", "RTX 5090"), ("B200", None)])
-def test_the_next_card_is_one_of_the_same_kind_with_more_memory(gpu, better):
-    width = 2048 if better else 8192
-    wide = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 20}
-    plan = planned("--max_length", "64", config=type(LARGE)(**wide), gpu=gpu, recipe="standard")
-    found = [step for step in plan.next_steps if step.card]
-    assert [step.card for step in found] == ([better] if better else [])
-    for step in found:
-        card = known_gpus.find(step.card)
-        assert card.torch_bytes > plan.usable_bytes and step.planned.total_bytes < card.torch_bytes
+        assert step.saves_host_bytes == saved > 0
 
 
 @pytest.mark.slow

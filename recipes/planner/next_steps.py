@@ -12,7 +12,6 @@ from recipes.errors import Problem, UserError
 from recipes.legal.schema import package_folder
 from recipes.planner.fits import Planned, Planner, divisors, share
 from recipes.planner.sizes import is_size
-from recipes.planner.speed import host_seconds
 from recipes.rules.check import require_legal
 from recipes.run import Json, RunSpec, Settings, here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
@@ -109,35 +108,36 @@ class NextStep:
         return self.planned.run["use_peft"]
 
 
-_CHECKPOINTED = {"gradient_checkpointing": True}
-_LORA = {**_CHECKPOINTED, "use_peft": True}
-_QLORA = {**_LORA, "load_in_4bit": True}
-_HALF_LENGTH = "half of --max_length"
-_IN_16_BITS = "bfloat16, or float16 on a card without it"
-_RECOMPUTED = "a third more compute (two forward passes)"
 _FUSED = "Liger's loss makes the logits of a few tokens at a time"
-_SHARED = "parameters are gathered, and gradients scattered, in every micro-batch"
 
-# In the order to try them: the recipe, the changed flags (None: left out), and the cost.
-_STEPS: tuple[tuple[str, Settings, str], ...] = (
-    ("sharded", {}, _SHARED),
-    ("standard", _CHECKPOINTED, _RECOMPUTED),
-    ("sharded", _CHECKPOINTED, f"{_RECOMPUTED}; {_SHARED}"),
+
+def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]:
+    """In the order to try them: the recipe, the changed flags (None: left out), and the cost."""
+    checkpointed = {"gradient_checkpointing": True}
+    lora = {**checkpointed, "use_peft": True}
+    qlora = {**lora, "load_in_4bit": True}
+    in_16_bits = {**lora, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16"}
+    recomputed = "a third more compute (two forward passes)"
+    shared = "parameters are gathered, and gradients scattered, in every micro-batch"
+    several = asked.world_size > 1  # else there is nothing to share
+    if several:
+        yield "sharded", {}, shared
+    yield "standard", checkpointed, recomputed
+    if several:
+        yield "sharded", checkpointed, f"{recomputed}; {shared}"
     # Hugging Face's guide to training on a single GPU: 10.35 samples/s with 8-bit Adam, 10.09
     # without, on a V100.
-    (
-        "standard",
-        {**_CHECKPOINTED, "optim": "adamw_bnb_8bit"},
-        f"{_RECOMPUTED}; 8-bit Adam: not slower where published",
-    ),
-    ("memory", {"optim": None}, f"{_RECOMPUTED}; Adam on the host: {{host}}"),
-    ("memory_zero3", {"optim": None}, f"{_RECOMPUTED}; Adam and parameters on the host: {{host}}"),
-    ("standard", _LORA, "none: frozen weights save as much as the second forward pass costs"),
-    ("standard", {**_LORA, "dtype": _IN_16_BITS}, "none; frozen weights in 16 bits"),
-    ("sharded", {**_LORA, "dtype": _IN_16_BITS}, "frozen weights in 16 bits, gathered per micro-batch"),
-    ("standard", _QLORA, "weights are unpacked at each use; not measured"),
-    ("standard", {**_QLORA, "max_length": _HALF_LENGTH}, "none, but half the context"),
-)
+    in_8_bits = {**checkpointed, "optim": "adamw_bnb_8bit"}
+    yield "standard", in_8_bits, f"{recomputed}; 8-bit Adam: not slower where published"
+    yield "memory", {"optim": None}, f"{recomputed}; Adam on the host: {{host}}"
+    yield "memory_zero3", {"optim": None}, f"{recomputed}; Adam and parameters on the host: {{host}}"
+    yield "standard", lora, "none: frozen weights save as much as the second forward pass costs"
+    if not asked["load_in_4bit"]:  # with which frozen weights have 4 bits already
+        yield "standard", in_16_bits, "none; frozen weights in 16 bits"
+        if several:
+            yield "sharded", in_16_bits, "frozen weights in 16 bits, gathered per micro-batch"
+    yield "standard", qlora, "weights are unpacked at each use; not measured"
+    yield "standard", {**qlora, "max_length": max(2, length // 2)}, "none, but half the context"
 
 
 @dataclass(frozen=True)
@@ -210,15 +210,8 @@ class NextSteps:
         smaller = (
             f"none if 1 still keeps the GPU busy: {examples} of them are accumulated" if row.micro_batch > 1 else ""
         )
-        for recipe, changes, slowdown in ((asked["recipe"], {}, smaller), *_STEPS):
-            if recipe == "sharded" and asked.world_size == 1:  # nothing to share
-                continue
-            if "dtype" in changes and asked["load_in_4bit"]:  # frozen weights have 4 bits already
-                continue
-            if "dtype" in changes:
-                changes = {**changes, "dtype": "bfloat16" if asked.hardware.capability >= (8, 0) else "float16"}
-            if "max_length" in changes:
-                changes = {**changes, "max_length": max(2, self.planner.estimator.length(asked) // 2)}
+        changed = _changes(asked, self.planner.estimator.length(asked))
+        for recipe, changes, slowdown in ((asked["recipe"], {}, smaller), *changed):
             leaves_yaml_out = self.request.accelerate_config and recipe not in ("standard", asked["recipe"])
             request = replace(self.request, accelerate_config=None) if leaves_yaml_out else self.request
             dropped = [name for name, value in changes.items() if value is None and asked.explicit(name)]
@@ -244,8 +237,7 @@ class NextSteps:
         self, request: Request, entry: Planned, changes: Settings, slowdown: str, before: Planned | None = None
     ) -> NextStep:
         before = before or self.row
-        seconds = host_seconds(entry.run, self.planner.estimator.weights(entry.run), entry.accumulation)
-        host = f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1g} s"
+        host = f"{entry.time.host:.0f} s" if entry.time.host >= 1 else f"{entry.time.host:.1g} s"
         return NextStep(
             words=request.command(entry.name, **changes, **_batch(entry.micro_batch)),
             planned=entry,

@@ -115,17 +115,6 @@ def test_dropout_keeps_a_byte_for_each_element():
     assert elements * 0.7 <= more <= elements * 1.1
 
 
-@pytest.mark.parametrize("recipe", ["standard", "memory_zero3"])
-def test_a_card_before_8_0_has_a_fused_kernel_for_fp16_and_none_for_bf16(recipe):
-    """DeepSpeed and FSDP cast the weights, autocast what operations take."""
-    estimator, card = Estimator(SMALL["gpt2"]), Hardware((Gpu("T4", T4, 16 << 30),), cores=8)
-    ran = [
-        estimator.traced(run_of(recipe, "--max_length", "64", *flags, hardware=card), 2).kernels
-        for flags in (("--fp16", "true"), ("--fp16", "false", "--bf16", "true"))
-    ]
-    assert ran == [{"efficient"}, {MATH}]
-
-
 def test_examples_joined_into_one_row_need_a_mask_as_large_as_that_row_unless_a_package_keeps_them_apart():
     def activations(*argv):
         run, estimator = run_of("standard", "--max_length", "256", "--padding_free", "true", *argv), Estimator(GROUPED)

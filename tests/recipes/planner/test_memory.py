@@ -108,9 +108,9 @@ def test_zero_keeps_an_fp32_copy_beside_an_optimizer_in_8_bits():
 DEEP = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
 
 
-def sharded(*flags, micro=2, recipe="sharded", world=8, engine="sharded"):
+def sharded(*flags, micro=2, world=8, engine="sharded"):
     argv = ["--bf16", "true", "--max_length", "64", *flags]
-    return Estimator(DEEP).memory(run_of(recipe, *argv, world=world, engine=engine), micro)
+    return Estimator(DEEP).memory(run_of("sharded", *argv, world=world, engine=engine), micro)
 
 
 def test_every_state_is_shared_by_all():
@@ -119,11 +119,6 @@ def test_every_state_is_shared_by_all():
     assert shared.optimizer == pytest.approx(8 * weights.trained / 8, rel=0.01)
     assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
     assert shared.parameters - 4 * weights.total / 8 <= 2 * (2 * weights.largest_layer + weights.outside_layers)
-
-
-def test_nothing_of_ddps_buckets_exists():
-    flags = ("--gradient_accumulation_steps", "1", "--packing", "false")
-    assert sharded(*flags, recipe="fast").gpu == sharded(*flags).gpu
 
 
 def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradients():

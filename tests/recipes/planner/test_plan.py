@@ -118,6 +118,7 @@ def test_a_command_leaves_the_model_to_the_user_only_if_nothing_names_it(tmp_pat
         assert plan.command.count("--model_name_or_path") == named.count("--model_name_or_path")
 
 
+@pytest.mark.slow
 def test_eight_billion_in_sixteen_bits_on_48_gb_need_offload():
     """DDP with 8-bit Adam does not fit, nor safely with checkpointing; offload does."""
     config, card = read_config("8.36B"), round(47.4 * 2**30)

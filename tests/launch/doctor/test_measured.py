@@ -184,7 +184,7 @@ def test_the_plan_takes_the_speed_of_the_host_that_the_doctor_measured():
     host, source = host_of(run)
     assert (host.adam, host.pcie, source) == (2e-9, 1e10, "measured here")
     after = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    assert after.times["memory"].host > before.times["memory"].host
+    assert after.recipes[0].time.host > before.recipes[0].time.host
     assert after.host_source == "measured here" != before.host_source
     assert planned(gpu="L4", gpu_memory=None, recipe="memory").host_source == before.host_source
 

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from recipes.planner.memory import Memory, Weights, requests_of_update
+from recipes.planner.memory import FP32, Memory, Weights, requests_of_update
 from recipes.planner.trace import weigh
 from tests.recipes.planner.small import run_of
 
@@ -57,8 +57,9 @@ def test_an_update_takes_what_is_planned(optim, more, dtype, tmp_path):
     assert memory.optimizer == pytest.approx(kept, rel=0.02, abs=0.02 * weights.trained)
     if optim in IN_FP32:
         assert memory.update == 0  # bitsandbytes' kernel asks for nothing, its stand-in on a CPU does
-    elif "optim_args" not in more:
-        assert memory.update == pytest.approx(asked, rel=0.02, abs=4096 + weights.largest_parameter)
+    elif "optim_args" not in more and (dtype == "float32" or optim not in OF_TORCH):
+        one_more = 1.1 * FP32 * weights.largest_parameter if optim == "adafactor" else 0
+        assert 0.98 * asked - 4096 <= memory.update <= 1.02 * asked + one_more + 4096
 
 
 def test_adafactor_updates_one_matrix_after_the_other():

@@ -287,7 +287,7 @@ def test_a_step_to_another_recipe_leaves_the_accelerate_yaml_out():
 def test_no_step_is_the_request_or_another_step_and_each_saves(flags):
     argv = ["--gradient_checkpointing", "true", *flags]
     asked = run_of("sharded", "--max_length", "128", *argv)
-    names = ("gradient_checkpointing", "use_peft", "load_in_4bit", "max_length", "optim", "dtype")
+    names = ("gradient_checkpointing", "use_peft", "load_in_4bit", "max_length", "optim", "dtype", "use_liger_kernel")
     found = [("sharded", *(asked[name] for name in names))]
     for step in steps(*argv, gpu_memory=0.5, num_processes=2, recipe="sharded"):
         run = step.planned.run

@@ -17,8 +17,8 @@ from launch.flags import Commands
 from launch.terminal import console, duration, print_problems, print_table
 from recipes.errors import mistake
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, Planned
+from recipes.planner.memory import EVALUATION
 from recipes.planner.plan import Plan, plan_memory
-from recipes.planner.shapes import EVALUATION
 from recipes.planner.speed import StepTime
 from recipes.run import Json
 
@@ -48,7 +48,7 @@ host: RAM of a node: the model while it is loaded; later what is offloaded, and 
 step: seconds of an optimizer step: compute + exposed communication + offload
 {{readings}}not counted: memory of data loading; kernels of torch.compile
 how sure: of 21 public readings of reserved memory two lie 3.5% and 7.8% above the plan, the others at most
-1% (python -m tests.benchmarks.reserved); here {{margin:.0%}} is kept free
+1% (python -m tests.benchmarks.published); here {{margin:.0%}} is kept free
 """
 
 
@@ -116,6 +116,9 @@ def _draw(plan: Plan, file: str) -> None:
 
 # --- As JSON --------------------------------------------------------------------------------------
 
+_OF_PLANNED = "name fits micro_batch accumulation margin_bytes host_bytes_per_node traced fits_gpu flags moment"
+_OF_PLANNED += " evaluation_batch notes total_bytes"
+
 
 def as_json(plan: Plan) -> Json:
     """The plan as `--json` prints it: sizes in bytes, times in whole ms, None if unknown.
@@ -132,13 +135,10 @@ def as_json(plan: Plan) -> Json:
         "assumed": _of(plan, "mfu mfu_source unknown_compute link host_source") | {"bytes_per_second": plan.bandwidth},
         "advice": [vars(problem) for problem in plan.advice],
         "recipes": [
-            {
-                **asdict(entry),
-                "memory_allocated": entry.components.allocated,
-                "memory_reserved": entry.components.reserved,
-                "total_bytes": entry.total_bytes,
-            }
-            | _time_as_json(plan.times[entry.name])
+            _of(entry, _OF_PLANNED)
+            | {"components": asdict(entry.components)}
+            | {"memory_allocated": entry.components.allocated, "memory_reserved": entry.components.reserved}
+            | _time_as_json(entry.time)
             for entry in plan.recipes
         ],
         "choices": [
@@ -146,8 +146,9 @@ def as_json(plan: Plan) -> Json:
             for split in plan.choices
         ],
         "next_steps": [
-            {name: value for name, value in vars(step).items() if name != "seconds"}
-            | {"step_ms": _milliseconds(step.seconds)}
+            _of(step, "words saves_bytes saves_host_bytes slowdown adapters install")
+            | _of(step.planned, "total_bytes fits fits_gpu host_bytes_per_node")
+            | {"step_ms": _milliseconds(step.planned.time.total)}
             for step in plan.next_steps
         ],
     }
@@ -179,9 +180,9 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
         print(plan.shape)
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
     print("GiB on each GPU, and in the RAM of each node (host):")
-    timed = plan.times[plan.recipes[0].name].total is not None  # what is known for one is known for all
+    timed = plan.recipes[0].time.total is not None  # what is known for one is known for all
     heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed
-    print_table(heads, [_row(entry, plan.times[entry.name].total) for entry in plan.recipes], whole=True)
+    print_table(heads, [_row(entry) for entry in plan.recipes], whole=True)
     print("total: as nvidia-smi shows the process. Without context it is torch's memory_reserved, without")
     print("cached (reserved in pieces that nothing fits into) too, its memory_allocated.")
     print(f"context: {plan.context.bytes / 2**20:,.0f} MiB, {plan.context.source}")
@@ -197,14 +198,15 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
     if best is None:
         _print_next_steps(plan)
         return
-    _print_splits(plan, best.name, processes)
+    _print_splits(plan, processes)
     print(f"take {best.name}, {_why(plan)}: {plan.command}")
     for step in plan.next_steps:
-        time = "" if step.seconds is None else f" and {duration(step.seconds)} a step"
+        seconds = step.planned.time.total
+        time = "" if seconds is None else f" and {duration(seconds)} a step"
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
-        how = "without offload" if plan.times[best.name].host else "with a smaller micro-batch, not checkpointed"
+        how = "without offload" if best.time.host else "with a smaller micro-batch, not checkpointed"
         install = f" after pip install {step.install}" if step.install else ""
-        print(f"or {adapters}{how}, in {_gib(step.total_bytes)} GiB{time}{install}: {step.words}")
+        print(f"or {adapters}{how}, in {_gib(step.planned.total_bytes)} GiB{time}{install}: {step.words}")
 
 
 def _print_time(plan: Plan, processes: int, timed: bool) -> None:
@@ -218,7 +220,7 @@ def _print_time(plan: Plan, processes: int, timed: bool) -> None:
         link = "left out: --bandwidth GB/s adds it"
         link = f"at {plan.bandwidth / 1e9:g} GB/s, {plan.link}" if plan.bandwidth is not None else link
         parts.append(f"exposed communication ({link})")
-    if any(time.host for time in plan.times.values()):
+    if any(entry.time.host for entry in plan.recipes):
         parts.append(f"offload, at least ({plan.host_source})")
     print(" + ".join(parts) + "; without data, evaluation and saves")
 
@@ -229,9 +231,6 @@ def _print_notes(plan: Plan) -> None:
         if entry.moment == EVALUATION:
             batch = f" {entry.evaluation_batch} fits" if entry.evaluation_batch else " sets their memory"
             print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size{batch}")
-        if entry.varied_bytes > entry.total_bytes * (1 + MARGIN):
-            kept = f"{_gib(entry.varied_bytes)} GiB, with PYTORCH_ALLOC_CONF=expandable_segments:True about the total"
-            print(f"{entry.name}: lengths vary, so torch may come to keep {kept}")
     for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
         print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():
@@ -252,19 +251,19 @@ def _why(plan: Plan) -> str:
     return "with least sending and offload of those that fit" if plan.unknown_compute else "the fastest that fits"
 
 
-def _print_splits(plan: Plan, name: str, processes: int) -> None:
+def _print_splits(plan: Plan, processes: int) -> None:
     """The ways to split the global batch: memory, and time per step where it is known."""
     width = 6 if processes > 1 else 4
     if len(plan.choices) == 1 or (processes == 1 and plan.unknown_compute):
         return
-    print(f"{name} at the same global batch, micro-batch x accumulation x GPUs, per step:")
+    print(f"{plan.recommended} at the same global batch, micro-batch x accumulation x GPUs, per step:")
     rows = []
     for split in plan.choices:
         batch = f"{split.micro_batch} x {split.accumulation} x {processes}"
         seconds = (split.time.compute, split.time.communication)
         times = ["unknown" if part is None else duration(part) for part in seconds]
         sent = f"{split.time.sent_bytes / 1e9:,.2f} GB"
-        row = [batch, _gib(split.total_bytes), _fits(split.fits, False), times[0], sent, times[1]]
+        row = [batch, _gib(split.total_bytes), "yes" if split.fits else "no", times[0], sent, times[1]]
         rows.append(row[:width])
     print_table(["batch", "GiB", "fits", "compute", "sent by each GPU", "sending"][:width], rows)
     print()
@@ -283,24 +282,25 @@ def _print_next_steps(plan: Plan) -> None:
     print(f"{short}. What to try, in this order, at the same global batch:")
     rows = []
     for number, step in enumerate(plan.next_steps, 1):
-        sizes = (step.total_bytes, step.saves_bytes, step.host_bytes_per_node, step.saves_host_bytes)
-        rows.append([str(number), *map(_gib, sizes), _fits(step.fits, step.fits_gpu), step.slowdown])
+        entry = step.planned
+        sizes = (entry.total_bytes, step.saves_bytes, entry.host_bytes_per_node, step.saves_host_bytes)
+        rows.append([str(number), *map(_gib, sizes), _fits(entry), step.slowdown])
     print_table(["", "GiB", "saves", "host", "saves", "fits", "slowdown"], rows)
     for number, step in enumerate(plan.next_steps, 1):
         print(f"{number}: {step.words}")
-    if not any(step.fits for step in plan.next_steps):
+    if not any(step.planned.fits for step in plan.next_steps):
         print(f"none of these is enough: use {enough}, or a smaller model")
 
 
-def _row(entry: Planned, seconds: float | None) -> list[str]:
+def _row(entry: Planned) -> list[str]:
     parts = [_gib(getattr(entry.components, name)) for name in _HEADS]
-    fits, batch = _fits(entry.fits, entry.fits_gpu), f"{entry.micro_batch} x {entry.accumulation}"
-    row = [entry.name, batch, *parts, _gib(entry.total_bytes), fits, _gib(entry.host_bytes_per_node)]
+    batch, seconds = f"{entry.micro_batch} x {entry.accumulation}", entry.time.total
+    row = [entry.name, batch, *parts, _gib(entry.total_bytes), _fits(entry), _gib(entry.host_bytes_per_node)]
     return row if seconds is None else [*row, duration(seconds)]
 
 
-def _fits(fits: bool, fits_gpu: bool) -> str:
-    return "yes" if fits else "no (host)" if fits_gpu else "no"
+def _fits(entry: Planned) -> str:
+    return "yes" if entry.fits else "no (host)" if entry.fits_gpu else "no"
 
 
 def _gib(size: int) -> str:

@@ -25,7 +25,7 @@ from launch.doctor import measured
 from launch.doctor.machine import ENLARGE, Check, Numbers, numbers, nvidia_smi
 from launch.host import processes
 from recipes.errors import Failure
-from recipes.planner.context import catalogue_name
+from recipes.planner.measured import catalogue_name
 from recipes.planner.speed import link_of
 from recipes.run import Json
 from recipes.run.hardware import Gpu

@@ -14,8 +14,7 @@ from launch.doctor.machine import driver, nvidia_smi, smi_rows
 from launch.host.files import write_whole
 from recipes.errors import Failure
 from recipes.legal.schema import version
-from recipes.planner.context import catalogue_name
-from recipes.planner.measured import CONTEXT, HOST, MOST_ROWS, file_in, is_context, rows
+from recipes.planner.measured import CONTEXT, HOST, MOST_ROWS, catalogue_name, file_in, is_context, rows
 from recipes.run import Json
 from recipes.run.files import read_json
 

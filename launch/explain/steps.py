@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launch.explain.tables import RANKS, SEQUENCES, STEPS, TOPICS, Variant
 from launch.host import processes
 from launch.host.world import leave_group
-from recipes.planner.tracing.live_bytes import LiveBytes
+from recipes.planner.trace import LiveBytes
 from recipes.run import Json
 from recipes.scaling.noise import of_median
 

@@ -32,7 +32,7 @@ from launch.terminal import console, print_note
 from launch.training.batches import require_batches_for_batch_norm
 from launch.training.separate import require_separate_examples, with_separate_examples
 from recipes.errors import Problem, UserError, mistake, one_line
-from recipes.planner.footprint import optimizer_bytes_per_parameter
+from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
 from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
 from recipes.run import Json, RunSpec, Settings

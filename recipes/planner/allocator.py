@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from recipes.planner.footprint import (
+from recipes.planner.memory import (
     FP32,
+    IN_4_BITS,
+    NEVER,
     REDUCE_BUCKET,
+    ROUNDING,
+    TRAINED,
+    Components,
     Memory,
+    Traced,
     bytes_in_4_bits,
     casts_the_model,
     optimizer_bytes_per_parameter,
@@ -23,7 +29,6 @@ from recipes.planner.footprint import (
     trained_bytes,
     weight_bytes,
 )
-from recipes.planner.shapes import IN_4_BITS, NEVER, ROUNDING, TRAINED, Components, Traced
 
 MIB = 2**20
 
@@ -34,16 +39,10 @@ MIN_LARGE = 10 * MIB  # kMinLargeAlloc: from here on, a request gets a segment o
 ROUND_LARGE = 2 * MIB  # kRoundLarge: which is rounded up to this
 
 _DDP_BUCKET = 25 * MIB  # bucket_cap_mb of torch.nn.parallel.DistributedDataParallel
-# A trace is up to 0.7 % off what a card allocates (python -m tests.benchmarks.reserved). Below
+# A trace is up to 0.7 % off what a card allocates (python -m tests.benchmarks.published). Below
 # _IN_DOUBT bytes, the segment of a request is rounded up by more than that anyway.
 _UNCERTAIN = 0.01
 _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
-
-
-def is_expandable(environment: Mapping[str, str]) -> bool:
-    """Whether torch reads from these variables that segments expand: c10/core/AllocatorConfig.h."""
-    settings = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return "expandable_segments:True" in "".join(settings.split())
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
@@ -62,18 +61,16 @@ class OutOfMemory(Exception):
     """A request does not fit under the limit, even without all that is cached."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment, between its neighbours there: allocated or cached."""
 
-    __slots__ = ("address", "after", "allocated", "before", "pool", "size")
-
-    def __init__(self, address: int, size: int, pool: Pool) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.allocated = False
-        self.before: Block | None = None
-        self.after: Block | None = None
+    address: int
+    size: int
+    pool: Pool
+    allocated: bool = False
+    before: Block | None = None
+    after: Block | None = None
 
 
 Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size class, by size and then address
@@ -168,31 +165,6 @@ def _up(size: int, to: int) -> int:
 
 # --- What a training asks for ---------------------------------------------------------------------
 
-Pattern: TypeAlias = tuple[list[int], int, list[int]]  # events from number 0, allocations, those that stay
-
-
-def _micro_batch(traced: Traced, gradients_stay: bool, workspace: int) -> Pattern:
-    rows = traced.allocations.tolist()
-    freed_at: dict[int, list[int]] = defaultdict(list)
-    for place, (size, freed, complete, _) in enumerate(rows):
-        if freed == NEVER and (complete == NEVER or not gradients_stay):
-            freed = min(complete, len(rows))
-        if size:
-            freed_at[freed].append(place)
-    events: list[int] = []
-    made = 0
-    numbers: dict[int, int] = {}
-    for place, (size, *_) in enumerate([*rows, (0,)]):
-        events += [-1 - numbers.pop(dead) for dead in freed_at.get(place, ()) if dead in numbers]
-        if workspace and place in (0, traced.made_forward):
-            events.append(workspace)
-            made += 1
-        if size:
-            events.append(size)
-            numbers[place] = made
-            made += 1
-    return events, made, list(numbers.values())
-
 
 class Requests:
     """Allocations, numbered from 0, and frees. `events`: bytes, or -1 - number to free it."""
@@ -219,11 +191,21 @@ class Requests:
         A gradient that does not stay is freed when it is complete: added to another one, or moved.
         `workspace` is allocated, and kept, before the forward and before the backward.
         """
-        events, made, kept = _micro_batch(traced, gradients_stay, workspace)
-        first = self.made
-        self.events += [event if event >= 0 else event - first for event in events]
-        self.made += made
-        return [number + first for number in kept]
+        rows = traced.allocations.tolist()
+        freed_at: dict[int, list[int]] = defaultdict(list)
+        for place, (size, freed, complete, _) in enumerate(rows):
+            if freed == NEVER and (complete == NEVER or not gradients_stay):
+                freed = min(complete, len(rows))
+            if size:
+                freed_at[freed].append(place)
+        numbers: dict[int, int] = {}
+        for place, (size, *_) in enumerate([*rows, (0,)]):
+            self.free(numbers.pop(dead) for dead in freed_at.get(place, ()) if dead in numbers)
+            if workspace and place in (0, traced.made_forward):
+                self.allocate(workspace)
+            if size:
+                numbers[place] = self.allocate(size)
+        return list(numbers.values())
 
     def load_in_4_bits(self, sizes: Sequence[tuple[int, str]], packed: float, other: int) -> None:
         """All but trained parameters: as `from_pretrained` does it, and then peft.
@@ -284,43 +266,30 @@ class Requests:
         return allocator
 
 
-def with_cached(memory: Memory, limit: int, shorter: Callable[[], Sequence[Traced]] = tuple) -> tuple[Components, int]:
+def with_cached(memory: Memory, limit: int) -> Components:
     """What a run needs with cuBLAS's workspaces, and with what torch reserves beside its
-    allocations. `shorter` makes micro-batches of fewer tokens that come before, if lengths vary: it
-    is asked only if the longest ones stay below the limit.
+    allocations.
 
     If that is above `limit`, it is what is reserved under this limit: torch then gives back what it
     has cached, and asks again. If that fails too, it is what is reserved without a limit.
-
-    Second, the total that the process may come to take under this limit if lengths vary: pieces of
-    shorter batches are too small for longer ones. If they do not run under it, they set the first.
     """
-    needed = memory.gpu
     if not memory.run.hardware.cuda:
-        return needed, needed.total
+        return memory.gpu
     workspaces = 2 * workspace_bytes(memory.run.hardware.capability)
-    states = replace(needed, buffers=needed.buffers + workspaces)
+    states = replace(memory.gpu, buffers=memory.gpu.buffers + workspaces)
     if not len(memory.micro_batch.allocations):
-        return states, states.total
+        return states
     # In one piece, states count as if they were at their fullest all the time.
-    equal = requests_of(memory, states)
-    more = equal.peak() - states.allocated if casts_the_model(memory.run) else 0
-    torchs = limit - states.context + more if states.total <= limit else None
-    reserved = varied = equal.reserved(torchs)
-    fits = states.total + max(0, reserved - more - states.allocated) <= limit
-    if lengths := shorter() if fits else ():
-        varied = requests_of(memory, states, lengths).reserved(torchs)
-        if torchs is not None and varied > torchs:
-            reserved = varied
-    cached = max(0, reserved - more - states.allocated)
-    return replace(states, cached=cached), max(states.total + cached, varied - more + states.context)
+    requests = requests_of(memory, states)
+    more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
+    reserved = requests.reserved(limit - states.context + more if states.total <= limit else None)
+    return replace(states, cached=max(0, reserved - more - states.allocated))
 
 
-def requests_of(memory: Memory, states: Components, shorter: Sequence[Traced] = ()) -> Requests:
+def requests_of(memory: Memory, states: Components) -> Requests:
     """Loading, and two steps: the second one's moments lie where the first one's activations were.
 
-    If lengths vary, there is a step of each shorter one before. If there are evaluations, one
-    follows. All micro-batches after the second one are as the second.
+    If there are evaluations, one follows. All micro-batches after the second one are as the second.
     """
     requests = Requests()
     run, weights = memory.run, memory.weights
@@ -364,12 +333,11 @@ def requests_of(memory: Memory, states: Components, shorter: Sequence[Traced] = 
         temporaries = requests_of_update(run, weights, width)
         gradients_stay = not memory.viewed or accumulation > 1
     requests.loaded = len(requests.events)
-    lengths = [*shorter, memory.micro_batch] if shorter else [memory.micro_batch] * 2
-    for step, traced in enumerate(lengths):
+    for step in range(2):
         buckets_of_step = [requests.allocate(bucket)] if bucket else []
-        gradients = requests.micro_batch(traced, gradients_stay, workspace if step == 0 else 0)
+        gradients = requests.micro_batch(memory.micro_batch, gradients_stay, 0 if step else workspace)
         if accumulation > 1:
-            requests.micro_batch(lengths[max(0, step - 1)], gradients_stay=False)
+            requests.micro_batch(memory.micro_batch, gradients_stay=False)
         requests.free(buckets_of_step)
         if step == 0:
             requests.allocate_all(moments)

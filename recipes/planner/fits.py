@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,22 +13,24 @@ import numpy as np
 from recipes.errors import mistake, one_line
 from recipes.legal.models import types_with_fused_loss
 from recipes.planner.allocator import with_cached
-from recipes.planner.footprint import Memory, casts_the_model, mixed_precision, recomputes
-from recipes.planner.shapes import (
+from recipes.planner.memory import (
     CLOSED_FORM,
     EAGER,
     EVALUATION,
     LOADING,
     LOOP,
     MATH,
-    NOTHING,
     PACKAGED,
     TRAINING,
     Adapters,
     Case,
     Components,
+    Memory,
     Traced,
     Weights,
+    casts_the_model,
+    mixed_precision,
+    recomputes,
 )
 from recipes.planner.speed import StepTime, step_time
 from recipes.rules.data_and_model import what_peft_accepts
@@ -37,15 +39,10 @@ from recipes.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Of the readings in tests/benchmarks/published.py and reserved.py two lie 3.5 % and 7.8 % above the
-# plan, the others at most 2 %: what their allocator reserved, not what was allocated.
+# Of the readings in tests/benchmarks/published.py two lie 3.5 % and 7.8 % above the plan, the
+# others at most 2 %: what their allocator reserved, not what was allocated.
 MARGIN = 0.06
 CLOSED_FORM_MARGIN = 0.25  # for a model that cannot be traced; a choice, not a measurement
-
-# Shares of the longest sequence. How far reserved memory grows depends on how lengths happen to
-# follow each other: with 25 random ones it comes out at and above what these few steps show.
-_SHORTER = (0.6, 0.9, 0.75)
-_KEEPS = "which keeps batch x heads x length x length numbers in every layer"
 
 
 # --- One model ------------------------------------------------------------------------------------
@@ -54,14 +51,10 @@ _KEEPS = "which keeps batch x heads x length x length numbers in every layer"
 class Estimator:
     """Memory of one model's micro-batches. Two cached traces give every other size."""
 
-    def __init__(self, config: PreTrainedConfig, expandable: bool = False) -> None:
-        # Expandable segments of torch's allocator reserve about as much for equal lengths, and keep
-        # no pieces of others (from 6 % more to 5 % less in 30 replays, 0.1B to 8B).
-        self.expandable = expandable
+    def __init__(self, config: PreTrainedConfig) -> None:
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
-        self._pieces: dict[Case, int] = {}  # of repeated layers, that were enough for this case
         self._untraceable = False
 
     def memory(self, run: RunSpec, micro: int) -> Memory:
@@ -71,13 +64,9 @@ class Estimator:
         """
         return Memory(run, self.weights(run), self.traced(run, micro), share(run) // micro, self._evaluation(run))
 
-    def at_least(self, run: RunSpec, micro: int) -> Memory:
-        """As `memory`, without activations and logits: a lower bound that takes no trace."""
-        return Memory(run, self.weights(run), NOTHING, share(run) // micro)
-
     def weights(self, run: RunSpec) -> Weights:
         """The model's parameters with the run's task and adapters. Raises `UserError`."""
-        from recipes.planner.tracing.trace import weigh
+        from recipes.planner.trace import weigh
 
         adapters = _adapters(run)
         if adapters:  # how wide they and the numbers of 4-bit products are changes no count
@@ -105,7 +94,7 @@ class Estimator:
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def traced(self, run: RunSpec, micro: int) -> Traced:
-        return self._found(run, self.case(run, micro))
+        return self._of_case(run, self.case(run, micro))
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
         """One batch of an evaluation, None without evaluations.
@@ -117,42 +106,31 @@ class Estimator:
         if run["eval_strategy"] == "no":
             return None
         case = self.case(run, run["per_device_eval_batch_size"])
-        return self._found(run, replace(case, evaluation=True, checkpointing=False))
+        return self._of_case(run, replace(case, evaluation=True, checkpointing=False))
 
-    def shorter(self, run: RunSpec, micro: int) -> Sequence[Traced]:
-        """Micro-batches of fewer tokens, if they vary: packed ones are all of one length."""
-        if run["packing"] or not run.hardware.cuda or self._untraceable:
-            return ()
-        case = self.case(run, micro)
-        try:
-            if case.liger:
-                lengths = (max(1, round(case.length * part)) for part in _SHORTER)
-                return [self._trace(run, replace(case, length=length)) for length in lengths]
-            return [self._at_batch(run, case, case.batch * part) for part in _SHORTER]
-        except Exception:  # as in `_found`
-            return ()
+    def _of_case(self, run: RunSpec, case: Case) -> Traced:
+        from recipes.planner.trace import at_batch
 
-    def _found(self, run: RunSpec, case: Case) -> Traced:
         if self._untraceable:
             return self._closed_form(run, case)
         try:
-            # One sequence runs slightly different operations. A mask of joined rows grows with the
-            # square of the micro-batch, and Liger's chunks of tokens are powers of 2.
-            if case.batch > 2 and not run["padding_free"] and not case.liger:
-                try:
-                    return self._at_batch(run, case, case.batch)
-                except ValueError:
-                    pass
+            # A mask of joined rows grows with the square of the micro-batch, and Liger's chunks of
+            # tokens are powers of 2.
+            if not run["padding_free"] and not case.liger:
+                with contextlib.suppress(ValueError):
+                    two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
+                    return at_batch(two, three, case.batch)
             return self._trace(run, case)
         except Exception:  # a model's own code may fail in any way on fake tensors
             self._untraceable = True
             return self._closed_form(run, case)
 
-    def _at_batch(self, run: RunSpec, case: Case, batch: float) -> Traced:
-        from recipes.planner.tracing.trace import at_batch
+    def _trace(self, run: RunSpec, case: Case) -> Traced:
+        from recipes.planner.trace import trace_any
 
-        two, three = (self._trace(run, replace(case, batch=size)) for size in (2, 3))
-        return at_batch(two, three, batch)
+        if case not in self._traced:
+            self._traced[case] = trace_any(self.config, self.weights(run), case)
+        return self._traced[case]
 
     def case(self, run: RunSpec, micro: int) -> Case:
         """The micro-batch as the run's collator makes it.
@@ -185,29 +163,6 @@ class Estimator:
         if not run["use_liger_kernel"] or run["task"] != "causal_lm":
             return False
         return self.config.model_type in types_with_fused_loss()
-
-    def _trace(self, run: RunSpec, case: Case) -> Traced:
-        """From three short ones if the model loops over a sequence, which takes minutes."""
-        from recipes.planner.tracing.trace import at_length, loop_unit
-
-        if case not in self._traced:
-            unit = loop_unit(self.config, case.task)
-            if unit is None or case.length <= 3 * unit:
-                self._traced[case] = self._of_any_depth(run, case)
-            else:
-                three = [self._of_any_depth(run, replace(case, length=times * unit)) for times in (1, 2, 3)]
-                self._traced[case] = at_length(three, case.length / unit)
-        return self._traced[case]
-
-    def _of_any_depth(self, run: RunSpec, case: Case) -> Traced:
-        from recipes.planner.tracing.trace import trace, trace_shallow
-
-        any_batch = replace(case, batch=0, length=0)  # what was enough for one batch is for others
-        found = trace_shallow(self.config, self.weights(run), case, self._pieces.get(any_batch, 1))
-        if found is None:
-            return trace(self.config, case)
-        deep, self._pieces[any_batch] = found
-        return deep
 
     def _closed_form(self, run: RunSpec, case: Case) -> Traced:
         """82 bytes per unit of width, token and layer, 12 per logit, and autocast's weight copies.
@@ -252,49 +207,39 @@ def _with_padding(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @dataclass(frozen=True)
 class Planned:
-    """One recipe on the requested GPU, under the name that --recipe takes.
+    """A run at one of its micro-batches on the requested GPU, with its time per step.
 
     `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
-    `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it. `micro_batch` and
-    `accumulation` keep the global batch; if nothing fits, they are those of the smallest
-    micro-batch. `traced` is false if the model could not be traced: then a closed form with a wider
-    margin replaces the trace. `flags` are what the recipe needs in order to fit: checkpointing, or
-    a smaller evaluation. `moment` needs most on the GPU (footprint.py). If that is EVALUATION and
-    does not fit, `evaluation_batch` is the largest --per_device_eval_batch_size that does, if any.
-    `notes` say what it has that other plans have not, and what is not counted.
-    `varied_bytes` is what the process may come to take on this GPU if lengths vary: above the
-    total, it is memory that torch keeps though nothing needs it, and gives back when it runs out.
+    `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it. `accumulation`
+    keeps the global batch. `traced` is false if the model could not be traced: then a closed form
+    with a wider margin replaces the trace. `flags` are what the recipe needs in order to fit:
+    checkpointing, or a smaller evaluation. `moment` needs most on the GPU (memory.py). If that is
+    EVALUATION and does not fit, `evaluation_batch` is the largest --per_device_eval_batch_size that
+    does, if any. `notes` say what it has that other plans have not, and what is not counted.
     """
 
-    name: str
+    run: RunSpec
     fits: bool
     micro_batch: int
     accumulation: int
     components: Components
     margin_bytes: int
     host_bytes_per_node: int
+    time: StepTime
     traced: bool = True
     fits_gpu: bool = True
     flags: Mapping[str, Any] = field(default_factory=dict)
     moment: str = TRAINING
     evaluation_batch: int | None = None
     notes: tuple[str, ...] = ()
-    varied_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.run["recipe"]
 
     @property
     def total_bytes(self) -> int:
         return self.components.total
-
-
-@dataclass(frozen=True)
-class BatchSplit:
-    """One way to split the global batch, with its memory on each GPU and its time per step."""
-
-    micro_batch: int
-    accumulation: int
-    total_bytes: int
-    fits: bool
-    time: StepTime
 
 
 @dataclass(frozen=True)
@@ -311,88 +256,78 @@ class Planner:
     mfu: float = 1
     bandwidth: float | None = None
 
-    def largest(self, run: RunSpec, sizes: Sequence[int]) -> Planned | None:
-        """The run at the first of these micro-batches that fits, None if none does."""
-        for micro in sizes:
-            if self.may_fit(run, micro) and (entry := self.at(run, micro)).fits:
-                return entry
-        return None
+    def largest(self, run: RunSpec, sizes: Sequence[int] = ()) -> Planned:
+        """The run at the first of these micro-batches that fits, or at the last one if none fits.
 
-    def may_fit(self, run: RunSpec, micro: int) -> bool:
-        """Whether what is quickly known fits. Often what takes no trace is too much already; what
-        torch caches beside its allocations takes longer to find out, and only adds to them.
+        Without any it is the user's own, or the largest that keeps the global batch. What torch
+        caches beside its allocations takes longer to find out, and only adds to them: so it is
+        asked only where they fit, and weights alone first, which take no trace.
         """
-        least = self.estimator.at_least(run, micro)
-        if least.gpu.total > self._limit(NOTHING) or not self._fits_host(least.host_bytes):
+        sizes = sizes or ([run.batch.micro] if asks_for_a_micro_batch(run) else divisors(share(run)))
+        for micro in sizes if self._may_fit(run, sizes[-1]) else ():
+            if self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
+                return entry
+        return self.at(run, sizes[-1])
+
+    def _may_fit(self, run: RunSpec, micro: int) -> bool:
+        weights = Memory(run, self.estimator.weights(run), accumulation=share(run) // micro)
+        if not all(self._fit(weights, weights.gpu)):
             return False
         memory = self.estimator.memory(run, micro)
-        return memory.gpu.total <= self._limit(memory.micro_batch)
+        return memory.gpu.total <= self._limit(memory)
 
-    def at(self, run: RunSpec, micro: int, lengths_vary: bool = True) -> Planned:
-        """The run at this micro-batch and its own global batch, whether that fits or not.
+    def _fit(self, memory: Memory, gpu: Components) -> tuple[bool, bool]:
+        """Whether the GPU has room, with a margin, and whether the node has."""
+        on_host = self.host is None or memory.host_bytes * (1 + MARGIN) <= self.host
+        return gpu.total <= self._limit(memory), on_host
 
-        `lengths_vary` is false to leave out what shorter batches do to a run whose lengths vary.
-        """
+    def _limit(self, memory: Memory) -> int:
+        """The bytes that leave a margin beside them."""
+        return int(self.usable / (1 + (CLOSED_FORM_MARGIN if CLOSED_FORM in memory.micro_batch.kernels else MARGIN)))
+
+    def at(self, run: RunSpec, micro: int) -> Planned:
+        """The run at this micro-batch and its own global batch, whether that fits or not."""
         estimator, memory = self.estimator, self.estimator.memory(run, micro)
-        traced = memory.micro_batch
-        shorter = partial(estimator.shorter, run, micro) if lengths_vary and not estimator.expandable else tuple
-        gpu, varied = with_cached(memory, self._limit(traced), shorter)
-        fits_gpu = gpu.total <= self._limit(traced)
+        gpu = with_cached(memory, self._limit(memory))
+        fits_gpu, fits_host = self._fit(memory, gpu)
+        length, kernels = estimator.length(run), memory.micro_batch.kernels
         return Planned(
-            name=run["recipe"],
-            fits=fits_gpu and self._fits_host(memory.host_bytes),
+            run=run,
+            fits=fits_gpu and fits_host,
             micro_batch=micro,
             accumulation=memory.accumulation,
             components=gpu,
             margin_bytes=self.usable - gpu.total,
             host_bytes_per_node=memory.host_bytes,
-            traced=CLOSED_FORM not in traced.kernels,
+            time=step_time(run, memory.weights, estimator.config, length, micro, self.mfu, self.bandwidth),
+            traced=CLOSED_FORM not in kernels,
             fits_gpu=fits_gpu,
             moment=memory.moment,
-            varied_bytes=varied,
-            notes=tuple(_notes(run, traced, estimator.has_liger(run), memory.moment)),
+            notes=tuple(_notes(run, kernels, estimator.has_liger(run), memory.moment)),
         )
 
-    def _limit(self, traced: Traced) -> int:
-        """The bytes that leave a margin beside them."""
-        return int(self.usable / (1 + (CLOSED_FORM_MARGIN if CLOSED_FORM in traced.kernels else MARGIN)))
-
-    def _fits_host(self, needed: int) -> bool:
-        return self.host is None or needed * (1 + MARGIN) <= self.host
-
-    def best(self, run: RunSpec) -> tuple[RunSpec, Planned]:
-        """The run at the largest micro-batch that fits, or at the smallest one if none fits. If the
-        user has written one, that alone is tried.
+    def best(self, run: RunSpec) -> Planned:
+        """The run at the largest micro-batch that fits, or at the smallest one if none fits.
 
         If it is the evaluation that does not fit: with a half, a quarter, and so on, of its batch,
         on which the result does not depend. If the user has written that batch, the run stays as it
         is, and the entry says which one fits.
         """
-        sizes = [run.batch.micro] if asks_for_a_micro_batch(run) else divisors(share(run))
-        entry = self.largest(run, sizes) or self.at(run, sizes[-1])
+        found = entry = self.largest(run)
         batch = run["per_device_eval_batch_size"]
-        found = entry
         while not found.fits and found.moment == EVALUATION and batch > 1:
             batch //= 2
-            other = run.given_too(per_device_eval_batch_size=batch)
-            found = self.largest(other, sizes) or self.at(other, sizes[-1])
-            if found.fits and run.explicit("per_device_eval_batch_size"):
-                return run, replace(entry, evaluation_batch=batch)
-            if found.fits:
-                return other, replace(found, flags={"per_device_eval_batch_size": batch})
-        return run, entry
+            found = self.largest(run.given_too(per_device_eval_batch_size=batch))
+        if not found.fits or found is entry:
+            return entry
+        if run.explicit("per_device_eval_batch_size"):
+            return replace(entry, evaluation_batch=batch)
+        return replace(found, flags={"per_device_eval_batch_size": batch})
 
-    def splits(self, run: RunSpec, planned: Planned) -> Iterator[BatchSplit]:
-        """Every split of the global batch, largest micro-batch first. `planned` is one of them."""
-        for micro in divisors(share(run)):
-            entry = planned if micro == planned.micro_batch else self.at(run, micro, lengths_vary=False)
-            yield BatchSplit(micro, entry.accumulation, entry.total_bytes, entry.fits, self.time(run, micro))
-
-    def time(self, run: RunSpec, micro: int) -> StepTime:
-        """One optimizer step at this micro-batch."""
-        estimator = self.estimator
-        shape = estimator.weights(run), estimator.config, estimator.length(run)
-        return step_time(run, *shape, micro, self.mfu, self.bandwidth)
+    def splits(self, planned: Planned) -> Iterator[Planned]:
+        """Every split of its global batch, largest micro-batch first."""
+        for micro in divisors(share(planned.run)):
+            yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
 
 
 def asks_for_a_micro_batch(run: RunSpec) -> bool:
@@ -410,7 +345,7 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(number, 0, -1) if number % size == 0]
 
 
-def _notes(run: RunSpec, traced: Traced, has_liger: bool, moment: str) -> Iterator[str]:
+def _notes(run: RunSpec, kernels: frozenset[str], has_liger: bool, moment: str) -> Iterator[str]:
     """Of attention that is not a fused kernel, of Liger and torch.compile, of loading.
 
     What Llama keeps from forward to backward is 0.64 to 0.86 of it if compiled (aot_eager with the
@@ -418,17 +353,18 @@ def _notes(run: RunSpec, traced: Traced, has_liger: bool, moment: str) -> Iterat
     """
     if moment == LOADING:
         yield "loading needs most, not steps: each GPU has all weights in 4 bits until they are sharded"
-    if LOOP in traced.kernels:
+    if LOOP in kernels:
         yield "planned as transformers' own loop over a sequence: with a package of kernels the peak is lower"
         yield "what torch caches is not counted: nvidia-smi shows more"
-    if run["use_liger_kernel"] and (not has_liger or CLOSED_FORM in traced.kernels):
+    if run["use_liger_kernel"] and (not has_liger or CLOSED_FORM in kernels):
         yield "planned without Liger's kernels, so the real peak is lower: they are not known for this model"
     if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:
         graphs = (run["torch_compile_mode"] or "default") not in ("default", "max-autotune-no-cudagraphs")
         higher = ", or with CUDA graphs higher, as their memory is apart" if graphs else ""
         yield f"what torch.compile fuses or computes again is not counted: the real peak is lower{higher}"
-    if EAGER in traced.kernels:
+    keeps = "which keeps batch x heads x length x length numbers in every layer"
+    if EAGER in kernels:
         asked = "as asked for" if run["attn_implementation"] == "eager" else "this model's own"
-        yield f"attention is planned as eager ({asked}), {_KEEPS}"
-    if MATH in traced.kernels:
-        yield f"no fused kernel of torch takes this attention on this card: the math kernel runs, {_KEEPS}"
+        yield f"attention is planned as eager ({asked}), {keeps}"
+    if MATH in kernels:
+        yield f"no fused kernel of torch takes this attention on this card: the math kernel runs, {keeps}"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
+import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.errors import Problem, UserError, mistake, plural
-from recipes.planner.allocator import is_expandable
-from recipes.planner.context import Context, context_of
-from recipes.planner.fits import BatchSplit, Estimator, Planned, Planner, asks_for_a_micro_batch
-from recipes.planner.models import description, is_size, read_config
+from recipes.planner.fits import Estimator, Planned, Planner, asks_for_a_micro_batch
+from recipes.planner.measured import Context, context_of, host_of
 from recipes.planner.next_steps import NextStep, NextSteps, Request
-from recipes.planner.speed import StepTime, host_of, link_of, mfu_of, unknown_compute
+from recipes.planner.sizes import description, is_size, read_config
+from recipes.planner.speed import link_of, mfu_of, unknown_compute
 from recipes.run import RunSpec, here, known_gpus, resolve, with_flags
 from recipes.run.hardware import Gpu
 
@@ -31,22 +30,20 @@ _FASTEST_FIRST = ("fast", "standard", "sharded", "memory", "memory_zero3")
 class Plan:
     """Every requested recipe on one GPU, and the recommended one: the fastest that fits, or None.
 
-    `times` are those of a step of each recipe, by name. The fastest takes the least time in the
-    parts of a step that are known; of equal ones it is the first that computes nothing twice.
-    `choices` are the ways to split the global batch of the recommended recipe, or of the first one
-    if none fits; in that case `next_steps` are the changes to try, in order, only a smaller
-    micro-batch if that is enough. If only offload fits, they are what fits without it: a smaller
-    micro-batch, or else other settings, and adapters. If the user's micro-batch fits with
-    checkpointing alone, they are a smaller one that is faster without. `short_of_ram`: nothing
-    fits, and what was asked for lacks only RAM of the nodes. `command` is the whole one for the
-    recommended recipe, empty if none fits, `advice` what `recipes check` says of it, or of what was
-    asked for. `refused` maps the name of each recipe that is not legal with these flags to the
-    reason. `length` is below `asked_length` if the model has fewer
-    positions. `mfu` and `bandwidth` (bytes per second, None if unknown) are what the times assume,
-    `mfu_source` and `link` where they come from. `shape` describes a model that was asked for by
-    its size, empty for another. `context` is what CUDA takes on each GPU. `host_source` says where
-    the speeds of PCIe and of Adam on the host come from. `unknown_compute` says why times leave
-    compute out, empty if they do not: then `mfu` has no effect.
+    The fastest takes the least time in the parts of a step that are known; of equal ones it is the
+    first that computes nothing twice. `choices` are the ways to split the global batch of the
+    recommended recipe, or of the first one if none fits; in that case `next_steps` are the changes
+    to try, in order, only a smaller micro-batch if that is enough. If only offload fits, they are
+    what fits without it: a smaller micro-batch, or else other settings, and adapters. If the user's
+    micro-batch fits with checkpointing alone, they are a smaller one that is faster without.
+    `short_of_ram`: nothing fits, and what was asked for lacks only RAM of the nodes. `command` is
+    the whole one for the recommended recipe, empty if none fits, `advice` what `recipes check` says
+    of it, or of what was asked for. `refused` maps the name of each recipe that is not legal with
+    these flags to the reason. `length` is below `asked_length` if the model has fewer positions.
+    `mfu` and `bandwidth` (bytes per second, None if unknown) are what the times assume,
+    `mfu_source`, `link` and `host_source` where that comes from. `unknown_compute` says why times
+    leave compute out, empty if they do not: then `mfu` has no effect. `shape` describes a model
+    that was asked for by its size, empty for another.
     """
 
     model: str
@@ -59,12 +56,11 @@ class Plan:
     length: int
     asked_length: int
     recipes: tuple[Planned, ...]
-    times: dict[str, StepTime]
     recommended: str | None
     command: str
     advice: tuple[Problem, ...]
     short_of_ram: bool
-    choices: tuple[BatchSplit, ...]
+    choices: tuple[Planned, ...]
     next_steps: tuple[NextStep, ...]
     refused: dict[str, str]
     mfu: float
@@ -116,53 +112,49 @@ def plan_memory(
     config = read_config(name, legal[0]) if isinstance(model, (str, Path)) else model
     request = replace(request, config=config.to_dict())
     gc.freeze()  # else each collection goes through all of torch and transformers: a fifth of a plan's time
-    estimator = Estimator(config, is_expandable(os.environ))
+    estimator = Estimator(config)
     host = round(host_memory * 1e9) if host_memory else None
     planner = Planner(estimator, card.memory_bytes, host, mfu, bytes_per_second)
     legal, refused = _legal_runs(request, names)
-    candidates = [_made_to_fit(run, request, planner) for run in legal]
-    planned = [entry for _, entry in candidates]
-    times = {entry.name: planner.time(run, entry.micro_batch) for run, entry in candidates}
+    planned = [_made_to_fit(run, request, planner) for run in legal]
     fitting = [entry for entry in planned if entry.fits]
-    fastest = min(fitting, key=lambda entry: (times[entry.name].known, _is_checkpointed_to_fit(entry)), default=None)
-    recommended = fastest.name if fastest else None
-    chosen, entry = next((pair for pair in candidates if pair[1].name == recommended), candidates[0])
-    asked, row = next((pair for pair in candidates if pair[1].name == "standard"), candidates[0])
-    batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
-    finder = NextSteps(request, planner, asked, row)
+    fastest = min(fitting, key=lambda entry: (entry.time.known, _is_checkpointed_to_fit(entry)), default=None)
+    best = fastest or planned[0]
+    row = next((entry for entry in planned if entry.name == "standard"), planned[0])
+    batch = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
+    weights, run = estimator.weights(best.run), best.run
     return Plan(
         model=name or config.model_type,
         shape=description(name) if is_size(name) else "",
-        parameters=estimator.weights(chosen).total,
-        trained=estimator.weights(chosen).trained,
+        parameters=weights.total,
+        trained=weights.trained,
         gpu=card.name,
         usable_bytes=planner.usable,
         usable_host_bytes=host,
-        length=estimator.length(chosen),
-        asked_length=chosen["max_length"],
+        length=estimator.length(run),
+        asked_length=run["max_length"],
         recipes=tuple(planned),
-        times=times,
-        recommended=recommended,
-        command=request.command(entry.name, **{**entry.flags, **batch}) if recommended else "",
-        advice=tuple(request.advice(chosen)),
-        short_of_ram=recommended is None and row.fits_gpu,
-        choices=tuple(planner.splits(chosen, entry)),
-        next_steps=tuple(_steps(finder, candidates, (chosen, entry) if recommended else None)),
+        recommended=fastest.name if fastest else None,
+        command=request.command(best.name, **{**best.flags, **batch}) if fastest else "",
+        advice=tuple(request.advice(run)),
+        short_of_ram=fastest is None and row.fits_gpu,
+        choices=tuple(planner.splits(best)),
+        next_steps=tuple(_steps(NextSteps(request, planner, row), planned, fastest)),
         refused=refused,
         mfu=mfu,
         mfu_source=mfu_source,
         bandwidth=bytes_per_second,
         link=link,
-        context=context_of(chosen),
-        host_source=host_of(chosen)[1],
-        unknown_compute=unknown_compute(chosen, config),
+        context=context_of(run),
+        host_source=host_of(run)[1],
+        unknown_compute=unknown_compute(run, config),
     )
 
 
 def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
     """A run at the largest micro-batch that fits `usable_bytes`, or at its own if `as_it_is`."""
-    planner = Planner(Estimator(config, is_expandable(os.environ)), usable_bytes)
-    return planner.at(run, run.batch.micro) if as_it_is else planner.best(run)[1]
+    planner = Planner(Estimator(config), usable_bytes)
+    return planner.at(run, run.batch.micro) if as_it_is else planner.best(run)
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
@@ -179,48 +171,43 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
     return runs, {name: str(error) for name, error in refused.items()}
 
 
-def _steps(
-    finder: NextSteps, candidates: list[tuple[RunSpec, Planned]], best: tuple[RunSpec, Planned] | None
-) -> Sequence[NextStep]:
+def _steps(finder: NextSteps, planned: list[Planned], best: Planned | None) -> Iterable[NextStep]:
     """What to try if nothing fits (`best` is None): first of all a smaller batch than the one asked
     for.
 
     If only offload fits: that without offload, or else other settings without it, if they fit. If
     the user's micro-batch fits with checkpointing alone: a smaller one without, if that is faster.
     """
-    runs = [run for run, _ in candidates]
+    runs = [entry.run for entry in planned]
     if best is None:
-        smaller = finder.smaller_evaluation(runs, [entry for _, entry in candidates])
-        return smaller or finder.smaller_micro_batch(runs) or list(finder.in_order())
-    run, entry = best
-    offloads = run.engine.offload_optimizer != "none"
-    if not offloads and not (_is_checkpointed_to_fit(entry) and asks_for_a_micro_batch(run)):
+        return finder.smaller_evaluation(planned) or finder.smaller_micro_batch(runs) or finder.in_order()
+    offloads = best.run.engine.offload_optimizer != "none"
+    if not offloads and not (_is_checkpointed_to_fit(best) and asks_for_a_micro_batch(best.run)):
         return ()
     smaller = finder.smaller_micro_batch([run for run in runs if run.engine.offload_optimizer == "none"])
     if offloads:
         return smaller or finder.without_offload()
-    time = finder.planner.time(run, entry.micro_batch).total
-    return [step for step in smaller if time is None or step.seconds is None or step.seconds < time]
+    return [step for step in smaller if (step.planned.time.total or 0) < (best.time.total or math.inf)]
 
 
-def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> tuple[RunSpec, Planned]:
+def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
     """The run as it is, or with activation checkpointing if only that fits: faster than offload.
 
     Either with smaller evaluations, if only they fit. A note says what was added.
     """
     without = f"micro-batch {run.batch.micro} does not fit" if asks_for_a_micro_batch(run) else "no micro-batch fits"
-    run, entry = planner.best(run)
+    entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
     if not entry.fits and states <= planner.usable and not run.explicit("gradient_checkpointing"):
         flags = {"gradient_checkpointing": True}
         with contextlib.suppress(UserError):
-            other, checkpointed = planner.best(request.run(run["recipe"], **flags))
+            checkpointed = planner.best(request.run(run["recipe"], **flags))
             if checkpointed.fits:
-                run, entry = other, replace(checkpointed, flags={**flags, **checkpointed.flags})
+                entry = replace(checkpointed, flags={**flags, **checkpointed.flags})
     if not entry.flags:
-        return run, entry
+        return entry
     note = f"with {shlex.join(with_flags([], entry.flags))}; without it, {without}"
-    return run, replace(entry, notes=(note, *entry.notes))
+    return replace(entry, notes=(note, *entry.notes))
 
 
 def _is_checkpointed_to_fit(entry: Planned) -> bool:

@@ -6,16 +6,11 @@ may overlap.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipes.planner import measured
-from recipes.planner.context import catalogue_name
-from recipes.planner.footprint import FP32, HALF, IN_4_BITS, recomputes, shards, syncs_each_micro_batch
-from recipes.planner.measured import Host
-from recipes.planner.shapes import Weights
+from recipes.planner.measured import host_of, pcie_of
+from recipes.planner.memory import FP32, HALF, HALF_A_BYTE, Weights, recomputes, shards, syncs_each_micro_batch
 from recipes.run import RunSpec
 from recipes.run.hardware import Gpu
 from recipes.run.known_gpus import CATALOGUE
@@ -36,20 +31,12 @@ _MFU = (
     ("", 0.35, "a guess: none is published for this card"),
 )
 
-# Bytes per second between a GPU and its host, one way, by the major compute capability: half of
-# what NVIDIA's data sheets give for both ways. T4: PCIe Gen3 x16, 32 GB/s; A100, A10, L4, L40S:
-# Gen4, 64 GB/s; H100, H200, B200: Gen5, 128 GB/s.
-_PCIE = {7: 16e9, 8: 32e9}
-_PCIE_5 = 64e9
 # Bus bandwidth of nccl-tests between the GPUs of one node. NVLink: a ring reaches 370 GB/s of the
 # 450 that an H100's links have (NCCL's author, github.com/NVIDIA/nccl-tests/issues/212); V100 and
 # B200, whose data sheets have a third and twice of that, in proportion; A100: 200 (issues/149).
 # PCIe: 20 of the 32 GB/s of Gen4 (issues/178), others in proportion.
 _NVLINK = {"H100 SXM": 370e9, "H200 SXM": 370e9, "A100": 200e9, "V100": 123e9, "B200": 740e9}
 _OF_PCIE = 20 / 32
-# Adam on the host, seconds per parameter and node: 8.2 s for 11.6B by DeepSpeed's author, in
-# github.com/deepspeedai/DeepSpeed/pull/735. issues/6834 reads 10 s for 18B on each node.
-_ADAM_SECONDS = 8.2 / 11.6e9
 
 
 def mfu_of(card: str) -> tuple[float, str]:
@@ -67,7 +54,7 @@ def link_of(gpu: Gpu, processes: int, nodes: int) -> tuple[float | None, str]:
     for name, speed in _NVLINK.items():
         if gpu.name.startswith(name):
             return speed, "NVLink"
-    return _OF_PCIE * _PCIE.get(gpu.capability[0], _PCIE_5), "PCIe"
+    return _OF_PCIE * pcie_of(gpu.capability), "PCIe"
 
 
 @dataclass(frozen=True)
@@ -216,7 +203,7 @@ def _sent_by_fsdp(run: RunSpec, weights: Weights, accumulation: int, width: int)
     copies = run.engine.parallelism.replicate
     among_shards, among_copies = (shards(run) - 1) / shards(run), 2 * (copies - 1) / copies / shards(run)
     times = exchanges(run, accumulation)
-    whole = weights.total - weights.in_4_bits * (1 - IN_4_BITS / width)
+    whole = weights.total - weights.in_4_bits * (1 - HALF_A_BYTE / width)
     gathered = accumulation * (2 * whole - (weights.outside_layers - weights.looked_up))
     return round(((gathered + times * weights.trained) * among_shards + times * weights.trained * among_copies) * width)
 
@@ -228,16 +215,6 @@ def host_seconds(run: RunSpec, weights: Weights, accumulation: int) -> float:
     updated_on_node = weights.trained * run.local_world_size / run.world_size
     host, _ = host_of(run)
     return pcie_bytes(run, weights, accumulation) / host.pcie + updated_on_node * host.adam
-
-
-def host_of(run: RunSpec, environment: Mapping[str, str] = os.environ) -> tuple[Host, str]:
-    """The speed of a node with this run's cards, and where it comes from."""
-    card = catalogue_name(run.hardware.gpus[0].name) if run.hardware.cuda else ""
-    own = measured.host(card, run.local_world_size, environment)
-    if own:
-        return own, "measured here"
-    pcie = _PCIE.get(run.hardware.capability[0], _PCIE_5)
-    return Host(_ADAM_SECONDS, pcie), "PCIe of data sheets, Adam as DeepSpeed's author published"
 
 
 def pcie_bytes(run: RunSpec, weights: Weights, accumulation: int) -> float:

@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 
 from recipes.run import hardware
 
@@ -25,74 +24,49 @@ SECONDS, BYTES = {"every recipe": 5.0, "sharded": 3.0, "a refusal": 1.0}, 1e9
 MODEL, GPU, PROCESSES = "8B", "H100", 4
 
 
-@dataclass(frozen=True)
-class Round:
-    """What one process measured of itself. Bytes are peaks of resident memory."""
-
-    import_seconds: float
-    plan_seconds: float
-    plan_cpu_seconds: float
-    imported_bytes: int
-    peak_bytes: int
-
-
-def measured_here(what: str) -> Round:
-    """Import, then plan every recipe or the named one, in this process."""
+def measured_here(what: str) -> dict[str, float]:
+    """Import, then plan every recipe or the named one, in this process: seconds, and peak bytes."""
     started = time.perf_counter()
     import transformers
 
     import recipes
-    import recipes.planner.tracing.trace
+    import recipes.planner.trace
 
     transformers.LlamaForCausalLM, transformers.LlamaConfig  # noqa: B018 - transformers imports them now
-    imported, cpu, imported_bytes = time.perf_counter(), time.process_time(), peak_bytes()
+    imported, cpu = time.perf_counter(), time.process_time()
     recipe = None if what == "every recipe" else what
     recipes.plan_memory(MODEL, gpu=GPU, num_processes=PROCESSES, recipe=recipe)
-    return Round(
-        import_seconds=imported - started,
-        plan_seconds=time.perf_counter() - imported,
-        plan_cpu_seconds=time.process_time() - cpu,
-        imported_bytes=imported_bytes,
-        peak_bytes=peak_bytes(),
-    )
-
-
-def peak_bytes() -> int:
+    seconds = {"plan": time.perf_counter() - imported, "cpu": time.process_time() - cpu, "imports": imported - started}
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {**seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
-def measured_apart(what: str) -> Round:
+def measured_apart(what: str) -> dict[str, float]:
     """One round in its own process."""
     argv = [sys.executable, "-m", "tests.benchmarks.plan_time", "--here", what]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
-    return Round(**json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def refusal_seconds() -> float:
+def refusal() -> dict[str, float]:
     """A whole `recipes plan` without a card, in its own process."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "launch", "plan", "--model", MODEL], capture_output=True)
-    return time.perf_counter() - started
+    return {"plan": time.perf_counter() - started}
 
 
-def is_met(rounds: dict[str, list[Round]], refusals: list[float]) -> bool:
-    medians = {what: statistics.median(one.plan_seconds for one in of) for what, of in rounds.items()}
-    medians["a refusal"] = statistics.median(refusals)
-    in_time = all(seconds < SECONDS[what] for what, seconds in medians.items())
-    return in_time and max(one.peak_bytes for of in rounds.values() for one in of) < BYTES
+def is_met(rounds: dict[str, list[dict[str, float]]]) -> bool:
+    in_time = all(statistics.median(one["plan"] for one in of) < SECONDS[what] for what, of in rounds.items())
+    return in_time and max(one.get("bytes", 0) for of in rounds.values() for one in of) < BYTES
 
 
-def report(what: str, rounds: list[Round]) -> str:
-    plan = [one.plan_seconds for one in rounds]
-    cpu, imports = (statistics.median(getattr(one, f"{of}_seconds") for one in rounds) for of in ("plan_cpu", "import"))
-    peak, imported = (max(getattr(one, f"{of}_bytes") for one in rounds) / 1e9 for of in ("peak", "imported"))
-    return (
-        f"{MODEL} on {PROCESSES} x {GPU}, {what}, {len(rounds)} processes\n"
-        f"plan {statistics.median(plan):.2f} s (median, from {min(plan):.2f} to {max(plan):.2f}; {cpu:.2f} s of CPU), "
-        f"after imports of {imports:.2f} s; the target is {SECONDS[what]:g} s\n"
-        f"peak RAM {peak:.2f} GB, {imported:.2f} GB after the imports; the target is {BYTES / 1e9:g} GB"
-    )
+def report(what: str, rounds: list[dict[str, float]]) -> str:
+    plan = [one["plan"] for one in rounds]
+    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    more = f"; {middle['cpu']:.2f} s of CPU, imports {middle['imports']:.2f} s" if "cpu" in middle else ""
+    peak = f"; {max(one['bytes'] for one in rounds) / 1e9:.2f} GB of RAM" if "bytes" in middle else ""
+    spread = f"median of {len(plan)}, from {min(plan):.2f} to {max(plan):.2f}"
+    return f"{what}: {middle['plan']:.2f} s ({spread}; the target is {SECONDS[what]:g} s){more}{peak}"
 
 
 def main() -> int:
@@ -101,16 +75,15 @@ def main() -> int:
     parser.add_argument("--here", metavar="RECIPE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
-        print(json.dumps(asdict(measured_here(options.here))))
+        print(json.dumps(measured_here(options.here)))
         return 0
     measured_apart("sharded")  # warm-up: reads the files from disk
     rounds = {what: [measured_apart(what) for _ in range(options.rounds)] for what in ("every recipe", "sharded")}
-    refusals = [refusal_seconds() for _ in range(options.rounds)]
-    print(hardware.read())
+    rounds["a refusal"] = [refusal() for _ in range(options.rounds)]
+    print(f"{hardware.read()}\n{MODEL} on {PROCESSES} x {GPU}")
     for what, of in rounds.items():
         print(report(what, of))
-    print(f"a refusal {statistics.median(refusals):.2f} s (median); the target is {SECONDS['a refusal']:g} s")
-    return 0 if is_met(rounds, refusals) else 1
+    return 0 if is_met(rounds) else 1
 
 
 if __name__ == "__main__":

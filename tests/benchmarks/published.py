@@ -1,12 +1,16 @@
-"""Published readings of the memory of one Trainer run, beside the plan of the same run.
+"""Published readings of the memory of one training, beside the plan of the same training.
 
-    python -m tests.benchmarks.published [development|held_out]
+    python -m tests.benchmarks.published
 
-Rebuilt here are the loops of their time: what the losses of transformers 4.45 (Granite) and 4.48
-copied, the cache that GPTBigCode filled while it trained, gradients that zero_grad kept, the
-context that the same source names, and a softmax that kept its input: derivatives.yaml of torch
-1.10 has `_softmax_backward_data(grad, result, dim, self)`, where later ones pass the input's dtype
-alone. A fixed seed draws the development half. No constant was fitted to either half.
+Two kinds of them: Trainer runs, of which one counter was read, and training loops of two other
+projects, of which what torch allocated and what it reserved was. Rebuilt here are the loops of
+their time: what the losses of transformers 4.45 (Granite) and 4.48 copied, the cache that
+GPTBigCode filled while it trained, gradients that zero_grad kept, the context that the same source
+names, and a softmax that kept its input: derivatives.yaml of torch 1.10 has
+`_softmax_backward_data(grad, result, dim, self)`, where later ones pass the input's dtype alone.
+The other loops train LoRA or QLoRA on the attention's four matrices, without autocast; the model's
+outputs stay bound to a name until the next forward ends, on the T4 until the step ends. No constant
+was fitted to any of them.
 
 Left out: readings with experts (modules of their own then, which bitsandbytes packed; parameters in
 three dimensions since transformers 5, which it leaves), and those of FSDP's version 1.
@@ -14,9 +18,7 @@ three dimensions since transformers 5, which it leaves), and those of FSDP's ver
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,27 +31,59 @@ from transformers import (
     GPTBigCodeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    Qwen2Config,
 )
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from recipes.planner.allocator import with_cached
+from recipes.planner import trace as tracing
+from recipes.planner.allocator import MIB, Requests, with_cached, workspace_bytes
 from recipes.planner.fits import Estimator
-from recipes.planner.footprint import Memory
-from recipes.planner.shapes import Components
-from recipes.planner.tracing.kernels import _Softmax
-from recipes.planner.tracing.trace import trace
-from recipes.run import RunSpec, here, resolve
+from recipes.planner.kernels import _Softmax
+from recipes.planner.memory import (
+    COMPLETE,
+    FREED,
+    NEVER,
+    NF4,
+    NF4_NESTED,
+    SIZE,
+    TRAINED,
+    Adapters,
+    Case,
+    Components,
+    Memory,
+)  # fmt: skip
+from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 
-MIB = 2**20
 V100, RTX_3090, A100 = (Gpu("V100", (7, 0), 16 << 30), Gpu("RTX 3090", (8, 6), 24 << 30), Gpu("A100", (8, 0), 80 << 30))
 
 
+def _decoder(kind: type, width: int, layers: int, heads: int, groups: int, inner: int, words: int, tied=False, **more):
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
+    return kind(**sizes, num_key_value_heads=groups, intermediate_size=inner, tie_word_embeddings=tied, **more)
+
+
+BERT = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+MISTRAL = _decoder(MistralConfig, 4096, 32, 32, 8, 14336, 32_000, sliding_window=4096)
+POWERLM = _decoder(GraniteConfig, 2304, 40, 36, 36, 9216, 49_152, tied=True, max_position_embeddings=4096)
+SANTACODER = GPTBigCodeConfig(n_embd=2048, n_layer=24, n_head=16, n_inner=8192, vocab_size=49_280, n_positions=2048)
+TINYLLAMA = _decoder(LlamaConfig, 2048, 22, 32, 4, 5632, 32_000)
+SMOLLM = _decoder(LlamaConfig, 2048, 24, 32, 32, 8192, 49_152, tied=True)
+QWEN_05 = _decoder(Qwen2Config, 896, 24, 14, 2, 4864, 151_936, tied=True)
+QWEN_15 = _decoder(Qwen2Config, 1536, 28, 12, 2, 8960, 151_936, tied=True)
+QWEN_3 = _decoder(Qwen2Config, 2048, 36, 16, 2, 11008, 151_936, tied=True)
+QWEN_7 = _decoder(Qwen2Config, 3584, 28, 28, 4, 18944, 151_936)
+
+
+# --- Trainer runs ---------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Reading:
+class OfTrainer:
     """MiB that were read: of the process by nvidia-smi, or the peak that torch had allocated.
 
     `hfdoc`: "Methods and tools for efficient training on a single GPU", Hugging Face, 2022: a V100,
@@ -65,62 +99,46 @@ class Reading:
     flags: str
     mib: float
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
     def of_process(self) -> bool:
         return self.name.startswith("hfdoc")
 
 
-def bert_large() -> BertConfig:
-    return BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-
-
-def _decoder(kind: type, width: int, layers: int, heads: int, groups: int, inner: int, words: int, **more: object):
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": words}
-    return kind(**sizes, num_key_value_heads=groups, intermediate_size=inner, **more)
-
-
-MISTRAL = _decoder(MistralConfig, 4096, 32, 32, 8, 14336, 32_000, sliding_window=4096)
-POWERLM = _decoder(
-    GraniteConfig, 2304, 40, 36, 36, 9216, 49_152, tie_word_embeddings=True, max_position_embeddings=4096
-)
-SANTACODER = GPTBigCodeConfig(n_embd=2048, n_layer=24, n_head=16, n_inner=8192, vocab_size=49_280, n_positions=2048)
-
 _ROW = "--task sequence_classification --max_length 512 --attn_implementation eager"
 _FUSED = "--optim adamw_torch_fused"  # as transformers' own AdamW then: one parameter at a time
 _FMS = "--max_length 4096 --gradient_checkpointing true --optim adamw_torch --dtype bfloat16"
 _LORA = "--use_peft true --lora_r 16 --lora_dropout 0.1 --lora_target_modules q_proj k_proj v_proj o_proj"
-_QLORA = f"{_LORA} --load_in_4bit true --use_bnb_nested_quant true --bf16 true"
+_METHODS = {"full": "", "lora": _LORA, "qlora": f"{_LORA} --load_in_4bit true --use_bnb_nested_quant true --bf16 true"}
 
 
-def _hfdoc(what: str, flags: str, mib: int) -> Reading:
-    return Reading(f"hfdoc-bertlarge-v100-{what}", V100, bert_large(), f"{_ROW} {flags}", mib)
+def _batch(micro: int, accumulation: int) -> str:
+    return f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {accumulation}"
 
 
-def _fms(model: str, config: PreTrainedConfig, method: str, batch: int, allocated: int) -> Reading:
-    more = {"full": "", "lora": _LORA, "qlora": _QLORA}[method]
-    flags = f"{_FMS} {more} --per_device_train_batch_size {batch} --gradient_accumulation_steps 1"
-    return Reading(f"fms-{model}-{method}-g1-b{batch}", A100, config, flags, allocated / MIB)
+def _hfdoc(what: str, flags: str, mib: int) -> OfTrainer:
+    batch = _batch(4, 1) if what.startswith("b4") else _batch(1, 4)
+    return OfTrainer(f"hfdoc-bertlarge-v100-{what}", V100, BERT, f"{_ROW} {batch} {flags}", mib)
 
 
-_4, _1X4 = (
-    "--per_device_train_batch_size 4 --gradient_accumulation_steps 1",
-    "--per_device_train_batch_size 1 --gradient_accumulation_steps 4",
-)
+def _fms(model: str, config: PreTrainedConfig, method: str, batch: int, allocated: int) -> OfTrainer:
+    flags = f"{_FMS} {_METHODS[method]} {_batch(batch, 1)}"
+    return OfTrainer(f"fms-{model}-{method}-g1-b{batch}", A100, config, flags, allocated / MIB)
+
+
 _GC, _FP16, _ADAFACTOR, _8BIT = "--gradient_checkpointing true", "--fp16", "--optim adafactor", "--optim adamw_bnb_8bit"
-READINGS = (
-    _hfdoc("b4-fp32", f"{_4} {_FUSED}", 14949),
-    _hfdoc("b1-fp32-ga4", f"{_1X4} {_FUSED}", 8681),
-    _hfdoc("b1-fp32-ga4-gc", f"{_1X4} {_FUSED} {_GC}", 6775),
-    _hfdoc("b4-fp16", f"{_4} {_FUSED} {_FP16}", 13939),
-    _hfdoc("b1-fp16-ga4-gc", f"{_1X4} {_FUSED} {_GC} {_FP16}", 7275),
-    _hfdoc("b4-fp32-adafactor", f"{_4} {_ADAFACTOR}", 12295),
-    _hfdoc("b1-fp16-ga4-gc-adafactor", f"{_1X4} {_ADAFACTOR} {_GC} {_FP16}", 4847),
-    _hfdoc("b4-fp32-adam8bit", f"{_4} {_8BIT}", 13085),
-    _hfdoc("b1-fp16-ga4-gc-adam8bit", f"{_1X4} {_8BIT} {_GC} {_FP16}", 5363),
-    Reading("mscherrmann-bertlarge-3090-b4-s512", RTX_3090, bert_large(), f"{_ROW} {_4} --optim adamw_torch", 10562.79),
+OF_TRAINER = (
+    _hfdoc("b4-fp32", _FUSED, 14949),
+    _hfdoc("b1-fp32-ga4", _FUSED, 8681),
+    _hfdoc("b1-fp32-ga4-gc", f"{_FUSED} {_GC}", 6775),
+    _hfdoc("b4-fp16", f"{_FUSED} {_FP16}", 13939),
+    _hfdoc("b1-fp16-ga4-gc", f"{_FUSED} {_GC} {_FP16}", 7275),
+    _hfdoc("b4-fp32-adafactor", _ADAFACTOR, 12295),
+    _hfdoc("b1-fp16-ga4-gc-adafactor", f"{_ADAFACTOR} {_GC} {_FP16}", 4847),
+    _hfdoc("b4-fp32-adam8bit", _8BIT, 13085),
+    _hfdoc("b1-fp16-ga4-gc-adam8bit", f"{_8BIT} {_GC} {_FP16}", 5363),
+    OfTrainer(
+        "mscherrmann-bertlarge-3090-b4-s512", RTX_3090, BERT, f"{_ROW} {_batch(4, 1)} --optim adamw_torch", 10562.79
+    ),
     _fms("gpt_bigcode-santacoder", SANTACODER, "full", 4, 11267745280),
     _fms("gpt_bigcode-santacoder", SANTACODER, "full", 8, 15193274880),
     _fms("mistral-7b-v0.1", MISTRAL, "full", 4, 72434837504),
@@ -137,45 +155,27 @@ READINGS = (
 )
 
 
-BERT_LARGE = tuple(reading for reading in READINGS if reading.of_process and _FUSED in reading.flags)
-_DRAWN_BUT_LEFT_OUT = "fms-mixtral-8x7b-instruct-v0.1-qlora-g1-b4"
-
-
-def development_half() -> set[str]:
-    names = sorted([*(reading.name for reading in READINGS), _DRAWN_BUT_LEFT_OUT])
-    return set(random.Random(17).sample(names, len(names) // 2))
-
-
-def run_of(reading: Reading) -> RunSpec:
-    argv = ["--recipe", "baseline", *reading.flags.split()]
-    return resolve(argv, here(1, hardware=Hardware((reading.card,), cores=8), environment={}, trained_by="nobody"))
-
-
-def planned(reading: Reading) -> Components:
-    run = run_of(reading)
-    micro, accumulation = run.batch.micro, run.batch.accumulation
-    estimator = Estimator(reading.config)
+def planned(reading: OfTrainer) -> Components:
+    place = here(1, hardware=Hardware((reading.card,), cores=8), environment={}, trained_by="nobody")
+    run = resolve(["--recipe", "baseline", *reading.flags.split()], place)
+    estimator, accumulation = Estimator(reading.config), run.batch.accumulation
     # As zero_grad kept gradients then, they exist from the second step's start. BERT made a mask of
     # ones if it was given none.
     kept = max(accumulation, 2) if reading.of_process else accumulation
     with _as_then(reading):
-        case = replace(estimator.case(run, micro), mask=not reading.name.startswith("fms"))
-        traced = trace(estimator.config, case)
-    weights = estimator.weights(run)
+        case = replace(estimator.case(run, run.batch.micro), mask=not reading.name.startswith("fms"))
+        traced = tracing.trace(estimator.config, case)
     context = 1343 * MIB if reading.of_process else 0
-    memory = Memory(run, weights, traced, kept, context=context)
-    found, _ = with_cached(memory, reading.card.memory_bytes)
-    return found
+    return with_cached(Memory(run, estimator.weights(run), traced, kept, context=context), reading.card.memory_bytes)
 
 
 @contextmanager
-def _as_then(reading: Reading) -> Iterator[None]:
-    softmax = _OldSoftmax if reading.of_process else _Softmax
+def _as_then(reading: OfTrainer) -> Iterator[None]:
     with (
         patch.dict(LOSS_MAPPING, {"ForCausalLM": _loss_of_4_48}),
         patch.object(GPTBigCodeForCausalLM, "forward", _gpt_bigcode_of_4_48),
         patch.object(GraniteForCausalLM, "forward", _granite_of_4_45),
-        patch("recipes.planner.tracing.kernels._Softmax", softmax),
+        patch("recipes.planner.kernels._Softmax", _OldSoftmax if reading.of_process else _Softmax),
     ):
         yield
 
@@ -215,25 +215,161 @@ def _gpt_bigcode_of_4_48(self, input_ids: torch.Tensor, labels: torch.Tensor, **
 
 def _granite_of_4_45(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> CausalLMOutputWithPast:
     """No logits in 16 bits are left while it computes its loss."""
-    logits = self.lm_head(self.model(input_ids)[0]) / self.config.logits_scaling
-    logits = logits.float()
+    logits = (self.lm_head(self.model(input_ids)[0]) / self.config.logits_scaling).float()
     return CausalLMOutputWithPast(_loss_of_shifted(logits, labels), logits)
 
 
-def main(half: str) -> None:
-    development, errors = development_half(), []
-    print("| reading | read | MiB | planned | error |\n|---|---|---|---|---|")
-    for reading in READINGS:
-        if (reading.name in development) != (half == "development"):
-            continue
-        found = planned(reading)
-        mib = (found.total if reading.of_process else found.allocated) / MIB
-        errors.append(mib / reading.mib - 1)
-        counter = "process" if reading.of_process else "allocated"
-        print(f"| {reading.name} | {counter} | {reading.mib:,.0f} | {mib:,.0f} | {errors[-1]:+.1%} |", flush=True)
-    middle = sorted(map(abs, errors))[len(errors) // 2]
-    print(f"\nmedian {middle:.1%} off; from {min(errors):+.1%} to {max(errors):+.1%}")
+# --- Loops of their own ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OfLoop:
+    """MiB that torch reported as its peaks, allocated and reserved, in 2 or 3 steps.
+
+    `t4`: fitcheck-llm 0.2.0 (its notebook fitcheck.ipynb), in fp16. `4080`: can-i-finetune-this
+    (its results/*.json), in bf16, on Windows, where torch 2.6 has no flash kernel.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    batch: int
+    length: int
+    allocated: float
+    reserved: float
+    steps: int = 2
+    four_bits: bool = True
+    checkpointing: bool = True
+
+    @property
+    def on_t4(self) -> bool:
+        return self.name.startswith("t4")
+
+    @property
+    def logits(self) -> int:
+        return self.batch * self.length * self.config.vocab_size * (4 if self.four_bits else 2)
+
+
+def _t4(model: str, config: PreTrainedConfig, batch: int, length: int, attention: str, *read: int) -> OfLoop:
+    return OfLoop(f"t4-{model}-b{batch}-s{length}-{attention}", config, batch, length, *read)
+
+
+def _4080(model: str, config: PreTrainedConfig, batch: int, length: int, *read: float, steps: int, **other) -> OfLoop:
+    name = f"4080-{model}-b{batch}-s{length}{''.join(f' {what} {value}' for what, value in other.items())}"
+    return OfLoop(name, config, batch, length, *(gib * 1024 for gib in read), steps=steps, **other)
+
+
+OF_LOOPS = (
+    _t4("tinyllama", TINYLLAMA, 2, 512, "eager", 1849, 2070),
+    _t4("tinyllama", TINYLLAMA, 2, 1024, "eager", 2876, 3532),
+    _t4("tinyllama", TINYLLAMA, 2, 2048, "eager", 6655, 7640),
+    _t4("tinyllama", TINYLLAMA, 2, 512, "sdpa", 1847, 2126),
+    _t4("tinyllama", TINYLLAMA, 2, 1024, "sdpa", 2528, 2892),
+    _t4("tinyllama", TINYLLAMA, 2, 2048, "sdpa", 3897, 4640),
+    _t4("smollm2-1.7b", SMOLLM, 4, 1024, "eager", 5297, 6932),
+    _t4("smollm2-1.7b", SMOLLM, 4, 1024, "sdpa", 5281, 5908),
+    _t4("qwen2.5-1.5b", QWEN_15, 2, 1024, "eager", 6831, 7372),
+    _t4("qwen2.5-1.5b", QWEN_15, 2, 1024, "sdpa", 6823, 7232),
+    _4080("qwen2.5-0.5b", QWEN_05, 1, 1024, 3.0324, 3.7949, steps=3, four_bits=False),
+    _4080("qwen2.5-0.5b", QWEN_05, 1, 1024, 3.1158, 3.3027, steps=3),
+    _4080("qwen2.5-0.5b", QWEN_05, 1, 2048, 5.522, 6.2812, steps=3),
+    _4080("qwen2.5-1.5b", QWEN_15, 1, 1024, 4.0413, 4.3574, steps=3),
+    _4080("qwen2.5-1.5b", QWEN_15, 1, 1024, 9.3413, 9.5527, steps=3, checkpointing=False),
+    _4080("qwen2.5-1.5b", QWEN_15, 2, 1024, 6.5311, 6.8809, steps=2),
+    _4080("qwen2.5-1.5b", QWEN_15, 1, 2048, 6.5324, 7.0977, steps=3),
+    _4080("qwen2.5-1.5b", QWEN_15, 1, 4096, 11.5068, 13.5566, steps=2),
+    _4080("qwen2.5-1.5b", QWEN_15, 1, 512, 2.7943, 2.9062, steps=3),
+    _4080("qwen2.5-3b", QWEN_3, 1, 1024, 5.1719, 5.5371, steps=2),
+    _4080("qwen2.5-7b", QWEN_7, 1, 1024, 10.0023, 11.2324, steps=2),
+)
+
+
+def requests_of(reading: OfLoop) -> Requests:
+    """All that the loop of this reading asks the allocator for: loading, and its steps."""
+    compute, rank, capability = ("float16", 32, (7, 5)) if reading.on_t4 else ("bfloat16", 16, (7, 9))
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    adapters = Adapters(rank, targets, four_bits=compute if reading.four_bits else None)
+    attention = "eager" if reading.name.endswith("eager") else "sdpa"
+    how = {"dtype": compute, "checkpointing": reading.checkpointing, "attention": attention, "mask": False}
+    case = Case(reading.batch, reading.length, **how, adapters=adapters, capability=capability)
+    # The T4's transformers repeats keys and values for groups of heads, whatever the kernel.
+    with patch("transformers.integrations.sdpa_attention.use_gqa_in_sdpa", lambda *_: not reading.on_t4):
+        traced = tracing.trace(reading.config, case)
+    rows = traced.allocations.copy()
+    # The logits stay: they are freed here, in a way that the steps below name.
+    outputs_at = (rows[:, SIZE] == reading.logits).argmax()
+    rows[outputs_at, [FREED, COMPLETE]] = NEVER, 0
+    traced = replace(traced, allocations=rows)
+    made_forward = int((rows[: traced.made_forward, SIZE] > 0).sum())
+    requests, outputs = Requests(), []
+    trained = _load(requests, reading, adapters)
+    requests.loaded = len(requests.events)
+    for step in range(reading.steps):
+        first, start = requests.made, len(requests.events)
+        kept = requests.micro_batch(
+            traced, workspace=0 if step else workspace_bytes(capability if reading.on_t4 else (8, 9))
+        )
+        place = _place_of(requests, first + made_forward, start)
+        requests.events[place:place] = [-1 - number for number in outputs]
+        stays = (rows[:, SIZE] > 0) & (rows[:, FREED] == NEVER) & (rows[:, COMPLETE] != NEVER)
+        outputs = [number for number, size in zip(kept, rows[stays, SIZE], strict=True) if size == reading.logits]
+        if reading.on_t4:  # the other loop's optimizer is PagedAdamW8bit, whose states are not torch's
+            if step == 0:
+                requests.allocate_all(size for size in trained for _ in range(2))
+            requests.free(requests.allocate_all(trained))
+            requests.free(outputs)
+        requests.free(number for number in kept if number not in outputs)
+        outputs = [] if reading.on_t4 else outputs
+    return requests
+
+
+def _place_of(requests: Requests, number: int, start: int) -> int:
+    """Where in the events after `start` this allocation is made."""
+    made = [place for place in range(start, len(requests.events)) if requests.events[place] >= 0]
+    before = requests.made - len(made)
+    return made[number - before] if number - before < len(made) else len(requests.events)
+
+
+def _load(requests: Requests, reading: OfLoop, adapters: Adapters) -> list[int]:
+    """from_pretrained, prepare_model_for_kbit_training and peft. Returns the adapters' bytes."""
+    sizes = tracing.weigh(reading.config, "causal_lm", adapters).sizes
+    if reading.four_bits:
+        requests.load_in_4_bits(sizes, NF4 if reading.on_t4 else NF4_NESTED, 4)
+    else:
+        base = [2 * size for size, kind in sizes if kind != TRAINED]
+        requests.free([requests.allocate(sum(base))])
+        requests.allocate_all(base)
+    trained = [4 * size for size, kind in sizes if kind == TRAINED]
+    requests.allocate_all(trained)
+    return trained
+
+
+# --- How far a plan is from what was read ---------------------------------------------------------
+
+
+def scored(readings: Sequence[Any]) -> Iterator[tuple[str, str, float, float]]:
+    """The name of each reading, its counter, and MiB: read, and planned."""
+    for reading in readings:
+        if isinstance(reading, OfTrainer):
+            found, counter = planned(reading), "process" if reading.of_process else "allocated"
+            yield reading.name, counter, reading.mib, (found.total if reading.of_process else found.allocated) / MIB
+        else:
+            requests = requests_of(reading)
+            yield reading.name, "allocated", reading.allocated, requests.peak() / MIB
+            yield reading.name, "reserved", reading.reserved, requests.reserved() / MIB
+
+
+def main() -> None:
+    for readings in (OF_TRAINER, OF_LOOPS):
+        errors: dict[str, list[float]] = {}
+        print("| reading | read | MiB | planned | error |\n|---|---|---|---|---|")
+        for name, counter, read, mib in scored(readings):
+            errors.setdefault(counter, []).append(mib / read - 1)
+            print(f"| {name} | {counter} | {read:,.0f} | {mib:,.0f} | {mib / read - 1:+.2%} |", flush=True)
+        for counter, found in errors.items():
+            middle = sorted(map(abs, found))[len(found) // 2]
+            print(f"{counter}: median {middle:.1%} off; from {min(found):+.1%} to {max(found):+.1%}")
+        print()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "development")
+    main()

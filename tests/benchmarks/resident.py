@@ -1,6 +1,6 @@
 """Planned against resident bytes: small models through two real optimizer steps on this CPU.
 
-    python -m tests.benchmarks.resident [--json]
+    python -m tests.benchmarks.resident
 
 All cases run in one process, and each is measured alone: glibc maps every large tensor by itself,
 so that freed memory returns to the kernel, and the kernel's high-water mark of resident memory is
@@ -9,7 +9,6 @@ reset before each case.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -45,9 +44,8 @@ def run_of(flags: str):
     argv = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
     if "--gradient_accumulation_steps" not in argv:
         argv += ["--gradient_accumulation_steps", "1"]
-    return resolve(
-        ["--recipe", "standard", *argv], here(hardware=Hardware(cores=2), environment={}, trained_by="nobody")
-    )
+    place = here(hardware=Hardware(cores=2), environment={}, trained_by="nobody")
+    return resolve(["--recipe", "standard", *argv], place)
 
 
 def config_of(case: str):
@@ -65,14 +63,6 @@ def predicted(case: str) -> int:
 
 def resident(case: str, folder: Path) -> int:
     """Peak resident bytes of two optimizer steps, less what was resident before the model."""
-    run = run_of(CASES[case][2])
-    before = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
-    _two_steps(config_of(case), run, folder)
-    return _resident_bytes("VmHWM") - before
-
-
-def _two_steps(config, run, folder: Path) -> None:
     import torch
     from transformers import TrainingArguments
 
@@ -80,6 +70,9 @@ def _two_steps(config, run, folder: Path) -> None:
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
 
+    run, config = run_of(CASES[case][2]), config_of(case)
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
     torch.manual_seed(0)
     config.use_cache = False
     model = auto_class(run).from_config(config, dtype=torch.float32)
@@ -93,8 +86,8 @@ def _two_steps(config, run, folder: Path) -> None:
     data = [{"input_ids": row, "labels": label, "attention_mask": mask} for row, label in pairs]
     own = {"output_dir": str(folder), "max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
     args = arguments_for(run, TrainingArguments, {**own, "logging_strategy": "no"})
-    trainer = RecipeTrainer(model=model, args=args, train_dataset=data)
-    trainer.train()
+    RecipeTrainer(model=model, args=args, train_dataset=data).train()
+    return _resident_bytes("VmHWM") - before
 
 
 def _resident_bytes(field: str) -> int:
@@ -103,42 +96,25 @@ def _resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure() -> dict[str, dict[str, int]]:
+def measure() -> dict[str, tuple[int, int]]:
+    """Bytes of each case: planned, and real."""
     from recipes.quiet import silence
 
     with tempfile.TemporaryDirectory() as folder, silence():
         resident("Llama, LoRA", Path(folder))  # warm-up: libraries and MKL's buffers load
-        found = {case: {"resident_bytes": resident(case, Path(folder))} for case in CASES}
-        return {case: {"predicted_bytes": predicted(case), **row} for case, row in found.items()}
+        found = {case: resident(case, Path(folder)) for case in CASES}
+        return {case: (predicted(case), real) for case, real in found.items()}
 
 
-def print_table(found: dict[str, dict[str, int]], title: str, measured: str) -> None:
-    """Print predicted and `measured` ("resident" or "live") bytes as a table."""
-    print(f"| {title} | predicted MiB | {measured} MiB | off by |\n|---|---|---|---|")
-    for case, row in found.items():
-        predicted, real = row["predicted_bytes"], row[f"{measured}_bytes"]
-        print(f"| {case} | {predicted / 2**20:.1f} | {real / 2**20:.1f} | {predicted / real - 1:+.1%} |")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if any(
-        os.environ.get(name) != value for name, value in ALLOCATOR.items()
-    ):  # glibc reads them when a process starts
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "tests.benchmarks.resident", *sys.argv[1:]],
-            {**os.environ, **ALLOCATOR},
-        )
-    found = measure()
-    if options.json:
-        print(json.dumps(found))
-        return 0
-    print_table(found, f"two steps of {MICRO} x {LENGTH} tokens, fp32", "resident")
-    return 0
+def print_found(found: dict[str, tuple[int, int]], title: str) -> None:
+    """A table for people, and on the last line JSON for tests."""
+    print(f"| {title} | planned MiB | real MiB | off by |\n|---|---|---|---|")
+    for case, (planned, real) in found.items():
+        print(f"| {case} | {planned / 2**20:.1f} | {real / 2**20:.1f} | {planned / real - 1:+.1%} |")
+    print(f"\n{json.dumps(found)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):  # glibc reads them at a start
+        os.execve(sys.executable, [sys.executable, "-m", "tests.benchmarks.resident"], {**os.environ, **ALLOCATOR})
+    print_found(measure(), f"two steps of {MICRO} x {LENGTH} tokens, fp32, resident")

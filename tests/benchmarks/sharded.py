@@ -1,6 +1,6 @@
 """Planned against live bytes of FSDP2: small models on two ranks, torch's real fully_shard, gloo.
 
-    python -m tests.benchmarks.sharded [--json]
+    python -m tests.benchmarks.sharded
 
 accelerate's own function wraps the model, as it does on GPUs. After every operation of two steps
 each rank adds up the bytes of the tensors that are alive. The short cases hold little but
@@ -9,17 +9,15 @@ parameters, gradients, optimizer state and what is gathered; the long ones mostl
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import sys
 import tempfile
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 from launch.host.world import leave_group
-from tests.benchmarks.resident import print_table
+from tests.benchmarks.resident import print_found
 
 WORLD = 2
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
@@ -52,15 +50,14 @@ def run_of(case: str):
     from recipes.run.hardware import Hardware
 
     _, length, flags = CASES[case]
-    argv = ["--recipe", "sharded", "--bf16", "true", "--optim", "adamw_torch_fused", "--max_length", str(length)]
-    argv += ["--per_device_train_batch_size", str(MICRO), *flags.removeprefix("--bf16 true").split()]
-    if "--bf16" in argv[5:]:
-        del argv[2:4]
-    if "--gradient_accumulation_steps" not in argv:
-        argv += ["--gradient_accumulation_steps", "1"]
-    config = str(shipped("sharded.yaml"))
-    hardware = Hardware(cores=2)
-    return resolve(argv, here(WORLD, hardware=hardware, accelerate_config=config, environment={}, trained_by="nobody"))
+    argv = f"--recipe sharded --optim adamw_torch_fused --max_length {length} --per_device_train_batch_size {MICRO}"
+    if "--bf16" not in flags:
+        flags += " --bf16 true"
+    if "--gradient_accumulation_steps" not in flags:
+        flags += " --gradient_accumulation_steps 1"
+    yaml = str(shipped("sharded.yaml"))
+    place = here(WORLD, hardware=Hardware(cores=2), accelerate_config=yaml, environment={}, trained_by="nobody")
+    return resolve([*argv.split(), *flags.split()], place)
 
 
 def config_of(case: str):
@@ -72,8 +69,7 @@ def config_of(case: str):
 def predicted(case: str) -> int:
     from recipes.planner.fits import Estimator
 
-    needed = Estimator(config_of(case)).memory(run_of(case), MICRO)
-    return needed.gpu.total
+    return Estimator(config_of(case)).memory(run_of(case), MICRO).gpu.total
 
 
 def _measure(rank: int, folder: str, cases: list[str]) -> None:
@@ -147,29 +143,23 @@ def _live_bytes(tensors):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    storages: dict[int, weakref.ref] = {}
+
     class Live(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.storages: dict[int, weakref.ref] = {}
-            self.peak = 0
+        peak = 0
 
         def add(self, tensor) -> None:
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
-            self.storages.setdefault(
-                storage._cdata, weakref.ref(storage, lambda _, key=storage._cdata: self.storages.pop(key, None))
-            )
-
-        def look(self) -> None:
-            alive = [storage for ref in list(self.storages.values()) if (storage := ref()) is not None]
-            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+            storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            key = storage._cdata
+            storages.setdefault(key, weakref.ref(storage, lambda _: storages.pop(key, None)))
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     self.add(tensor)
-            self.look()
+            alive = [storage for ref in list(storages.values()) if (storage := ref()) is not None]
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
             return out
 
     live = Live()
@@ -179,26 +169,15 @@ def _live_bytes(tensors):
         yield live
 
 
-def measure(cases: list[str]) -> dict[str, dict[str, int]]:
+def measure(cases: list[str]) -> dict[str, tuple[int, int]]:
+    """Bytes of each case: planned, and real."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder, cases), nprocs=WORLD)
         found = json.loads(Path(folder, "live.json").read_text())
-    return {case: {"predicted_bytes": predicted(case), "live_bytes": live} for case, live in found.items()}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = measure(list(CASES))
-    if options.json:
-        print(json.dumps(found))
-        return 0
-    print_table(found, "two steps on two ranks, FSDP2", "live")
-    return 0
+    return {case: (predicted(case), live) for case, live in found.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print_found(measure(list(CASES)), "two steps on two ranks, FSDP2, live")

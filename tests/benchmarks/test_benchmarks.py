@@ -1,37 +1,26 @@
 """The benchmarks' own arithmetic, and two of their measurements on this CPU."""
 
 import pytest
-from transformers import LlamaConfig
 
-from tests.benchmarks import estimators, saving
+from tests.benchmarks import plan_time, saving
 from tests.gpu import memory
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
-SMALL = LlamaConfig(**SHAPE, vocab_size=1000)
-LAYER = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
-TABLE, NORM, ROTARY = 1000 * 64, 64, 2 * 16
+
+def rounds(*seconds, peak=10**8):
+    return [{"plan": one, "cpu": one, "imports": 2.0, "bytes": peak} for one in seconds]
 
 
-@pytest.mark.parametrize(("precision", "for_each"), [("float32", 16), ("bfloat16", 8)])
-def test_accelerate_estimates_the_model_without_its_head(precision, for_each):
-    assert estimators.by_accelerate(SMALL, precision) == for_each * (2 * LAYER + TABLE + NORM + ROTARY)
+def test_the_median_round_is_compared_with_the_target():
+    def is_met(every, one, refusals=(0.3, 0.5, 4.0)):
+        return plan_time.is_met({"every recipe": every, "sharded": one, "a refusal": [{"plan": s} for s in refusals]})
 
-
-def test_deepspeed_gets_every_parameter_and_the_largest_module():
-    assert estimators.parameters(SMALL) == (2 * LAYER + 2 * TABLE + NORM, TABLE)
-
-
-def test_deepspeed_estimates_states_only():
-    pytest.importorskip("deepspeed")
-    total = 2 * LAYER + 2 * TABLE + NORM
-    assert estimators.by_deepspeed(SMALL, 2, gpus=4) == (2 * total, 24 * total)
-    assert estimators.by_deepspeed(SMALL, 3, gpus=4) == (4 * TABLE, 27 * total)
-
-
-def test_what_cannot_be_planned_says_why():
-    illegal = estimators.Training("100M", "standard", 1, 1, 64, {"packing": True, "padding_free": True})
-    *_, ours = estimators.compared(illegal)
-    assert "packing" in ours
+    assert is_met(rounds(1.0, 4.9, 30.0), rounds(1.0, 2.9, 30.0))
+    assert not is_met(rounds(1.0, 5.0, 5.1), rounds(1.0))
+    assert not is_met(rounds(1.0), rounds(1.0, 3.0, 3.1))
+    assert not is_met(rounds(1.0), rounds(1.0), refusals=(0.9, 1.0, 1.1))
+    assert not is_met(rounds(1.0, peak=10**9), rounds(1.0))
+    report = plan_time.report("every recipe", rounds(1.0, 4.9, 30.0))
+    assert "4.90 s (median of 3, from 1.00 to 30.00;" in report and "4.90 s of CPU" in report
 
 
 # --- Memory on a GPU ------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from launch.cli import main
-from recipes.planner.context import context_of
-from recipes.planner.speed import host_of
+from recipes.planner.measured import context_of, host_of
 from recipes.run import hardware, resolve
 from tests.gpu import memory
 from tests.support.running import launch, losses, train_here

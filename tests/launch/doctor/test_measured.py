@@ -10,9 +10,7 @@ import pytest
 from launch.doctor import links, measured
 from launch.host.world import World
 from launch.training.banner import show_results
-from recipes.planner.context import context_of
-from recipes.planner.measured import file_in
-from recipes.planner.speed import host_of
+from recipes.planner.measured import context_of, file_in, host_of
 from recipes.run.hardware import Gpu, Hardware
 from tests.recipes.planner.small import planned, run_of
 

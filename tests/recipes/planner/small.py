@@ -2,25 +2,23 @@
 
 import shlex
 
-from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
+import torch
+from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig, TrainingArguments
 
 from recipes import plan_memory
 from recipes.catalog import RECIPES
+from recipes.factories import arguments_for
 from recipes.planner.fits import Estimator
 from recipes.planner.plan import plan_run
-from recipes.planner.shapes import CLOSED_FORM
+from recipes.planner.trace import LiveBytes
+from recipes.quiet import silence
 from recipes.rules.check import check
 from recipes.run import here, resolve
 from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
 
-
-def peak(traced) -> int:
-    """The most bytes alive at once, of a trace or of real tensors."""
-    return max(map(sum, traced.moments))
-
-
 V100 = Hardware((Gpu("V100", (7, 0), 16 << 30),), cores=8)
+CPU = Hardware(cores=2)
 _WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 SHAPE = {**_WIDTHS, "num_hidden_layers": 4, "vocab_size": 1000}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
@@ -36,43 +34,62 @@ LARGE = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=
 SMALL_CARD = 1.55
 
 
-def run_of(recipe="standard", *argv, world=1, hardware=V100):
-    return resolve(["--recipe", recipe, *argv], here(world, hardware=hardware, environment={}, trained_by="nobody"))
+def peak(traced) -> int:
+    """The most bytes alive at once, of a trace or of real tensors."""
+    return int(traced.moments.sum(axis=1).max())
 
 
-def planned(*argv, config=SMALL["llama"], gpu_memory=8, **named):
-    return plan_memory(config, argv=argv, gpu_memory=gpu_memory, **named)
+def run_of(recipe="standard", *argv, world=1, hardware=V100, engine=None, local=None):
+    """`engine`: a YAML of ours by its name, or a file."""
+    yaml = str(engine if "/" in str(engine) else shipped(f"{engine}.yaml")) if engine else None
+    place = here(world, yaml, local, hardware=hardware, environment={}, trained_by="nobody")
+    return resolve(["--recipe", recipe, *argv], place)
 
 
-def need_of(config, flags: str, engine: str | None = None, world: int = 1):
-    """What `standard` with these flags needs at micro-batch 4, from a trace."""
-    run = resolve(
-        ["--recipe", "standard", "--max_length", "64", *flags.split()],
-        here(world, hardware=V100, accelerate_config=engine, environment={}, trained_by="nobody", packages=frozenset()),
-    )
-    memory = Estimator(config).memory(run, 4)
-    assert CLOSED_FORM not in memory.micro_batch.kernels
-    return memory
+def planned(*argv, config=SMALL["llama"], gpu_memory=8, gpu=None, **named):
+    return plan_memory(config, argv=argv, gpu=gpu, gpu_memory=None if gpu else gpu_memory, **named)
+
+
+def alone(*argv, **named):
+    """The plan of `standard` alone."""
+    return planned(*argv, recipe="standard", **named).recipes[0]
 
 
 def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     """The run of a printed command, which is legal, and its plan at its own micro-batch."""
     words = shlex.split(command)
-    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
     assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
+    engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
     engine = words[3] if words[2] == "--accelerate_config" else engine
     liger = "--use_liger_kernel true" in command  # which a step may ask to install
-    words = words[words.index("--recipe") :]
-    run = resolve(
-        words,
-        here(
-            world,
-            hardware=Hardware((Gpu("a GPU", (8, 0), round(card * 1e9)),) * world, cores=8 * world, liger=liger),
-            accelerate_config=engine,
-            environment={},
-            trained_by="nobody",
-            packages=frozenset(),
-        ),
-    )
+    gpus = (Gpu("a GPU", (8, 0), round(card * 1e9)),) * world
+    hardware = Hardware(gpus, cores=8 * world, liger=liger)
+    place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
+    run = resolve(words[words.index("--recipe") :], place)
     assert not [problem for problem in check(run) if problem.severity == "error"], command
     return run, plan_run(run, config, round(card * 1e9), as_it_is=True)
+
+
+def real_trainer(model, run, rows: int, folder):
+    """Trainer after one step on equal rows of the run's length, and a batch of them."""
+    from launch.training.trainer import RecipeTrainer
+
+    row = torch.randint(0, model.config.vocab_size, (run["max_length"],))
+    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)}] * rows
+    own = {"output_dir": str(folder), "max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+    args = arguments_for(run, TrainingArguments, {**own, "disable_tqdm": True, "report_to": "none"})
+    trainer = RecipeTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    with silence():
+        trainer.train()
+    return trainer, {name: torch.stack([one[name] for one in data]) for name in data[0]}
+
+
+def real_peak(model, work, *known) -> int:
+    """Peak bytes of what `work` allocates beside this model and these tensors."""
+    live = LiveBytes()
+    live.ignore([*model.parameters(), *model.buffers(), *known])
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+        parameter.register_post_accumulate_grad_hook(live.gradient)
+    with live:
+        work()
+    return peak(live)

@@ -2,33 +2,23 @@
 
 import pytest
 
-from recipes.planner.models import PUBLIC, description, read_config
-from recipes.planner.tracing.trace import weigh
+from recipes.planner.sizes import PUBLIC, description, read_config
+from recipes.planner.trace import weigh
 
-# As huggingface.co counts the weights of each.
-COUNTED = {
-    "SmolLM2-135M": 134_515_008,
-    "SmolLM2-360M": 361_821_120,
-    "Qwen2.5-0.5B": 494_032_768,
-    "Qwen3-0.6B": 596_049_920,
-    "Llama-3.2-1B": 1_235_814_400,
-    "Qwen2.5-1.5B": 1_543_714_304,
-    "Llama-3.2-3B": 3_212_749_824,
-    "Qwen2.5-7B": 7_615_616_512,
-    "Llama-3.1-8B": 8_030_261_248,
-}
+# As huggingface.co counts the weights of some.
+COUNTED = {"SmolLM2-135M": 134_515_008, "Qwen2.5-0.5B": 494_032_768, "Qwen3-0.6B": 596_049_920}
+COUNTED |= {"Llama-3.2-1B": 1_235_814_400, "Qwen2.5-7B": 7_615_616_512, "Llama-3.1-8B": 8_030_261_248}
 
 
 @pytest.mark.parametrize("shape", PUBLIC, ids=lambda shape: shape.source)
 def test_a_public_shape_has_the_parameters_of_its_model(shape):
-    counted = COUNTED.get(shape.source.partition("/")[2])
-    assert counted in (None, shape.parameters)
+    assert COUNTED.get(shape.source.partition("/")[2]) in (None, shape.parameters)
     size = f"{shape.parameters / 1e9:.4g}B"
     assert weigh(read_config(size), "causal_lm").total == shape.parameters
     assert description(size).startswith(f"the shape of {shape.source}: ")
 
 
-@pytest.mark.parametrize("size", ["20M", "21M", "77M", "0.25B", "1B", "1.2B", "7B", "8.36B", "22B", "200B", "2000B"])
+@pytest.mark.parametrize("size", ["20M", "77M", "0.25B", "1B", "8.36B", "200B", "2000B"])
 def test_any_other_size_is_met_within_two_percent(size):
     asked = float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
     assert weigh(read_config(size), "causal_lm").total == pytest.approx(asked, rel=0.02)

@@ -16,8 +16,6 @@ from recipes.run.files import existing_path
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_WANTED = "a Hub id, a folder, a config.json or 7B"
-
 
 def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
     """The configuration of a Hub id, a folder, a config.json, or a size. Raises `UserError`.
@@ -47,7 +45,8 @@ def read_config(model: str, run: RunSpec | None = None) -> PreTrainedConfig:
             what = f"{model} comes with Python code"
             raise mistake("trust_remote_code", what, "read it, then --trust_remote_code") from None
         words = " ".join(" ".join(str(error).strip().splitlines()[:2]).split())
-        raise mistake("model", f"{model} cannot be read: {words}", _WANTED) from None
+        wanted = "a Hub id, a folder, a config.json or 7B"
+        raise mistake("model", f"{model} cannot be read: {words}", wanted) from None
     return config
 
 
@@ -64,9 +63,6 @@ def _register_code(config: PreTrainedConfig, model: str, revision: str) -> None:
 
 
 # --- A size, for the shape of a public model of about this size -----------------------------------
-
-_CLOSE = 0.02  # share of the asked parameters that a model may have more or less
-_STEP = 8  # tensor cores want multiples of 8
 
 
 @dataclass(frozen=True)
@@ -128,43 +124,34 @@ PUBLIC = (
 
 def is_size(model: str) -> bool:
     """Whether this is a number of parameters: 7B."""
-    return _size(model) is not None
-
-
-def _size(model: str) -> re.Match[str] | None:
-    return None if Path(model).exists() else re.fullmatch(r"(\d+(?:\.\d+)?)([A-Z]?)", model, flags=re.I)
+    return not Path(model).exists() and bool(re.fullmatch(r"\d+(\.\d+)?[A-Za-z]?", model))
 
 
 def _shape_of(model: str) -> tuple[Shape, Shape]:
-    """The shape to plan, and that of the public model it was made of. Raises `UserError`."""
-    size = _size(model)
-    parameters = float(size[1]) * {"M": 1e6, "B": 1e9}.get(size[2].upper(), 0) if size else 0
-    if not 2e7 <= parameters <= 2e12:
-        raise mistake("model", f"{model} is not a size that a decoder can have", "20M to 2000B, such as 7B")
-    public = min(PUBLIC, key=lambda shape: abs(math.log(shape.parameters / parameters)))
-    if abs(public.parameters / parameters - 1) <= _CLOSE:
-        return public, public
-    return _scaled(public, round(parameters)), public
+    """The shape to plan, and that of the public model it was made of. Raises `UserError`.
 
-
-def _scaled(public: Shape, parameters: int) -> Shape:
-    """This shape with about so many parameters: its vocabulary, its heads, its depth per width.
-
-    Query heads stay a multiple of key heads. What is left over is the MLP's.
+    A public model may have 2 % more or less. Else it is scaled: the same vocabulary and heads, and
+    about its depth for each unit of width. What is left over is the MLP's, in multiples of 8.
     """
-    share = public.heads // public.groups
+    unit = {"M": 1e6, "B": 1e9}.get(model[-1].upper(), 0)
+    asked = float(model[:-1]) * unit if unit else 0
+    if not 2e7 <= asked <= 2e12:
+        raise mistake("model", f"{model} is not a size that a decoder can have", "20M to 2000B, such as 7B")
+    public = min(PUBLIC, key=lambda shape: abs(math.log(shape.parameters / asked)))
+    if abs(public.parameters / asked - 1) <= 0.02:
+        return public, public
     shapes = []
-    for groups in range(1, 8 * public.groups):
-        width = round(public.width * groups / public.groups / _STEP) * _STEP
-        inner = round(public.inner * groups / public.groups)
-        wide = replace(public, width=width, groups=groups, heads=groups * share, inner=inner, layers=1)
-        layers = round((parameters - wide.tables) / (wide.parameters - wide.tables))
+    for groups in range(1, 8 * public.groups):  # query heads stay a multiple of key heads
+        width, inner = (round(size * groups / public.groups / 8) * 8 for size in (public.width, public.inner))
+        heads = groups * (public.heads // public.groups)
+        wide = replace(public, width=width, groups=groups, heads=heads, inner=inner, layers=1)
+        layers = round((asked - wide.tables) / (wide.parameters - wide.tables))
         if layers >= 1:
             shapes.append(replace(wide, layers=layers))
     like = math.log(public.layers / public.width)
     shape = min(shapes, key=lambda shape: abs(math.log(shape.layers / shape.width) - like))
-    left = (parameters - shape.tables) / shape.layers - shape.attention
-    return replace(shape, inner=max(_STEP, round(left / (3 * shape.width) / _STEP) * _STEP))
+    left = (asked - shape.tables) / shape.layers - shape.attention
+    return replace(shape, inner=max(8, round(left / (3 * shape.width) / 8) * 8)), public
 
 
 def config_of(model: str) -> PreTrainedConfig:

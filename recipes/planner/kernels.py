@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from recipes.planner.shapes import EAGER, MATH, PACKAGED
+from recipes.planner.memory import EAGER, MATH, PACKAGED
 
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
@@ -44,23 +44,17 @@ class Operations(TorchFunctionMode):
 
     def __init__(self, on_cuda: bool = True, capability: tuple[int, int] = (8, 0)) -> None:
         super().__init__()
-        self.on_cuda = on_cuda
-        self.sdpa = Sdpa(capability, _dropout)
+        self.on_cuda, self.capability = on_cuda, capability
+        self.kernels: set[str] = set()
 
-    @property
-    def kernels(self) -> set[str]:
-        return self.sdpa.used
-
-    def __torch_function__(
-        self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: dict | None = None
-    ) -> object:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _GROUPED_MATMULS:
             return _GroupedMatmul.apply(*args[:2])
         if not self.on_cuda:
             return func(*args, **kwargs)
         if func is _F.scaled_dot_product_attention:
-            return self.sdpa(*args, **kwargs)
+            return self._attention(*args, **kwargs)
         if func in _SOFTMAX:
             return self._softmax(*args, **kwargs)
         if func is _F.dropout:
@@ -74,18 +68,32 @@ class Operations(TorchFunctionMode):
         with torch.autocast("cpu", enabled=False):
             return func(*args, **kwargs)
 
+    def _attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ) -> torch.Tensor:
+        query, key, value = _as_autocast(query, key, value)
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            (attn_mask,) = _as_autocast(attn_mask)
+        kernel = kernel_of(self.capability, query, key, value, attn_mask, dropout_p, enable_gqa)
+        self.kernels.add(kernel)
+        if kernel == MATH:
+            with torch.autocast("cpu", enabled=False):
+                return _math(query, key, value, attn_mask, dropout_p, is_causal)
+        bias = _as_bias(attn_mask, query) if attn_mask is not None else None
+        return _Fused.apply(query, key, value, bias)
+
     def _softmax(self, scores: torch.Tensor, *others: object, **named: object) -> torch.Tensor:
         """softmax(scores, dim, dtype) in its forms: memory does not depend on the dimension."""
         if scores.dim() > 2 and scores.requires_grad:
             self.kernels.add(EAGER)
         asked = next((value for value in (*others, *named.values()) if isinstance(value, torch.dtype)), None)
-        in_16_bits = scores.dtype in (torch.bfloat16, torch.float16)
+        in_16_bits = scores.dtype in _IN_16_BITS
         autocast = torch.float32 if in_16_bits and torch.is_autocast_enabled("cpu") else scores.dtype
         return _Softmax.apply(scores, asked or autocast)
 
 
 def _in_fp32(value: object) -> object:
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+    if isinstance(value, torch.Tensor) and value.dtype in _IN_16_BITS:
         return value.float()
     return value
 
@@ -108,14 +116,14 @@ class _Softmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx, scores, dtype):
         out = torch.empty_like(scores, dtype=dtype)
         ctx.save_for_backward(out)
         ctx.dtype = scores.dtype
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, *gradients):
         result = torch.empty_like(gradients[0], dtype=ctx.dtype)
         torch.empty_like(gradients[0])
         return result, None
@@ -125,12 +133,12 @@ class _GroupedMatmul(torch.autograd.Function):
     """Each row (tokens, in) times one of the matrices (experts, in, out); keeps both."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, rows, matrices):
         ctx.save_for_backward(rows, matrices)
         return rows.new_empty(rows.shape[0], matrices.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *gradients):
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
         return tuple(torch.empty_like(tensor) if wanted else None for tensor, wanted in needed)
 
@@ -138,115 +146,70 @@ class _GroupedMatmul(torch.autograd.Function):
 # --- Attention ------------------------------------------------------------------------------------
 
 
-class Sdpa:
-    """scaled_dot_product_attention on a GPU of this compute capability.
+def kernel_of(
+    capability: tuple[int, int], query, key, value, mask=None, dropout: float = 0.0, grouped: bool = False
+) -> str:
+    """The first kernel that takes these: select_sdp_backend of torch's cuda/sdp_utils.cpp.
 
-    `used` are the names of the kernels that ran; `dropout` is that of a GPU.
+    The flash kernel needs 8.0, 16 bits, equal head sizes of at most 256 (less to train on 8.6
+    to 8.9 and 12), and no mask. The efficient one takes masks, head sizes by the alignment of
+    its products, and before 8.0 no bfloat16; up to torch 2.13 it refuses groups of heads
+    (later ones take them: then a plan is above the truth). So a card below 8.0 has only the
+    math kernel for grouped heads without a mask (with one transformers repeats them), and for
+    bfloat16, and every card has only that for grouped fp32. cuDNN's, which a 9.0 or 10.0
+    prefers for the same shapes, keeps what the flash kernel keeps.
     """
-
-    def __init__(self, capability: tuple[int, int], dropout: Callable) -> None:
-        self.capability, self.dropout = capability, dropout
-        self.used: set[str] = set()
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.dtype != torch.bool else attn_mask
-        kernel = self.kernel(query, key, value, attn_mask, dropout_p, enable_gqa)
-        self.used.add(kernel)
-        if kernel == MATH:
-            with torch.autocast("cpu", enabled=False):
-                return self._math(query, key, value, attn_mask, dropout_p, is_causal)
-        bias = _as_bias(attn_mask, query) if attn_mask is not None else None
-        return _Fused.apply(query, key, value, bias)
-
-    def kernel(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        dropout: float = 0.0,
-        grouped: bool = False,
-    ) -> str:
-        """The first kernel that takes these: select_sdp_backend of torch's cuda/sdp_utils.cpp.
-
-        The flash kernel needs 8.0, 16 bits, equal head sizes of at most 256 (less to train on 8.6
-        to 8.9 and 12), and no mask. The efficient one takes masks, head sizes by the alignment of
-        its products, and before 8.0 no bfloat16; up to torch 2.13 it refuses groups of heads
-        (later ones take them: then a plan is above the truth). So a card below 8.0 has only the
-        math kernel for grouped heads without a mask (with one transformers repeats them), and for
-        bfloat16, and every card has only that for grouped fp32. cuDNN's, which a 9.0 or 10.0
-        prefers for the same shapes, keeps what the flash kernel keeps.
-        """
-        sizes = {tensor.shape[-1] for tensor in (query, key, value)}
-        half = query.dtype in _IN_16_BITS
-        modern = self.capability >= (8, 0)
-        equal_heads = query.shape[-3] == key.shape[-3] == value.shape[-3]
-        if query.dim() != 4 or not (equal_heads or grouped):
-            return MATH
-        if modern and half and mask is None and len(sizes) == 1 and self._flash_trains(max(sizes), dropout):
-            return "flash"
-        if not equal_heads:
-            return MATH if mask is None or self.capability[0] not in (9, 10) or not half else "cudnn"
-        alignment = max(4 if modern else 1, (8 if half else 4) if modern or (half and self.capability[0] == 7) else 1)
-        fits = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
-        if fits and (modern or query.dtype != torch.bfloat16) and query.dtype != torch.float64:
-            return "efficient"
+    sizes = {tensor.shape[-1] for tensor in (query, key, value)}
+    half = query.dtype in _IN_16_BITS
+    modern = capability >= (8, 0)
+    equal_heads = query.shape[-3] == key.shape[-3] == value.shape[-3]
+    if query.dim() != 4 or not (equal_heads or grouped):
         return MATH
+    if modern and half and mask is None and len(sizes) == 1 and _flash_trains(capability, max(sizes), dropout):
+        return "flash"
+    if not equal_heads:
+        return MATH if mask is None or capability[0] not in (9, 10) or not half else "cudnn"
+    alignment = max(4 if modern else 1, (8 if half else 4) if modern or (half and capability[0] == 7) else 1)
+    fits = query.shape[-1] == key.shape[-1] and not any(size % alignment for size in sizes)
+    if fits and (modern or query.dtype != torch.bfloat16) and query.dtype != torch.float64:
+        return "efficient"
+    return MATH
 
-    def _flash_trains(self, size: int, dropout: float) -> bool:
-        """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of sdp_utils.cpp."""
-        if (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12:
-            return size <= 192 or (224 < size <= 256 and not dropout)
-        return size <= 256
 
-    def _math(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        causal: bool,
-    ) -> torch.Tensor:
-        """_scaled_dot_product_attention_math of ATen/native/transformers/attention.cpp.
+def _flash_trains(capability: tuple[int, int], size: int, dropout: float) -> bool:
+    """check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 of sdp_utils.cpp."""
+    if (8, 6) <= capability <= (8, 9) or capability[0] == 12:
+        return size <= 192 or (224 < size <= 256 and not dropout)
+    return size <= 256
 
-        It computes in fp32, scales queries and keys, repeats keys and values for groups of heads,
-        and takes a softmax that gives 0 for rows without any key.
-        """
-        dtype, groups = query.dtype, query.shape[-3] // key.shape[-3]
-        query, key, value = (tensor.float() if dtype in _IN_16_BITS else tensor for tensor in (query, key, value))
-        query = query * 1.0
-        if causal:
-            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        scores = query @ (key.transpose(-2, -1) * 1.0)
-        # torch's _safe_softmax (ATen/native/SoftMax.cpp) adds the mask in place, and looks for rows
-        # without any key, which takes a byte for each score and a second result.
-        looked_for = torch.empty_like(scores), torch.empty_like(scores, dtype=torch.bool)
-        weights = _Softmax.apply(scores, scores.dtype)
-        del scores, looked_for
-        if dropout:
-            weights = self.dropout(weights, dropout)
-        in_asked_dtype = weights.to(dtype)  # the second result, which nobody takes
-        result = (weights @ value).to(dtype)
-        del in_asked_dtype
-        return result
+
+def _math(query, key, value, mask, dropout: float, causal: bool) -> torch.Tensor:
+    """_scaled_dot_product_attention_math of ATen/native/transformers/attention.cpp.
+
+    It computes in fp32, scales queries and keys, repeats keys and values for groups of heads,
+    and takes a softmax that gives 0 for rows without any key.
+    """
+    dtype, groups = query.dtype, query.shape[-3] // key.shape[-3]
+    query, key, value = (tensor.float() if dtype in _IN_16_BITS else tensor for tensor in (query, key, value))
+    query = query * 1.0
+    if causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ (key.transpose(-2, -1) * 1.0)
+    # torch's _safe_softmax (ATen/native/SoftMax.cpp) adds the mask in place, and looks for rows
+    # without any key, which takes a byte for each score and a second result.
+    looked_for = torch.empty_like(scores), torch.empty_like(scores, dtype=torch.bool)
+    weights = _Softmax.apply(scores, scores.dtype)
+    del scores, looked_for
+    if dropout:
+        weights = _dropout(weights, dropout)
+    in_asked_dtype = weights.to(dtype)  # the second result, which nobody takes
+    result = (weights @ value).to(dtype)
+    del in_asked_dtype
+    return result
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -273,9 +236,7 @@ class _Fused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx, query, key, value, bias):
         if query.shape[-1] == value.shape[-1]:
             out = torch.empty_like(query)
         else:
@@ -286,7 +247,7 @@ class _Fused(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *gradients):
         query, key, value, _, log_sum_exp, *_ = ctx.saved_tensors
         delta = torch.empty_like(log_sum_exp)
         in_fp32 = torch.empty_like(query, dtype=torch.float32) if query.dtype in _IN_16_BITS else None
@@ -297,37 +258,34 @@ class _Fused(torch.autograd.Function):
         return result
 
 
-def _packaged(padded: bool) -> Callable:
-    """FlashAttention's own package, or flex attention: no mask as a matrix, heads in groups.
+@contextlib.contextmanager
+def packaged_attention(padded: bool) -> Iterator[None]:
+    """Make `attn_implementation=PACKAGED` known to transformers.
 
-    Of padded rows it takes the tokens out, and puts the result back: `_upad_input` and `pad_input`
-    of transformers' modeling_flash_attention_utils.py.
+    FlashAttention's own package, or flex attention: no mask as a matrix, heads in groups. Of padded
+    rows it takes the tokens out, and puts the result back: `_upad_input` and `pad_input` of
+    transformers' modeling_flash_attention_utils.py.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def attention(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, None]:
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    def attention(module, query, key, value, *_, **__):
+        query, key, value = _as_autocast(query, key, value)
         if padded:
             query, key, value = query.clone(), key.clone(), value.clone()
         out = _Fused.apply(query, key, value, None)
         return (out.clone() if padded else out).transpose(1, 2).contiguous(), None
 
-    return attention
-
-
-@contextlib.contextmanager
-def packaged_attention(padded: bool) -> Iterator[None]:
-    """Make `attn_implementation=PACKAGED` known to transformers."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS[PACKAGED] = _packaged(padded)
+    ALL_ATTENTION_FUNCTIONS[PACKAGED] = attention
     try:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[PACKAGED]
+
+
+def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
 
 
 # --- Liger's kernels ------------------------------------------------------------------------------
@@ -371,11 +329,9 @@ class _Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, capability: tuple[int, int]
-    ) -> torch.Tensor:
+    def forward(ctx, rows, weight, bias, capability):
         (tokens, width), words = rows.shape, weight.shape[0]
-        chunk = min(tokens, _power_of_2(-(-tokens // -(-words // width))))
+        chunk = min(tokens, 1 << (-(-tokens // -(-words // width)) - 1).bit_length())  # a power of 2
         of_rows = torch.empty_like(rows)
         of_weight = torch.empty_like(weight) if weight.requires_grad else None
         of_bias = torch.empty_like(bias) if bias is not None else None
@@ -395,7 +351,7 @@ class _Loss(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *gradients):
         of_rows, *others = ctx.saved_tensors
         has_weight, has_bias = ctx.has
         return of_rows, others.pop(0) if has_weight else None, others.pop(0) if has_bias else None, None
@@ -409,12 +365,12 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, rows, weight):
         ctx.save_for_backward(rows, weight, torch.empty(rows.shape[:-1], dtype=torch.float32))
         return torch.empty_like(rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def backward(ctx, *gradients):
         rows, weight, _ = ctx.saved_tensors
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         return torch.empty_like(rows), of_weight
@@ -424,18 +380,13 @@ class _Gated(torch.autograd.Function):
     """ops/swiglu.py and geglu.py: keep both inputs, and write their gradients over them."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
         return torch.empty_like(gate)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx, *gradients):
         return ctx.saved_tensors
-
-
-def _power_of_2(number: int) -> int:
-    """The next power of 2."""
-    return 1 << (number - 1).bit_length()
 
 
 # --- Weights in 4 bits, as bitsandbytes and peft have them ----------------------------------------
@@ -445,12 +396,12 @@ class _Product4bit(torch.autograd.Function):
     """A product with a 4-bit matrix, unpacked for each use: MatMul4Bit of bitsandbytes."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx, rows, weight, bias):
         ctx.save_for_backward(weight)
         return torch.nn.functional.linear(rows, torch.empty_like(weight), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, *gradients):
         (weight,) = ctx.saved_tensors
         return gradients[0] @ torch.empty_like(weight), None, None
 

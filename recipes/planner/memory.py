@@ -1,32 +1,202 @@
 """What a run keeps in memory, by component: on each GPU, and in the RAM of each node.
 
-Pure arithmetic on what a trace found, in bytes. Every constant and formula names its source.
+Pure arithmetic on what a trace found, in bytes, without torch. Every constant and formula names its
+source.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from recipes.errors import mistake
-from recipes.planner.context import context_of
-from recipes.planner.shapes import (
-    EVALUATION,
-    LOADING,
-    NOTHING,
-    TRAINED,
-    TRAINING,
-    UPDATE,
-    Components,
-    Traced,
-    Weights,
-)
+from recipes.planner.measured import context_of
 from recipes.rules.facts import fsdp_section, gradient_accumulation_kwargs, is_true
 from recipes.run import RunSpec
+
+# --- What to trace, and what was found ------------------------------------------------------------
+
+# The name under which kernels.py registers kernels of other packages. Transformers would look for
+# the package flash-attn if it had "flash" in it.
+PACKAGED = "recipes_packaged"
+
+# Attention that is not a fused kernel: it keeps batch x heads x length x length numbers in a layer.
+EAGER, MATH = "eager", "math"
+
+LOOP = "loop"  # over a sequence, in the model's own code
+CLOSED_FORM = "closed form"  # the model could not be traced: this is estimated from its shape
+TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
+
+# The columns of a trace's allocations. Time is counted in allocations, those that were made before.
+# SIZE: bytes. FREED: when, NEVER if it outlives the trace. COMPLETE: since when it is a gradient
+# of a parameter. LOGITS: 1 if its last dimension is the vocabulary.
+SIZE, FREED, COMPLETE, LOGITS = range(4)
+NEVER = 1 << 62
+ROUNDING = 512  # torch's allocator rounds requests up to this: kMinBlockSize of CUDACachingAllocator.cpp
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Counts of a model's parameters, and the bytes of its buffers.
+
+    total              all parameters
+    trained            those with a gradient
+    in_4_bits          those that are stored in 4 bits
+    trained_embedding  those in embeddings that are trained
+    largest_layer      those of the largest layer
+    largest_parameter  those of the largest single tensor
+    outside_layers     those in no layer: embeddings and the head
+    looked_up          those of an input embedding that is not tied to the head: a lookup, no FLOPs
+    layers             those of each layer, in order; none if it is not known which they are
+    sizes              of each tensor of them: TRAINED, IN_4_BITS or FROZEN
+    matrices           those of each tensor that is trained and no vector
+    file_width         bytes of a parameter in the model's files, fp32's if they are unknown
+    """
+
+    total: int
+    trained: int
+    in_4_bits: int = 0
+    trained_embedding: int = 0
+    largest_layer: int = 0
+    largest_parameter: int = 0
+    outside_layers: int = 0
+    looked_up: int = 0
+    buffer_bytes: int = 0
+    layers: tuple[int, ...] = ()
+    sizes: tuple[tuple[int, str], ...] = ()
+    matrices: tuple[int, ...] = ()
+    file_width: int = 4
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA of rank `rank` on `targets`, or DoRA.
+
+    `four_bits` is the name of the dtype that 4-bit base weights compute in, None without them.
+    `in_fp32` is false if they compute in the weights' dtype: DeepSpeed and FSDP cast them too.
+    """
+
+    rank: int
+    targets: tuple[str, ...] | str = "all-linear"
+    dropout: float = 0.0
+    four_bits: str | None = None
+    in_fp32: bool = True
+    dora: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One micro-batch to trace: `batch` sequences of `length` tokens.
+
+    `dtype` (of the weights) and `autocast` are names of torch dtypes. `mask`: the batch is padded,
+    or has several sequences in a row. `on_cuda`: operations keep what they keep on a GPU of this
+    compute capability, not on a CPU. `attention` is transformers' name for it, None if it chooses,
+    PACKAGED for FlashAttention's package and the like. `evaluation`: a forward without gradients,
+    by a model in eval mode. `liger`: with the kernels of that package. `label_smoothing`: Trainer
+    computes the loss of a language model from its logits.
+    """
+
+    batch: int
+    length: int
+    task: str = "causal_lm"
+    dtype: str = "float32"
+    autocast: str | None = None
+    checkpointing: bool = False
+    attention: str | None = None
+    mask: bool = True
+    adapters: Adapters | None = None
+    on_cuda: bool = True
+    evaluation: bool = False
+    capability: tuple[int, int] = (8, 0)
+    liger: bool = False
+    label_smoothing: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """What one micro-batch keeps, without parameters and buffers.
+
+    `moments` are rows of the bytes alive: activations, logits and gradients of the parameters, each
+    from the moment it is complete. The first `forward` moments, and `made_forward` of the
+    `allocations`, lead up to the loss. There are no allocations if they are not known. `kernels`
+    are the names of the attention kernels that ran. `made_by` names what made each allocation.
+    """
+
+    moments: np.ndarray
+    forward: int
+    allocations: np.ndarray = field(default_factory=lambda: np.empty((0, 4), int))
+    made_forward: int = 0
+    kernels: frozenset[str] = frozenset()
+    made_by: Sequence[object] = ()
+
+
+NOTHING = Traced(np.zeros((1, 3), int), forward=1)  # without activations and logits
+
+
+def traced_of(
+    allocations: np.ndarray,
+    made_forward: int,
+    kernels: frozenset[str] = frozenset(),
+    made_by: Sequence[object] = (),
+) -> Traced:
+    """The trace with these allocations. It has two moments after each of them: before gradients
+    that are complete then count as such, and after.
+    """
+    sizes, freed, complete, logits = allocations.T
+    sizes = -(-sizes // ROUNDING) * ROUNDING
+    end = len(sizes)
+
+    def at(times: np.ndarray, change: np.ndarray) -> np.ndarray:
+        """The sum of the changes up to each moment."""
+        there = times <= end
+        return np.bincount(times[there], change[there], end + 1).astype(int).cumsum()[1:]
+
+    alive, wide = (part.cumsum() - at(freed + 1, part) for part in (sizes, sizes * logits))
+    moments = np.empty((2 * end, 3), int)
+    for place, gradients in enumerate((at(complete + 1, sizes), at(complete, sizes))):
+        moments[place::2] = np.stack((alive - wide - gradients, wide, gradients), axis=1)
+    return Traced(moments, 2 * made_forward, allocations, made_forward, kernels, made_by)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Bytes on one GPU at the moment of a step that needs most."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    cached: int = 0
+    context: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """torch.cuda.max_memory_allocated at the end of the training."""
+        return self.total - self.cached - self.context
+
+    @property
+    def reserved(self) -> int:
+        """torch.cuda.max_memory_reserved: with what its allocator has cached."""
+        return self.total - self.context
+
+    @property
+    def total(self) -> int:
+        """What nvidia-smi shows of the process: with what CUDA itself takes."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+# The moments of a training that may need most on a GPU.
+LOADING, TRAINING, UPDATE, EVALUATION = "loading", "training", "update", "evaluation"
+
+
+# --- What the flags say ---------------------------------------------------------------------------
 
 HALF, FP32 = 2, 4
 
@@ -39,10 +209,7 @@ SUB_GROUP = int(1e9)
 # Bytes of a parameter in 4 bits: half a byte, and an fp32 scale per block of 64. Nested
 # quantisation keeps these scales in 8 bits, with an fp32 scale per 256 of them.
 # Source: quantize_4bit in bitsandbytes/functional.py.
-IN_4_BITS, NF4, NF4_NESTED = 0.5, 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
-
-
-# --- What the flags say ---------------------------------------------------------------------------
+HALF_A_BYTE, NF4, NF4_NESTED = 0.5, 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def recomputes(run: RunSpec) -> bool:
@@ -98,8 +265,8 @@ def shards(run: RunSpec) -> int:
 # --- Optimizers -----------------------------------------------------------------------------------
 #
 # Read from the source of torch 2.13 (torch/optim), transformers 5.23 (trainer_optimizer.py, and
-# Adafactor in optimization.py) and bitsandbytes 0.50 (backends/cpu/ops.py), and compared with real
-# updates in tests/recipes/planner/test_optimizers.py. On a GPU bitsandbytes' updates are one kernel
+# Adafactor in optimization.py) and bitsandbytes 0.50, and compared with real updates in
+# tests/recipes/planner/test_optimizers.py. bitsandbytes' updates are one kernel
 # (backends/cuda/ops.py): they ask for nothing, and neither does torch's fused AdamW.
 
 # Numbers that an optimizer keeps per trained parameter, by the start of `optim` without "paged_".
@@ -107,14 +274,11 @@ def shards(run: RunSpec) -> int:
 _MOMENTS = {"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0.01, "lion": 1, "adagrad": 1, "rmsprop": 1, "ademamix": 3}
 _IN_8_BITS = 1 + FP32 / 256  # a byte, and an fp32 scale per block of 256: bitsandbytes (blockwise) and torchao
 _IN_4_BITS = 0.5 + FP32 / 128  # torchao/optim/adam.py: blocks of 128
+_IN_FP32 = ("adafactor", "lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_32bit")  # whatever the weights' dtype
 
-# Temporaries of an update, in copies of a parameter: without weight decay, and how many more with.
-# Of all parameters at once, as torch's optimizers do it on a GPU (foreach):
-_OF_ALL = {"adamw_torch": (1, 0), "adagrad": (2, 0), "rmsprop": (1, 1), "sgd": (0, 1)}
-# Of one parameter after the other, on a CPU (_single_tensor_adamw and so on):
-_OF_ONE = {"adamw_torch": (2, 0), "adagrad": (1, 1), "rmsprop": (1, 1), "sgd": (0, 1)}
-# bitsandbytes' on a CPU, in fp32: those of Adam, and of Adam in 8 bits, which unpacks its moments.
-_OF_BITSANDBYTES, _OF_BITSANDBYTES_IN_8_BITS = 3, 5
+# Temporaries of torch's update of all parameters at once (foreach, its choice on a GPU), in copies
+# of them: without weight decay, and how many more with. On a CPU it takes no more.
+_TEMPORARIES = {"adamw_torch": (1, 0), "adagrad": (2, 0), "rmsprop": (1, 1), "sgd": (0, 1)}
 
 
 def moments_of(run: RunSpec) -> float:
@@ -136,45 +300,24 @@ def few_bits(run: RunSpec) -> float | None:
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
     """What the optimizer keeps of each trained parameter on all devices together, at least."""
-    if in_few_bits := few_bits(run):
-        return moments_of(run) * in_few_bits
-    if run.engine.kind == "deepspeed":  # and fp32 copies of the parameters
-        return FP32 + moments_of(run) * FP32
-    in_fp32 = _of_bitsandbytes(run) or run["optim"] == "adafactor"
-    return moments_of(run) * (FP32 if in_fp32 else trained_bytes(run))
+    copy = FP32 if run.engine.kind == "deepspeed" else 0  # of the parameter
+    in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
+    return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
 
 
 def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[int]]:
     """Bytes that an update asks for, in groups: one group is freed when the next is asked for.
 
-    `width`: bytes of a trained parameter. Of one parameter after the other, a loop keeps a
-    temporary of the one before: `denom` of Adam, `update` of Adafactor. Trainer updates norms and
-    biases apart, and they are small.
+    `width`: bytes of a trained parameter. Adafactor updates one matrix after the other, and keeps
+    `update` of the one before. Trainer updates norms and biases apart, and they are small.
     """
-    optim, decays = str(run["optim"]), run["weight_decay"] > 0
-    if run.hardware.cuda and optim != "adafactor":
-        copies, more = _OF_ALL.get(optim, (0, 0))
+    if run["optim"] != "adafactor":
+        copies, more = _TEMPORARIES.get(str(run["optim"]), (0, 0))
         trained = [size for size, kind in weights.sizes if kind == TRAINED] or [weights.trained]
-        return [[size * width for size in trained] * (copies + decays * more)]
-    matrices = weights.matrices or ((min(weights.trained, weights.largest_parameter), False),)
-    if _of_bitsandbytes(run):
-        copies = _OF_BITSANDBYTES_IN_8_BITS if few_bits(run) else _OF_BITSANDBYTES
-        return [
-            [FP32 * size * (_OF_BITSANDBYTES if table else copies) + (width < FP32) * FP32 * size]
-            for size, table in matrices
-        ]
-    copies, more = (2 if width == FP32 else 4, 0) if optim == "adafactor" else _OF_ONE.get(optim, (0, 0))
-    width = FP32 if optim == "adafactor" else width
-    sizes = [size for size, _ in matrices]
-    if not copies:
-        return [[size * width] * (decays * more) for size in sizes]
-    pairs = list(pairwise(sizes)) or [(sizes[0], 0)]
-    return [[max(pair) * width] * (copies + decays * more) + [min(pair) * width] for pair in pairs]
-
-
-def _of_bitsandbytes(run: RunSpec) -> bool:
-    optim = str(run["optim"]).removeprefix("paged_")
-    return optim.startswith(("lion", "ademamix", "rmsprop_bnb", "adamw_bnb", "adamw_8bit", "adamw_32bit"))
+        return [[size * width for size in trained] * (copies + (run["weight_decay"] > 0) * more)]
+    matrices = weights.matrices or (min(weights.trained, weights.largest_parameter),)
+    pairs = list(pairwise(matrices)) or [(matrices[0], 0)]
+    return [[FP32 * max(pair)] * (2 if width == FP32 else 4) + [FP32 * min(pair)] for pair in pairs]
 
 
 # --- On the GPU -----------------------------------------------------------------------------------
@@ -202,63 +345,86 @@ class Memory:
         self.context = context_of(run).bytes if context is None or not run.hardware.cuda else context
         self.stage = run.engine.zero_stage
         self.offloads = run.engine.offload_optimizer != "none"
+        self.offloads_parameters = run.engine.offload_param != "none"
         # Gradients become views of DDP's buckets when they are reduced, with the last micro-batch.
         self.viewed = run["gradient_as_bucket_view"] and run.world_size > 1 and not casts_the_model(run)
 
+    @property
+    def gpu(self) -> Components:
+        """What the run needs on each GPU at the fullest of its moments."""
+        return self._moments[self.moment]
+
     @cached_property
-    def _fullest(self) -> tuple[Components, str]:
-        """Raises `UserError` for tensor parallelism."""
+    def moment(self) -> str:
+        """The one that needs most on the GPU: LOADING, TRAINING, UPDATE or EVALUATION."""
+        return max(self._moments, key=lambda name: self._moments[name].total)
+
+    @cached_property
+    def _moments(self) -> dict[str, Components]:
+        """What each of them needs. Raises `UserError` for tensor parallelism."""
         if self.run.engine.parallelism.sharing > 1:
             what = "is not planned: how much of this model each process of a group holds is unknown"
             raise mistake("tensor_parallel", what, "recipes fit, which measures it")
-        buffers = self.weights.buffer_bytes + self._bucket_bytes
-        states = Components(parameters=self.parameters, optimizer=self.optimizer, buffers=buffers, context=self.context)
-        # ZeRO-1 and ZeRO-2 have their bucket in the backward alone.
-        after = states if self.stage not in (1, 2) else replace(states, buffers=self.weights.buffer_bytes)
+        after = Components(
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            buffers=self.weights.buffer_bytes + self._bucket_bytes,
+            context=self.context,
+        )
         # Accumulated gradients exist beside the buckets that they become views of.
         beside = self.gradients if self.viewed and self.accumulation > 1 else 0
+        states = replace(after, buffers=after.buffers + beside)
+        if self.stage in (1, 2):  # these have their bucket in the backward alone
+            after = replace(after, buffers=self.weights.buffer_bytes)
         # Weights in 4 bits are loaded onto each GPU as a whole, and sharded only then:
         # `fsdp2_prepare_model` shards them, or DeepSpeed, as transformers uses no `zero.Init` for
         # them (`get_init_context` of modeling_utils.py).
         whole = math.ceil(self._stored_bytes) if self.weights.in_4_bits else 0
-        optimizer = states.optimizer + self.update
+        optimizer = after.optimizer + self.update
         found = {
             LOADING: Components(parameters=whole, context=self.context),
-            TRAINING: _fullest(
-                replace(states, buffers=buffers + beside), self._moments(self.micro_batch, self.accumulation)
-            ),
+            TRAINING: self._fullest(states, self.micro_batch, self.accumulation),
             UPDATE: replace(after, gradients=self.gradients_in_update, optimizer=optimizer),
         }
         if self.evaluation:
             # Trainer has freed the gradients by then, but not the buckets that they are views of,
             # nor ZeRO-3 its flat ones.
             kept = self.gradients if self.stage == 3 or self.viewed else 0
-            found[EVALUATION] = replace(_fullest(after, self._moments(self.evaluation, 1)), gradients=kept)
-        moment = max(found, key=lambda name: found[name].total)
-        return found[moment], moment
+            found[EVALUATION] = replace(self._fullest(after, self.evaluation, 1), gradients=kept)
+        return found
 
-    def _moments(self, traced: Traced, accumulation: int) -> np.ndarray:
-        """Rows of activations, logits, gradients, gathered parameters and buffers for sending."""
-        moments = np.asarray(traced.moments)
-        alive, logits, made = moments.T
+    def _fullest(self, states: Components, traced: Traced, accumulation: int) -> Components:
+        """These states with what is added to them when a micro-batch needs most."""
+        alive, logits, made = np.asarray(traced.moments).T
+        gathered = sent = 0 * made  # parameters at once, and buffers for sending
         if self.kind != "fsdp":
             # Gradients appear one by one while activations are freed, unless all exist throughout:
             # with DeepSpeed, which moves each to a bucket at once, with bucket views, and with
             # accumulation.
             stays = self.kind == "deepspeed" or self.viewed or accumulation > 1
             gradients = np.full_like(made, self.gradients) if stays else made
-            return np.stack((alive, logits, gradients, 0 * made, 0 * made), axis=1)
-        done = made / max(1, made[-1])
-        gathered, unscattered, sent = self.held(done, np.arange(len(done)) < traced.forward, logits > 0)
-        scattered = self.gradients * done
-        if accumulation > 1:  # of the micro-batches before
-            whole = self.weights.trained * weight_bytes(self.run)
-            scattered = (
-                self.gradients + 0 * done if syncs_each_micro_batch(self.run) else scattered + whole * (1 - done)
-            )
-        return np.ceil(np.stack((alive, logits, scattered + unscattered, gathered, sent), axis=1))
+        else:
+            done = made / max(1, made[-1])
+            is_forward = np.arange(len(done)) < traced.forward
+            gathered, gradients, sent = self._held_by_fsdp(done, is_forward, logits > 0)
+            scattered = self.gradients * done
+            if accumulation > 1 and syncs_each_micro_batch(self.run):  # those of the micro-batches before
+                scattered = self.gradients
+            elif accumulation > 1:
+                scattered = scattered + self.weights.trained * weight_bytes(self.run) * (1 - done)
+            gradients = gradients + scattered
+        parts = np.ceil(np.stack((alive, logits, gradients, gathered, sent), axis=1))
+        activations, logits, gradients, gathered, sent = map(int, parts[parts.sum(1).argmax()])
+        return replace(
+            states,
+            activations=activations,
+            logits=logits,
+            gradients=gradients,
+            parameters=states.parameters + gathered,
+            buffers=states.buffers + sent,
+        )
 
-    def held(self, done: np.ndarray, is_forward: np.ndarray, has_logits: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _held_by_fsdp(self, done: np.ndarray, is_forward: np.ndarray, has_logits: np.ndarray) -> tuple[np.ndarray, ...]:
         """What FSDP2 holds while the share `done` of a micro-batch's gradients is complete:
         gathered parameters, whole gradients, and the buffers that they are scattered from.
 
@@ -285,7 +451,7 @@ class Memory:
         trains_all = bool(weights.trained_embedding)  # adapters are in the layers
         trained_in_layers = max(0, weights.trained - weights.outside_layers * trains_all)
         packed = weights.in_4_bits / in_layers
-        layer = weights.largest_layer * (packed * IN_4_BITS + (1 - packed) * width)
+        layer = weights.largest_layer * (packed * HALF_A_BYTE + (1 - packed) * width)
         tail, table = (weights.outside_layers - weights.looked_up) * width, weights.looked_up * width
         of_layer = weights.largest_layer * width * trained_in_layers / in_layers
         of_tail, of_table, of_all = tail * trains_all, table * trains_all, weights.trained * width
@@ -305,16 +471,6 @@ class Memory:
             np.select(cases, [0 * done, np.minimum(made, of_tail), 0 * done, of_table + 0 * done], begun),
             np.select(cases, [0, 0, 0, of_layer], sent_before),
         )
-
-    @property
-    def gpu(self) -> Components:
-        """What the run needs on each GPU at the fullest of its moments."""
-        return self._fullest[0]
-
-    @property
-    def moment(self) -> str:
-        """The one that needs most on the GPU: LOADING, TRAINING, UPDATE or EVALUATION."""
-        return self._fullest[1]
 
     @property
     def _stored_bytes(self) -> float:
@@ -338,16 +494,15 @@ class Memory:
 
     @cached_property
     def parameters(self) -> int:
-        stays = self.run.engine.offload_param == "none"
         if self.kind == "fsdp":  # each GPU has all scales of 4-bit weights: they are no parameters
-            scales = self.weights.in_4_bits * (bytes_in_4_bits(self.run) - IN_4_BITS)
-            return math.ceil(scales) + (self._shard(self._stored_bytes - scales, 3) if stays else 0)
+            scales = self.weights.in_4_bits * (bytes_in_4_bits(self.run) - HALF_A_BYTE)
+            return math.ceil(scales) + (0 if self.offloads_parameters else self._shard(self._stored_bytes - scales, 3))
         stored = self._shard(self._stored_bytes, 3)
         if self.stage < 3:
             return stored
         # What ZeRO-3 has fetched and not yet released. A layer of experts is fetched as a whole.
         gathered = min(self.weights.total, max(MAX_LIVE_PARAMETERS, self.weights.largest_layer))
-        return gathered * weight_bytes(self.run) + (stored if stays else 0)
+        return gathered * weight_bytes(self.run) + (0 if self.offloads_parameters else stored)
 
     @cached_property
     def gradients(self) -> int:
@@ -456,7 +611,7 @@ class Memory:
             kept = self._stored_bytes + 2 * FP32 * self.weights.trained
             return kept * share, FP32 * self.weights.trained * share
         states = 18 * self.weights.trained * share if self.offloads else 0
-        parameters = HALF * self.weights.total * share if self.run.engine.offload_param != "none" else 0
+        parameters = HALF * self.weights.total * share if self.offloads_parameters else 0
         return states + parameters, 0
 
     @property
@@ -471,10 +626,3 @@ class Memory:
             return self.weights.total * weight_bytes(self.run) * self.run.local_world_size
         width = weight_bytes(self.run) if self.kind == "deepspeed" else trained_bytes(self.run)
         return self.weights.trained * width
-
-
-def _fullest(states: Components, moments: np.ndarray) -> Components:
-    """These states at the moment that needs most."""
-    activations, logits, gradients, gathered, sent = map(int, moments[moments.sum(1).argmax()])
-    more = {"parameters": states.parameters + gathered, "buffers": states.buffers + sent}
-    return replace(states, activations=activations, logits=logits, gradients=gradients, **more)

@@ -12,23 +12,28 @@ import copy
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from recipes.planner.shapes import (
+from recipes.planner.kernels import Linear4bit, Operations, apply_liger, packaged_attention, quantise
+from recipes.planner.memory import (
     COMPLETE,
     FREED,
     FROZEN,
     IN_4_BITS,
     LOGITS,
     LOOP,
+    NEVER,
     SIZE,
     TRAINED,
     Adapters,
@@ -37,12 +42,74 @@ from recipes.planner.shapes import (
     Weights,
     traced_of,
 )
-from recipes.planner.tracing.kernels import Linear4bit, Operations, apply_liger, packaged_attention, quantise
-from recipes.planner.tracing.live_bytes import LiveBytes
 from recipes.quiet import silence
 
 _MOST_PIECES = 3
 _DIFFERENT = "the two ran different operations"
+
+
+# --- The bytes that are alive while code runs -----------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Each storage counts once, from the operation that made it to its release.
+
+    Tensors whose last dimension is `vocabulary` count as logits. `allocations` are rows as in
+    `Traced`, and `made_by` the operation and the size of each.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.known: dict[int, int | None] = {}  # by storage, the number of its allocation
+        self.allocations: list[list[int]] = []
+        self.made_by: list[tuple[str, int]] = []
+
+    @property
+    def moments(self) -> np.ndarray:
+        """Bytes of activations, logits and gradients after each allocation."""
+        return traced_of(np.array(self.allocations), 0).moments
+
+    def ignore(self, tensors: list[torch.Tensor]) -> None:
+        """Do not count the storages of these tensors, which existed before."""
+        self.known |= {tensor.untyped_storage()._cdata: None for tensor in tensors}
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
+        self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        if func is torch.ops.prim.device.default:  # the most frequent call
+            return args[0].fake_device
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor, func.__name__)
+        return out
+
+    def count(self, tensor: torch.Tensor, operation: str = "") -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known[key] = len(self.allocations)
+        size = storage.nbytes()
+        is_logits = self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
+        self.allocations.append([size, NEVER, NEVER, int(bool(is_logits))])
+        self.made_by.append((operation, size))
+        weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self._note(FREED, self.known.pop(key, None))
+
+    def _note(self, what: int, number: int | None) -> None:
+        if number is not None:
+            self.allocations[number][what] = len(self.allocations)
+
+
+# --- One micro-batch, and the weights -------------------------------------------------------------
 
 
 def trace(config: PreTrainedConfig, case: Case) -> Traced:
@@ -50,46 +117,39 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
 
     Raises whatever the model raises if it cannot run on fake tensors.
     """
-    with silence(), FakeTensorMode(), packaged_attention(case.mask), _positions_in_order():
+    # Without a mask there is one sequence in a row. On fake tensors, whose numbers nobody knows,
+    # transformers expects several, and masks them apart.
+    in_order = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+    with silence(), FakeTensorMode(), packaged_attention(case.mask), in_order:
         model = _model(config, case)
         live = LiveBytes(vocabulary=config.get_text_config().vocab_size)
         live.ignore([*model.parameters(), *model.buffers()])
         inputs = _inputs(config, case)
-        with contextlib.ExitStack() as stack:
-            for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-                hook = parameter.register_post_accumulate_grad_hook(live.gradient)
-                stack.callback(hook.remove)
-            operations = stack.enter_context(Operations(case.on_cuda, case.capability))
-            stack.enter_context(live)
-            stack.enter_context(torch.set_grad_enabled(not case.evaluation))
-            loss = _smoothed_loss(model, inputs) if case.label_smoothing else model(**inputs).loss
+        hooked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hooks = [parameter.register_post_accumulate_grad_hook(live.gradient) for parameter in hooked]
+        with Operations(case.on_cuda, case.capability) as operations, live, torch.set_grad_enabled(not case.evaluation):
+            loss = _loss(model, inputs, case)
             made_forward = len(live.allocations)
             if not case.evaluation:
                 loss.backward()
             allocations = np.array(live.allocations)  # before the model is freed
+        for hook in hooks:
+            hook.remove()
     return traced_of(allocations, made_forward, frozenset(operations.kernels), live.made_by)
 
 
-def _smoothed_loss(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """As `Trainer.compute_loss` with `label_smoothing_factor`: the model is not given the labels.
+def _loss(model: torch.nn.Module, inputs: dict[str, torch.Tensor], case: Case) -> torch.Tensor:
+    """As `Trainer.compute_loss`: with `label_smoothing_factor` the model is not given the labels.
 
-    It computes outside autocast, in the dtype of the logits that the model returns. The factor
-    itself has no influence on memory.
+    Trainer then computes outside autocast, in the dtype of the logits that the model returns. The
+    factor itself has no influence on memory.
     """
+    if not case.label_smoothing:
+        return model(**inputs).loss
     from transformers.trainer_pt_utils import LabelSmoother
 
-    outputs = model(**{name: tensor for name, tensor in inputs.items() if name != "labels"})
-    return LabelSmoother()(outputs, inputs["labels"], shift_labels=True)
-
-
-@contextlib.contextmanager
-def _positions_in_order() -> Iterator[None]:
-    """Without a mask there is one sequence in a row.
-
-    On fake tensors, whose numbers nobody knows, transformers expects several, and masks them apart.
-    """
-    with patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None):
-        yield
+    labels = inputs.pop("labels")
+    return LabelSmoother()(model(**inputs), labels, shift_labels=True)
 
 
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
@@ -100,57 +160,41 @@ def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None)
         model.tie_weights()
         if adapters:
             model = _with_adapters(model, adapters)
-    layers = [layer for module in model.modules() if isinstance(module, torch.nn.ModuleList) for layer in module]
-    tables = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    quantised = [module.weight for module in model.modules() if isinstance(module, Linear4bit)]
+    modules, parameters = list(model.modules()), list(model.parameters())
+    lists = [module for module in modules if isinstance(module, torch.nn.ModuleList)]
+    layers = [layer for one in lists for layer in one]
+    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}  # as experts are
+    # The layers of the part about text: none if no list has as many of them as it says.
+    count = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    decoder = max((one for one in lists if len(one) == count), key=_count, default=())
+    tables = [module.weight for module in modules if isinstance(module, torch.nn.Embedding)]
+    quantised = {id(module.weight) for module in modules if isinstance(module, Linear4bit)}
+
+    def kind(parameter: torch.Tensor) -> str:
+        return TRAINED if parameter.requires_grad else IN_4_BITS if id(parameter) in quantised else FROZEN
+
+    sizes = tuple((parameter.numel(), kind(parameter)) for parameter in parameters)
+    total = sum(size for size, _ in sizes)
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32  # `save_pretrained` leaves a name
     return Weights(
-        total=_count(model.parameters()),
-        trained=_count(parameter for parameter in model.parameters() if parameter.requires_grad),
-        in_4_bits=_count(quantised),
-        trained_embedding=_count(table for table in tables if table.requires_grad),
-        largest_layer=max((_count(layer.parameters()) for layer in layers), default=0),
-        largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+        total=total,
+        trained=sum(size for size, kind in sizes if kind == TRAINED),
+        in_4_bits=sum(size for size, kind in sizes if kind == IN_4_BITS),
+        trained_embedding=sum(table.numel() for table in tables if table.requires_grad),
+        largest_layer=max(map(_count, layers), default=0),
+        largest_parameter=max(size for size, _ in sizes),
         looked_up=0 if getattr(config, "tie_word_embeddings", False) else model.get_input_embeddings().weight.numel(),
-        outside_layers=_count(model.parameters()) - sum(_count(layer.parameters()) for layer in _outermost(layers)),
+        outside_layers=total - sum(_count(layer) for layer in layers if id(layer) not in inner),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        layers=tuple(_count(layer.parameters()) for layer in _decoder_layers(model, config)),
-        sizes=tuple((parameter.numel(), _kind(parameter, quantised)) for parameter in model.parameters()),
-        matrices=tuple(
-            (parameter.numel(), any(parameter is table for table in tables))
-            for parameter in model.parameters()
-            if parameter.requires_grad and parameter.dim() > 1
-        ),
-        file_width=_dtype_of(config).itemsize,
+        layers=tuple(map(_count, decoder)),
+        sizes=sizes,
+        matrices=tuple(one.numel() for one in parameters if one.requires_grad and one.dim() > 1),
+        file_width=(getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize,
     )
 
 
-def _dtype_of(config: PreTrainedConfig) -> torch.dtype:
-    """What its files hold. `save_pretrained` leaves a name in the configuration of its model."""
-    found = config.dtype or config.get_text_config().dtype or torch.float32
-    return getattr(torch, found) if isinstance(found, str) else found
-
-
-def _kind(parameter: torch.Tensor, quantised: list[torch.Tensor]) -> str:
-    if parameter.requires_grad:
-        return TRAINED
-    return IN_4_BITS if any(parameter is one for one in quantised) else FROZEN
-
-
-def _count(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def _outermost(layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The layers that are not inside another layer, as experts are."""
-    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
-    return [layer for layer in layers if id(layer) not in inner]
-
-
-def _decoder_layers(model: torch.nn.Module, config: PreTrainedConfig) -> Iterable[torch.nn.Module]:
-    """The layers of the part about text: none if no list has as many of them as it says."""
-    count = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-    return max(lists, key=lambda layers: _count(layers.parameters()), default=())
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _auto_class(task: str) -> type[AutoModelForCausalLM | AutoModelForSequenceClassification]:
@@ -189,7 +233,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     return model
 
 
-def _with_adapters(model: PreTrainedModel, adapters: Adapters) -> torch.nn.Module:
+def _with_adapters(model: torch.nn.Module, adapters: Adapters) -> torch.nn.Module:
     """Add LoRA as launch/training/model.py does: the same weights frozen, cast and quantised."""
     from peft import LoraConfig, get_peft_model
 
@@ -237,40 +281,45 @@ def depths(kinds: Sequence[object], pieces: int = 1) -> tuple[int, int, int] | N
     return min(found, key=lambda one: one[1], default=None)
 
 
-def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case, pieces: int = 1) -> tuple[Traced, int] | None:
-    """The trace of a deep model from shallow ones, and how many pieces of repeated layers it took.
+def trace_any(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced:
+    """The trace of a model of any depth and length: from shallow models where layers repeat, and
+    from three short sequences if it loops over a sequence, which takes minutes.
+    """
+    unit = _loop_unit(config, case.task)
+    if unit is None or case.length <= 3 * unit:
+        return trace_shallow(config, weights, case) or trace(config, case)
+    three = [trace_any(config, weights, replace(case, length=times * unit)) for times in (1, 2, 3)]
+    return at_length(three, case.length / unit)
 
-    One is not enough where the first or the last layer differs. None if layers do not repeat: each
-    is as others of its type and size.
+
+def trace_shallow(config: PreTrainedConfig, weights: Weights, case: Case) -> Traced | None:
+    """The trace of a deep model from shallow ones. None if layers do not repeat: each is as others
+    of its type and size.
+
+    Without checkpointing the last layer's backward pass, and with adapters the first one's, differ
+    from others. In 16 bits without autocast the last layer's result is freed sooner. So this many
+    pieces of repeated layers are needed until every moment is one of the whole model, or more.
     """
     types = getattr(config.get_text_config(), "layer_types", None) or [None] * len(weights.layers)
     if len(types) != len(weights.layers):
         return None
     kinds = list(zip(types, weights.layers, strict=True))
+    in_16_bits = case.autocast is None and case.dtype != "float32"
     traces: dict[int, Traced] = {}
-    for count in range(max(pieces, _least_pieces(case)), _MOST_PIECES + 1):
-        found = depths(kinds, count)
+    for pieces in range(1 + (not case.checkpointing) + in_16_bits, _MOST_PIECES + 1):
+        found = depths(kinds, pieces)
         if found is None:
             return None
         shallow, deeper, times = found
         for layers in {shallow, deeper} - traces.keys():
             traces[layers] = trace(with_layers(config, layers), case)
-        with contextlib.suppress(ValueError):
-            return of_depth(traces[shallow], traces[deeper], times), count
+        for share in (0.5, 0):  # allocations around a piece may look the same, but have other lifetimes
+            with contextlib.suppress(ValueError):
+                return _of_depth(traces[shallow], traces[deeper], times, share)
     return None
 
 
-def _least_pieces(case: Case) -> int:
-    """Pieces with which every moment was found to be one of the whole model.
-
-    Without checkpointing the last layer's backward pass, and with adapters the first one's, differ
-    from others. In 16 bits without autocast the last layer's result is freed sooner.
-    """
-    in_16_bits = case.autocast is None and case.dtype != "float32"
-    return 1 + (not case.checkpointing) + in_16_bits
-
-
-def loop_unit(config: PreTrainedConfig, task: str) -> int | None:
+def _loop_unit(config: PreTrainedConfig, task: str) -> int | None:
     """Tokens that the shortest of three traces is to have, if the model loops over a sequence.
 
     Layers with a state do, by token or by chunks of 64, where no kernel of another package runs.
@@ -308,17 +357,14 @@ def at_batch(two: Traced, three: Traced, batch: float) -> Traced:
     extrapolation is at most 0.2 % off. Raises `ValueError` if the two ran different operations.
     """
     if not len(two.allocations):
-        return replace(two, moments=np.rint(_line(two.moments, three.moments, batch - 2)).astype(int))
+        moments = two.moments + (three.moments - two.moments) * (batch - 2)
+        return replace(two, moments=np.rint(moments).astype(int))
     one, other = two.allocations, three.allocations
     if len(one) != len(other) or (one[:, SIZE + 1 :] != other[:, SIZE + 1 :]).any():
         raise ValueError(_DIFFERENT)
-    allocations = one.copy()
-    allocations[:, SIZE] = np.maximum(0, np.rint(_line(one[:, SIZE], other[:, SIZE], batch - 2)))
+    sizes = one[:, SIZE] + (other - one)[:, SIZE] * (batch - 2)
+    allocations = np.column_stack((np.maximum(0, np.rint(sizes)).astype(int), one[:, SIZE + 1 :]))
     return traced_of(allocations, two.made_forward, two.kernels)
-
-
-def _line(one: np.ndarray, other: np.ndarray, times: float) -> np.ndarray:
-    return one + (other - one) * times
 
 
 def at_length(three: Sequence[Traced], length: float) -> Traced:
@@ -338,42 +384,37 @@ def at_length(three: Sequence[Traced], length: float) -> Traced:
     return Traced(moments, forward=1, kernels=three[0].kernels | {LOOP})
 
 
-def of_depth(shallow: Traced, deeper: Traced, times: int) -> Traced:
+def _of_depth(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
     """The trace of a model with `times` as many more layers than `shallow` as `deeper` has.
 
     A piece of the forward, and one of the backward, happens once in `shallow`, twice in `deeper`,
-    and `times` + 1 times here. When something is freed is linear in the number of these pieces, and
-    in the place of its own among them. Raises `ValueError` if the two show something else.
+    and `times` + 1 times here. It begins at this `share` of the allocations where it may. When
+    something is freed is linear in the number of these pieces, and in the place of its own among
+    them. Raises `ValueError` if the two show something else.
     """
-    # Allocations around a piece may look the same as its own, but have other lifetimes.
-    for share in (0.5, 0):
-        with contextlib.suppress(ValueError):
-            return _with_repeated(shallow, deeper, times, share)
-    raise ValueError(_DIFFERENT)
-
-
-def _with_repeated(shallow: Traced, deeper: Traced, times: int, share: float) -> Traced:
-    """The repeated piece begins at this `share` of the allocations where it may."""
-    more = times - 1
     forward = deeper.made_forward - shallow.made_forward
     backward = len(deeper.allocations) - len(shallow.allocations) - forward
-    around = (0, forward, backward, forward + backward)
+    around, more = (0, forward, backward, forward + backward), times - 1
     found = []
-    for is_forward, added in ((True, forward), (False, backward)):
-        part, other = (
-            slice(*((0, t.made_forward) if is_forward else (t.made_forward, None))) for t in (shallow, deeper)
-        )
-        one, two = shallow.allocations[part], deeper.allocations[other]
+    for added, (one, made_one), (two, made_two) in zip(
+        (forward, backward), _halves(shallow), _halves(deeper), strict=True
+    ):
         if not len(two):  # an evaluation has no backward
             continue
-        first = _first(shallow.made_by[part], deeper.made_by[other], share)
+        first = _first(made_one, made_two, share)
         last = first + added
-        here, after = _repeated(one[:last], two[:last], more, around), two[last : last + added]
+        before, after, rest = two[:last], two[last : last + added], two[last + added :]
+        before = before + _step(one[:last], before, around) * more
         step = _step(two[first:last], after, (added, 0, -backward))
-        found += [here[:first], *(here[first:] + step * place for place in range(times + 1))]
-        found.append(_repeated(one[last:], two[last + added :], more, around))
-    made_forward = deeper.made_forward + more * forward
-    return traced_of(np.concatenate(found), made_forward, deeper.kernels)
+        found += [before[:first], *(before[first:] + step * place for place in range(times + 1))]
+        found.append(rest + _step(one[last:], rest, around) * more)
+    return traced_of(np.concatenate(found), deeper.made_forward + more * forward, deeper.kernels)
+
+
+def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
+    """Allocations of the forward and of the backward, and what made them."""
+    for part in (slice(traced.made_forward), slice(traced.made_forward, None)):
+        yield traced.allocations[part], traced.made_by[part]
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
@@ -388,11 +429,6 @@ def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
 def _same(one: Sequence[object], two: Sequence[object]) -> int:
     """How many are the same from the start."""
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
-
-
-def _repeated(one: np.ndarray, two: np.ndarray, more: int, possible: Sequence[int]) -> np.ndarray:
-    """The allocations of both, in a model with `more` such pieces than the second one has."""
-    return two + _step(one, two, possible) * more
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:

@@ -1,0 +1,234 @@
+"""Stand-ins for kernels of a GPU or of other packages: which runs, and what it keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from transformers import AutoConfig, BloomConfig, GPT2Config, GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM
+
+from recipes.planner.fits import Estimator
+from recipes.planner.kernels import _math, kernel_of
+from recipes.planner.memory import EAGER, MATH, NEVER, Adapters, Case
+from recipes.planner.trace import LiveBytes, trace
+from recipes.quiet import silence
+from recipes.run.hardware import Gpu, Hardware
+from tests.recipes.planner.small import SMALL, alone, peak, real_peak, run_of
+from tests.recipes.planner.test_trace import of_real_model
+from tests.support.models import load, run_with, save
+
+_SHAPE = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+GROUPED = LlamaConfig(**_SHAPE)
+EAGER_BY_THEMSELVES = {
+    "gpt_oss": GptOssConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2),
+    "bloom": BloomConfig(vocab_size=500, hidden_size=64, n_layer=2, n_head=4),
+}
+T4, A100, L4, H100 = (7, 5), (8, 0), (8, 9), (9, 0)
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+# --- Attention ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "groups", "masked", "sizes", "kernel"),
+    [
+        (A100, BRAIN, 4, False, (64, 64), "flash"),
+        (A100, BRAIN, 1, True, (64, 64), "efficient"),
+        (A100, FULL, 1, False, (64, 64), "efficient"),
+        (A100, FULL, 4, False, (64, 64), MATH),
+        (A100, BRAIN, 4, True, (64, 64), MATH),
+        (T4, HALF, 1, True, (64, 64), "efficient"),
+        (T4, HALF, 4, False, (64, 64), MATH),
+        (T4, BRAIN, 1, False, (64, 64), MATH),
+        (T4, FULL, 1, True, (64, 64), "efficient"),
+        (H100, BRAIN, 4, True, (64, 64), "cudnn"),
+        (A100, BRAIN, 1, False, (256, 256), "flash"),
+        (L4, BRAIN, 1, False, (256, 256), "flash"),
+        (L4, BRAIN, 1, False, (200, 200), "efficient"),
+        (A100, BRAIN, 1, False, (512, 512), "efficient"),
+        (A100, BRAIN, 1, False, (192, 128), "efficient"),
+        (A100, BRAIN, 1, False, (512, 508), MATH),
+    ],
+)
+def test_which_kernel_runs_depends_on_card_dtype_groups_mask_and_heads(card, dtype, groups, masked, sizes, kernel):
+    query = torch.empty(2, 8, 32, sizes[0], dtype=dtype)
+    key, value = (torch.empty(2, 8 // groups, 32, size, dtype=dtype) for size in sizes)
+    mask = torch.ones(2, 1, 32, 32, dtype=torch.bool) if masked else None
+    assert kernel_of(card, query, key, value, mask, grouped=groups > 1) == kernel
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+def test_the_math_kernel_keeps_what_that_of_a_cpu_keeps(groups, causal, dtype):
+    def kept(attention):
+        query = torch.empty(2, 4, 64, 16, dtype=dtype, requires_grad=True)
+        key, value = (torch.empty(2, 4 // groups, 64, 16, dtype=dtype, requires_grad=True) for _ in range(2))
+        live = LiveBytes()
+        live.ignore([query, key, value])
+        with live:
+            result = attention(query, key, value)
+            return sum(size for size, freed, *_ in live.allocations if freed == NEVER), result
+
+    real = torch.ops.aten._scaled_dot_product_attention_math
+    theirs, _ = kept(lambda *tensors: real(*tensors, None, 0.0, causal, enable_gqa=groups > 1)[0])
+    ours, _ = kept(lambda *tensors: _math(*tensors, None, 0.0, causal))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        (EAGER_BY_THEMSELVES["gpt_oss"], Case(2, 256)),
+        (EAGER_BY_THEMSELVES["bloom"], Case(2, 256)),
+        (GROUPED, Case(2, 256, attention="eager")),
+        (GROUPED, Case(2, 256, attention="eager", dtype="bfloat16")),
+    ],
+)
+def test_eager_attention_is_planned_as_what_it_keeps(config, case):
+    """But that the backward of CUDA's softmax makes one more of the matrices."""
+    traced, real = trace(config, case), of_real_model(config, case)
+    assert traced.kernels == {EAGER}
+    matrix = case.batch * config.num_attention_heads * case.length**2 * 4
+    assert 0.98 * real < peak(traced) < 1.02 * (real + matrix)
+    assert peak(trace(config, replace(case, on_cuda=False))) == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
+def test_each_layer_keeps_its_own_copy_of_the_padding_mask(dtype, width):
+    layers, batch, length = 2, 2, 256
+    config = LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4})
+    padded, packed = (peak(trace(config, Case(batch, length, dtype=dtype, mask=mask))) for mask in (True, False))
+    assert padded - packed == pytest.approx(batch * length * length * layers * width, rel=0.05)
+
+
+def test_dropout_keeps_a_byte_for_each_element():
+    """As native_dropout, which CUDA runs; a CPU keeps a mask in the tensor's own type."""
+    with_dropout, without = (
+        GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, resid_pdrop=p, embd_pdrop=0, attn_pdrop=0)
+        for p in (0.1, 0.0)
+    )
+    more = peak(trace(with_dropout, Case(2, 256))) - peak(trace(without, Case(2, 256)))
+    elements = 2 * 2 * (2 * 256 * 64)  # two in each of two layers
+    assert elements * 0.7 <= more <= elements * 1.1
+
+
+def test_examples_joined_into_one_row_need_a_mask_as_large_as_that_row_unless_a_package_keeps_them_apart():
+    def activations(*argv):
+        run, estimator = run_of("standard", "--max_length", "256", "--padding_free", "true", *argv), Estimator(GROUPED)
+        return [peak(estimator.traced(run, micro)) for micro in (4, 8)]
+
+    joined, apart = activations(), activations("--attn_implementation", "flash_attention_2")
+    assert joined[1] > 2.3 * joined[0]
+    assert apart[1] == pytest.approx(2 * apart[0], rel=0.1)
+
+
+# --- Liger's --------------------------------------------------------------------------------------
+
+_WIDTHS = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+WORDS = LlamaConfig(**_WIDTHS, vocab_size=32_000)
+
+
+def logits(traced):
+    return traced.moments[:, 1].max()
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_ligers_loss_has_the_logits_of_some_rows_at_a_time(autocast):
+    """liger_kernel 0.8.5: as many rows as the width goes into the vocabulary, to a power of 2."""
+    plain, fused = (trace(WORDS, Case(4, 256, autocast=autocast, liger=liger)) for liger in (False, True))
+    rows = 4  # 1024 rows / (32,000 / 64), and the next power of 2 of 2.05
+    cast_head = 64 if autocast else 0  # its transpose is as wide as logits are
+    assert logits(fused) == (rows + cast_head) * 32_000 * (2 if autocast else 4)
+    assert logits(plain) > 1024 * 32_000 * 4
+    assert peak(fused) < 0.6 * peak(plain)
+    assert fused.moments[:, 2].max() >= 32_000 * 64 * 4  # the gradient of the head
+
+
+def test_ligers_rows_at_a_time_are_those_of_this_micro_batch_whatever_was_planned_before():
+    card = Hardware((Gpu("A100", A100, 80 << 30),), cores=8, liger=True)
+    run = run_of("standard", "--max_length", "80", "--use_liger_kernel", "true", hardware=card)
+    few_words = LlamaConfig(**_WIDTHS, vocab_size=100)
+    estimator = Estimator(few_words)
+    found = [logits(estimator.traced(run, micro)) for micro in (4, 2, 5)]
+    assert found[-1] == logits(trace(few_words, Case(5, 80, autocast="bfloat16", liger=True)))
+
+
+def test_before_8_0_liger_makes_the_gradient_of_the_head_in_fp32_beside_itself():
+    old, new = (trace(WORDS, Case(2, 64, autocast="float16", liger=True, capability=card)) for card in (T4, A100))
+    assert peak(old) > peak(new)
+
+
+# --- DoRA, and weights in 4 bits ------------------------------------------------------------------
+
+DORA = LlamaConfig(
+    hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4, vocab_size=260,
+    max_position_embeddings=128,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    return save(LlamaForCausalLM(DORA), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("mixed", "four_bits", "dropout", "checkpointing"),
+    [(False, False, 0.1, False), (True, False, 0.0, True), (False, True, 0.0, True), (True, True, 0.1, False)],
+)
+def test_a_trace_of_dora_keeps_what_the_real_model_keeps(mixed, four_bits, dropout, checkpointing, folder):
+    chosen = {"load_in_4bit": four_bits, "lora_dropout": dropout, "gradient_checkpointing": checkpointing}
+    run = run_with(folder, use_peft=True, use_dora=True, max_length=128, bf16=mixed, **chosen)
+    with silence():
+        model = load(run).train()
+    model.config.use_cache = False
+    states = [weight.quant_state for weight in model.parameters() if hasattr(weight, "quant_state")]
+    if mixed:
+        model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=torch.bfloat16)(model.forward))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    scales = [part for one in states for part in (one.absmax, one.code)]
+    real = real_peak(model, lambda: model(input_ids=ids, labels=ids).loss.backward(), *scales)
+    compute = "bfloat16" if mixed else "float32"
+    adapters = Adapters(16, dropout=dropout, four_bits=compute if four_bits else None, dora=True)
+    how = {"autocast": "bfloat16" if mixed else None, "checkpointing": checkpointing, "adapters": adapters}
+    case = Case(2, 128, mask=False, on_cuda=False, attention="sdpa", **how)
+    assert peak(trace(DORA, case)) == pytest.approx(real, rel=0.025)
+
+
+def test_a_plan_of_dora_needs_more_memory_and_time_than_one_of_lora():
+    words = ["--use_peft", "true", "--max_length", "64", "--global_batch_size", "4", "--load_in_4bit", "true"]
+    lora, dora = (alone(*words, *more, gpu="L4") for more in ((), ("--use_dora", "true")))
+    assert dora.total_bytes > lora.total_bytes and dora.traced
+    assert dora.time.compute > lora.time.compute
+
+
+# --- What a plan says of them ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "said"),
+    [
+        ("", SMALL["llama"], ""),
+        ("--attn_implementation eager", SMALL["llama"], "eager (as asked for)"),
+        ("", EAGER_BY_THEMSELVES["gpt_oss"], "eager (this model's own)"),
+        ("--fp16 false --bf16 false --packing --packing_strategy wrapped", GROUPED, "math kernel"),
+        ("--use_liger_kernel true", WORDS, ""),
+        ("--use_liger_kernel true", GPTNeoXConfig(**_WIDTHS, vocab_size=500), "the real peak is lower"),
+        ("--torch_compile true", WORDS, "torch.compile fuses or computes again is not counted: the real peak"),
+        ("--torch_compile_mode reduce-overhead", WORDS, "with CUDA graphs higher"),
+    ],
+)
+def test_a_plan_says_what_it_leaves_out_and_which_attention_is_not_a_fused_one(flags, config, said):
+    notes = " ".join(alone("--max_length", "64", *flags.split(), config=config).notes)
+    assert said in notes if said else not notes
+
+
+def test_a_configuration_that_names_its_attention_is_planned_with_it(tmp_path):
+    GROUPED.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation="eager")
+    assert "eager" in " ".join(alone("--max_length", "128", config=config).notes)

@@ -1,0 +1,259 @@
+"""Traces against published readings, whole steps, real micro-batches and each other."""
+
+import contextlib
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from recipes.planner import trace as tracing
+from recipes.planner.fits import Estimator
+from recipes.planner.kernels import Operations, packaged_attention
+from recipes.planner.memory import Case, Memory
+from recipes.planner.trace import LiveBytes, at_batch, at_length, depths, trace, trace_shallow, weigh
+from tests.benchmarks.published import MIB, OF_TRAINER, planned
+from tests.recipes.planner.small import CPU, SHAPE, SMALL, alone, peak, real_peak, real_trainer, run_of
+
+BERT_LARGE = [one for one in OF_TRAINER if one.of_process and "adamw_torch_fused" in one.flags]
+
+
+@pytest.mark.parametrize("reading", BERT_LARGE, ids=lambda reading: reading.name)
+def test_plans_are_within_two_percent_of_published_readings_of_bert_large(reading):
+    assert planned(reading).total / MIB == pytest.approx(reading.mib, rel=0.02)
+
+
+# --- Small traces for large ones ------------------------------------------------------------------
+
+
+def two_whole_steps(config, case: Case, accumulation: int) -> int:
+    """Peak bytes of two whole optimizer steps on fake tensors, with AdamW's state and update."""
+    with FakeTensorMode(), packaged_attention(case.mask):
+        model = tracing._model(config, case)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        live = LiveBytes()
+        inputs = tracing._inputs(config, case)
+        with Operations(), live:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                live.count(tensor)
+            for _ in range(2):
+                for _ in range(accumulation):
+                    model(**inputs).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return peak(live)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("accumulation", "checkpointing"), [(1, False), (2, False), (1, True)])
+def test_the_arithmetic_equals_the_peak_of_two_whole_steps(name, accumulation, checkpointing):
+    config = SMALL[name]
+    case = Case(4, 64, checkpointing=checkpointing)
+    run = run_of("standard", "--fp16", "false", "--optim", "adamw_torch")
+    memory = Memory(run, weigh(config, "causal_lm"), trace(config, case), accumulation, context=0)
+    assert memory.gpu.total == pytest.approx(two_whole_steps(config, case, accumulation), rel=0.02)
+
+
+def deeper(config, layers: int, **more):
+    own = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "n_layer")}
+    return type(config)(**{**own, "num_hidden_layers": layers, **more})
+
+
+_HEADS = {"num_key_value_heads": 2, "head_dim": 32}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2}
+_LATENT |= {"moe_intermediate_size": 32, "topk_group": 1}
+DEEP = {
+    **{name: deeper(config, 7) for name, config in SMALL.items()},
+    "two kinds in turn": transformers.Gemma2Config(**{**SHAPE, **_HEADS, "num_hidden_layers": 9}),
+    "two kinds in turn, experts": transformers.GptOssConfig(
+        **{**SHAPE, **_HEADS, "num_hidden_layers": 8}, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "six kinds in turn": transformers.Gemma3TextConfig(**{**SHAPE, **_HEADS, "num_hidden_layers": 27}),
+    "three other layers first": transformers.DeepseekV3Config(
+        **{**SHAPE, **_LATENT, "num_hidden_layers": 9}, num_key_value_heads=4
+    ),
+}
+CASES = {
+    "fp32": {},
+    "autocast": {"autocast": "bfloat16"},
+    "checkpointing": {"checkpointing": True},
+    "16 bits": {"dtype": "bfloat16"},
+    "16 bits, checkpointing": {"dtype": "bfloat16", "checkpointing": True},
+    "evaluation": {"evaluation": True, "autocast": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", DEEP)
+def test_small_traces_give_every_depth_and_batch(name, case):
+    weights = weigh(DEEP[name], "causal_lm")
+    two, three = (trace_shallow(DEEP[name], weights, Case(batch, 64, **CASES[case])) for batch in (2, 3))
+    whole = trace(DEEP[name], Case(9, 64, **CASES[case]))
+    found = at_batch(two, three, 9)
+    assert (found.allocations == whole.allocations).all() and found.made_forward == whole.made_forward
+
+
+def test_one_sequence_runs_nearly_the_operations_of_two():
+    one, two, three = (trace(SMALL["llama"], Case(batch, 64)) for batch in (1, 2, 3))
+    assert peak(at_batch(two, three, 1)) == pytest.approx(peak(one), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        ("aaaaaaa", (1, 2, 6)),
+        ("aaaaab" * 4 + "aa", (14, 20, 2)),
+        ("ababababa", (5, 7, 2)),
+        ("dddmmmmmmm", (4, 5, 6)),
+        ("abcdefgh", None),
+        ("aa", None),
+    ],
+)
+def test_the_shallow_models_end_as_the_deep_one_does(kinds, found):
+    assert depths(kinds) == found
+
+
+# --- Many families, beside a real micro-batch on this CPU -----------------------------------------
+
+_SHAPE = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+_SHAPE |= {"num_attention_heads": 4, "pad_token_id": 0}
+_GROUPED = {**_SHAPE, "num_key_value_heads": 2}
+_SIZED = {**_GROUPED, "head_dim": 16}
+_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VALUES = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_LINEAR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LINEAR |= {"shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
+_CROSS = {**_GROUPED, "cross_attention_layers": [], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_SHORT = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2}
+
+
+def _deepseek(value_size: int):
+    return transformers.DeepseekV3Config(
+        **{**_SHAPE, **_LATENT, **_VALUES}, num_key_value_heads=4, v_head_dim=value_size
+    )
+
+
+FAMILIES = {
+    "bert": transformers.BertConfig(**_SHAPE, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "llama": LlamaConfig(**_GROUPED),
+    "falcon": transformers.FalconConfig(**_SHORT, num_attention_heads=4),
+    "deepseek_v3": _deepseek(24),  # as large as the queries' heads: for others a CPU has no fused kernel
+    "gemma3": transformers.Gemma3Config(
+        text_config=_SIZED, vision_config={**_VISION, "image_size": 28, "patch_size": 14}
+    ),
+    "mllama": transformers.MllamaConfig(text_config=_CROSS),
+    "qwen3_next": transformers.Qwen3NextConfig(**_SIZED, **_LINEAR),
+    "gptj": transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=500, rotary_dim=8),
+    "mpt": transformers.MptConfig(vocab_size=500, d_model=64, n_layers=2, n_heads=4),
+    "mamba": transformers.MambaConfig(**_SHORT),
+    "mamba2": transformers.Mamba2Config(**_SHORT, num_heads=8, head_dim=16, state_size=16, n_groups=1),
+    "jamba": transformers.JambaConfig(**_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+}
+
+
+def of_real_model(config, case: Case, padding: int = 8) -> int:
+    """Peak bytes of a real forward and backward, of which nothing is replaced."""
+    classifies = case.task == "sequence_classification"
+    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    asked = {"attn_implementation": case.attention} if case.attention else {}
+    model = auto.from_config(copy.deepcopy(config), dtype=getattr(torch, case.dtype), **asked).train()
+    model.config.use_cache = model.config.get_text_config().use_cache = False
+    ids = torch.ones(case.batch, case.length, dtype=torch.long)
+    inputs = {"input_ids": ids, "labels": torch.zeros(case.batch, dtype=torch.long) if classifies else ids.clone()}
+    inputs["attention_mask"] = torch.ones_like(ids)
+    inputs["attention_mask"][:, case.length - padding :] = 0
+
+    def micro_batch():
+        with torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext():
+            loss = model(**inputs).loss
+        loss.backward()
+
+    return real_peak(model, micro_batch)
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_trace_takes_what_a_real_micro_batch_takes(name, autocast):
+    task = "sequence_classification" if name == "bert" else "causal_lm"
+    case = Case(2, 64, task, autocast=autocast)
+    planned, real = peak(trace(FAMILIES[name], case)), of_real_model(FAMILIES[name], case)
+    assert 0.98 * real < planned < 1.2 * real  # autocast on a GPU keeps more in fp32 than on a CPU
+
+
+def test_values_smaller_than_queries_have_a_fused_kernel_on_a_gpu():
+    traced = trace(_deepseek(16), Case(2, 64))
+    assert traced.kernels == {"efficient"}
+    assert peak(traced) < peak(trace(FAMILIES["deepseek_v3"], Case(2, 64)))
+
+
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3", "mllama"])
+def test_a_plan_needs_no_closed_form(name):
+    assert alone("--max_length", "64", config=FAMILIES[name]).traced
+
+
+LOOPS = {"mamba": (8, 100), "jamba": (8, 100), "qwen3_next": (64, 384)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_only_models_that_loop_over_a_sequence_are_traced_by_short_ones(name):
+    assert tracing._loop_unit(FAMILIES[name], "causal_lm") == LOOPS.get(name, (None,))[0]
+
+
+@pytest.mark.parametrize("case", [{}, {"checkpointing": True}], ids=str)
+@pytest.mark.parametrize("name", LOOPS)
+def test_short_sequences_stand_for_a_long_one_in_a_model_that_loops_over_it(name, case):
+    unit, length = LOOPS[name]
+    three = [trace(FAMILIES[name], Case(2, unit * times, **case)) for times in (1, 2, 3)]
+    real = trace(FAMILIES[name], Case(2, length, **case))
+    assert peak(at_length(three, length / unit)) == pytest.approx(peak(real), rel=0.02)
+
+
+def test_a_plan_of_a_model_that_loops_says_so_and_is_made_in_seconds():
+    entry = alone("--max_length", "4096", config=FAMILIES["mamba"], gpu_memory=80)
+    assert entry.traced and "with a package of kernels the peak is lower" in " ".join(entry.notes)
+
+
+# --- Beside Trainer's own steps and evaluations ---------------------------------------------------
+
+KINDS = {"fp32": (), "autocast": ("--bf16", "true"), "bf16": ("--dtype", "bfloat16")}
+WORDY = LlamaConfig(**{**_GROUPED, "vocab_size": 16_000})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("smoothing", [0, 0.1], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_planned_micro_batch_and_evaluation_take_what_trainers_own_take(rows, kind, smoothing, tmp_path):
+    """Trainer itself computes a smoothed loss of a language model, from its logits."""
+    flags = ("--max_length", "64", "--use_cpu", "true", "--fp16", "false", "--eval_strategy", "steps")
+    flags += ("--label_smoothing_factor", str(smoothing), "--per_device_eval_batch_size", str(rows))
+    run = run_of("standard", *flags, *KINDS[kind], hardware=CPU)
+    memory = Estimator(WORDY).memory(run, rows)
+    model = AutoModelForCausalLM.from_config(WORDY, dtype=getattr(torch, run["dtype"]))
+    trainer, batch = real_trainer(model, run, rows, tmp_path)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    step = real_peak(model, lambda: trainer.training_step(trainer.model_wrapped, batch), *batch.values())
+    assert peak(memory.micro_batch) == pytest.approx(step, rel=0.02)
+    model.zero_grad(set_to_none=True)
+    assert peak(memory.evaluation) == pytest.approx(real_peak(model, trainer.evaluate), rel=0.02)
+
+
+def test_a_plan_counts_a_smoothed_loss_for_a_language_model():
+    def logits(*flags):
+        return alone("--max_length", "64", *flags, config=WORDY).components.logits
+
+    smoothed = ("--label_smoothing_factor", "0.1")
+    assert logits(*smoothed) > 1.25 * logits()
+    classifies = ("--task", "sequence_classification")
+    assert logits(*classifies, *smoothed) == logits(*classifies)
+
+
+def test_the_width_of_a_models_files_is_in_its_configuration():
+    for dtype, width in (("bfloat16", 2), ("float32", 4), (None, 4)):
+        config = copy.deepcopy(SMALL["llama"])
+        config.dtype = dtype
+        assert weigh(config, "causal_lm") == replace(weigh(SMALL["llama"], "causal_lm"), file_width=width)

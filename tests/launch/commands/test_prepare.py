@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from launch.cli import main
-from launch.data import cache
+from launch.data import tokens
 from launch.train import main as train
 from tests.support.running import ROOT, model_flags
 
@@ -22,7 +22,7 @@ def test_train_py_finds_what_was_prepared(tiny_model, texts, tmp_path, capsys, m
     assert main(["prepare", *flags]) == 0
     found = re.search(r"([\d,]+) examples, ([\d,]+) tokens in .*s\n(.*) \(", capsys.readouterr().out)
     assert found and Path(found[3]).is_dir() and int(found[2].replace(",", "")) > 0
-    monkeypatch.setattr(cache, "_make", None)  # it is not called again
+    monkeypatch.setattr(tokens, "_make", None)  # it is not called again
     assert main(["prepare", *flags]) == 0
     assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
 
@@ -32,7 +32,7 @@ def test_a_classifiers_texts_are_cut_where_the_model_ends_as_in_the_training(tin
     file.write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n')
     flags = ["--model_name_or_path", str(tiny_model), "--dataset_name", str(file), "--task", "sequence_classification"]
     assert main(["prepare", *flags]) == 0
-    monkeypatch.setattr(cache, "_make", None)
+    monkeypatch.setattr(tokens, "_make", None)
     assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
 
 

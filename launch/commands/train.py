@@ -87,7 +87,7 @@ def _prepare(run: RunSpec) -> None:
     quiet_libraries(run["verbose"])
     prepare_environment(run)
     from launch.data.mixture import tokens_of_parts
-    from launch.data.packing import lengths_of
+    from launch.data.tokens import lengths_of
     from launch.training.model import load_tokenizer, with_model
 
     quiet_imported(run["verbose"], deepspeed=False)

@@ -1,4 +1,4 @@
-"""What a classifier learns: one class of a text, several, or a number, as its label column says."""
+"""The targets of a classifier, as its label column says: one class, several, or numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from datasets import ClassLabel, Dataset, List, Value
 
 from launch.data.batches import Example
 from launch.data.encode import TEXT_TYPES
-from launch.data.packing import lengths_of
-from recipes.errors import Problem, UserError, mistake
+from launch.data.tokens import lengths_of
+from recipes.errors import Problem, UserError, mistake, plural
 from recipes.rules.check import new_problems
 from recipes.run import RunSpec, Setting, Settings
 
@@ -34,9 +34,9 @@ class Target:
 
     problem_type: str
     names: list[str]
+    words: str
     numbers: Mapping[Any, int] = field(default_factory=dict)
     is_vector: bool = False
-    words: str = ""
 
     def encode(self, label: Any) -> int | float | tuple[float, ...]:
         """A row's label as a batch holds it: a class, a number, or a number for each output."""
@@ -51,34 +51,34 @@ class Target:
 
 
 def recognise(run: Settings, rows: Dataset, classes: Sequence[str] = ()) -> Target:
-    """What the column `label` of the rows holds. `--problem_type` wins, and otherwise its type
-    decides: texts and integers are classes, other numbers a regression, lists several classes
-    at once.
+    """The target that the column `label` of the rows holds. `--problem_type` wins, and otherwise
+    its type decides: texts and integers are classes, other numbers a regression, lists several
+    classes at once.
 
     `classes` are the names of a model that was trained to classify, in its order. Raises
     `UserError` if the column holds something else.
     """
-    name = run["dataset_label_field"]
+    name, wanted = run["dataset_label_field"], run["problem_type"]
     feature = rows.features["label"]
     is_list = isinstance(feature, List)
-    inner = feature.feature if is_list else feature
-    if not isinstance(inner, (Value, ClassLabel)):
+    kind = feature.feature if is_list else feature
+    if not isinstance(kind, (Value, ClassLabel)):
         raise _no_class(name, "lists, or numbers and texts mixed")
-    column = _column(rows)
+    column, flat = _columns(rows)
     if is_list and column.null_count:
         raise _incomplete(name, column.null_count, "a list in every row, empty where no class applies")
-    flat = compute.list_flatten(column) if is_list else column
-    wanted = run["problem_type"]
-    if wanted == REGRESSION or (wanted is None and _is_fraction(inner) and not (is_list and _is_binary(flat))):
+    is_fraction = isinstance(kind, Value) and kind.dtype.startswith(("float", "double", "decimal"))
+    is_vector = is_list and isinstance(kind, Value) and _are_vectors(column, flat)
+    if wanted == REGRESSION or (wanted is None and is_fraction and not is_vector):
         return _numbers(name, column, flat, is_list)
     if wanted == SINGLE and is_list:
         what = f"takes one class a row, and the column {name!r} holds lists"
         raise mistake("problem_type", what, f"--problem_type {MULTI}, or leave it out")
-    if is_list and not isinstance(inner, ClassLabel) and _are_vectors(column, flat):
+    if is_vector:
         outputs = compute.list_value_length(column)[0].as_py()
         names = list(classes) if len(classes) == outputs else [str(number) for number in range(outputs)]
-        return Target(MULTI, names, {n: n for n in range(outputs)}, True, f"multi-label: {outputs} labels")
-    target = _classes(name, inner, flat, classes)
+        return Target(MULTI, names, f"multi-label: {outputs} labels", {n: n for n in range(outputs)}, True)
+    target = _classes(name, kind, compute.unique(flat).to_pylist(), classes)
     if not is_list and wanted != MULTI:
         return target
     return replace(target, problem_type=MULTI, words=f"multi-label: {len(target.names):,} labels")
@@ -101,20 +101,12 @@ def recognised(run: RunSpec, problem_type: str | None) -> tuple[RunSpec, list[Pr
 # --- Numbers -------------------------------------------------------------------------------------
 
 
-def _is_fraction(kind: Value | ClassLabel) -> bool:
-    return not isinstance(kind, ClassLabel) and kind.dtype.startswith(("float", "double", "decimal"))
-
-
-def _is_binary(numbers: pyarrow.ChunkedArray) -> bool:
-    return set(compute.unique(numbers).to_pylist()) <= {0, 1}
-
-
 def _are_vectors(column: pyarrow.ChunkedArray, flat: pyarrow.ChunkedArray) -> bool:
-    """Whether the lists have a 0 or 1 for each class: all have one length, from 2 on. As a list of
+    """True if the lists have a 0 or 1 for each class: all have one length, from 2 on. As a list of
     classes, such a one would name all of them.
     """
     lengths = compute.unique(compute.list_value_length(column)).to_pylist()
-    return len(lengths) == 1 and lengths[0] > 1 and not pyarrow.types.is_string(flat.type) and _is_binary(flat)
+    return len(lengths) == 1 and lengths[0] > 1 and set(compute.unique(flat).to_pylist()) <= {0, 1}
 
 
 def _numbers(name: str, column: pyarrow.ChunkedArray, flat: pyarrow.ChunkedArray, is_list: bool) -> Target:
@@ -131,42 +123,31 @@ def _numbers(name: str, column: pyarrow.ChunkedArray, flat: pyarrow.ChunkedArray
         shown = ", ".join(map(str, sorted(lengths)[:5]))
         raise mistake("dataset_label_field", f"the lists in {name!r} hold {shown} numbers", "as many in every row")
     limits = compute.min_max(values).as_py()
-    low, high = limits["min"], limits["max"]
-    words = "regression: " + (f"{low:g} in every row" if low == high else f"numbers from {low:g} to {high:g}")
     names = [f"{name}_{number}" for number in range(lengths[0])] if is_list else [name]
-    return Target(REGRESSION, names, {}, is_list, words)
+    words = f"regression: numbers from {limits['min']:g} to {limits['max']:g}"
+    return Target(REGRESSION, names, words, is_vector=is_list)
 
 
 def _incomplete(name: str, count: int, fix: str) -> UserError:
-    rows = "1 row" if count == 1 else f"{count:,} rows"
-    return mistake("dataset_label_field", f"the column {name!r} has {rows} without a usable label", fix)
+    what = f"the column {name!r} has {plural(count, 'row')} without a usable label"
+    return mistake("dataset_label_field", what, fix)
 
 
 # --- Classes -------------------------------------------------------------------------------------
 
 
-def _classes(name: str, kind: Value | ClassLabel, flat: pyarrow.ChunkedArray, of_model: Sequence[str]) -> Target:
+def _classes(name: str, kind: Value | ClassLabel, values: list[Any], of_model: Sequence[str]) -> Target:
     """The classes that occur, or those that the data or the model itself lists."""
-    if isinstance(kind, ClassLabel):
-        by_label: dict[Any, str] = dict(enumerate(kind.names))
-    else:
-        by_label = _names_by_label(name, kind, compute.unique(flat).to_pylist())
+    by_label = dict(enumerate(kind.names)) if isinstance(kind, ClassLabel) else _names_by_label(name, kind, values)
     names = list(by_label.values())
-    if len(names) < 2 and not _all_known(names, of_model):
-        raise mistake("dataset_label_field", f"all rows have the label {names[0]!r}", "data with two classes or more")
-    if _all_known(names, of_model):
-        place = {known.lower(): number for number, known in enumerate(of_model)}
-        in_order = [next((n for n in names if n.lower() == known.lower()), known) for known in of_model]
+    place = {known.lower(): number for number, known in enumerate(of_model)}
+    if len({one.lower() for one in names} & place.keys()) == len(names):  # the model was trained on all of them
+        in_order = [next((one for one in names if one.lower() == known.lower()), known) for known in of_model]
         words = f"{len(in_order):,} classes" + (", as many as the model knows" if len(names) < len(in_order) else "")
-        return Target(SINGLE, in_order, {label: place[n.lower()] for label, n in by_label.items()}, words=words)
-    numbers = {label: number for number, label in enumerate(by_label)}
-    return Target(SINGLE, names, numbers, words=f"{len(names):,} classes")
-
-
-def _all_known(names: Sequence[str], of_model: Sequence[str]) -> bool:
-    """Whether the model was trained on all of these classes, maybe among others."""
-    found = {name.lower() for name in names}
-    return len(found) == len(names) and found <= {name.lower() for name in of_model}
+        return Target(SINGLE, in_order, words, {label: place[one.lower()] for label, one in by_label.items()})
+    if len(names) < 2:
+        raise mistake("dataset_label_field", f"all rows have the label {names[0]!r}", "data with two classes or more")
+    return Target(SINGLE, names, f"{len(names):,} classes", {label: n for n, label in enumerate(by_label)})
 
 
 def _names_by_label(field_name: str, kind: Value, values: list[Any]) -> dict[Any, str]:
@@ -189,11 +170,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _no_class(name: str, held: str) -> UserError:
-    return mistake(
-        "dataset_label_field",
-        f"the column {name!r} holds {held}: a class is a text or a whole number",
-        "a label for every row, as a text or a whole number; or --problem_type regression for numbers to learn",
-    )
+    what = f"the column {name!r} holds {held}: a class is a text or a whole number"
+    fix = "a label for every row, as a text or a whole number; or --problem_type regression for numbers to learn"
+    return mistake("dataset_label_field", what, fix)
 
 
 # --- Rows ----------------------------------------------------------------------------------------
@@ -221,7 +200,7 @@ class Labelled(torch.utils.data.Dataset):
 
 def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelled:
     """The examples whose text is not empty. Raises `UserError` for labels unlike the target's."""
-    _require_known(_column(rows), run["dataset_label_field"], target, flag)
+    _require_known(run, rows, target, flag)
     examples = rows.select(np.flatnonzero(lengths_of(rows)))
     if not len(examples):
         what = f"all texts in the column {run['dataset_text_field']!r} are empty"
@@ -229,27 +208,27 @@ def labelled(run: Settings, rows: Dataset, target: Target, flag: str) -> Labelle
     return Labelled(examples, target)
 
 
-def _column(rows: Dataset) -> pyarrow.ChunkedArray:
-    return rows.select_columns("label").with_format("arrow")[:]["label"]
+def _columns(rows: Dataset) -> tuple[pyarrow.ChunkedArray, pyarrow.ChunkedArray]:
+    """The labels, and those inside them if they are lists."""
+    column = rows.select_columns("label").with_format("arrow")[:]["label"]
+    return column, compute.list_flatten(column) if isinstance(rows.features["label"], List) else column
 
 
-def _require_known(column: pyarrow.ChunkedArray, name: str, target: Target, flag: str) -> None:
-    """Raises `UserError` for a label that `Target.encode` cannot take, in data to evaluate on."""
-    is_list = pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)
+def _require_known(run: Settings, rows: Dataset, target: Target, flag: str) -> None:
+    """Raises `UserError` for a label that `Target.encode` cannot take, in data to evaluate on.
+
+    All splits of a part have the same columns, so only their values may differ.
+    """
+    (column, flat), name = _columns(rows), run["dataset_label_field"]
     if target.problem_type == REGRESSION or target.is_vector:
-        found = _numbers(name, column, compute.list_flatten(column) if is_list else column, is_list)
-        if len(found.names) != len(target.names) or is_list != target.is_vector:
+        found = _numbers(name, column, flat, target.is_vector)
+        if len(found.names) != len(target.names):
             what = f"has {len(found.names)} numbers a row in {name!r}, and the training data {len(target.names)}"
             raise mistake(flag, what, "rows with labels of the same shape")
         return
-    if is_list and (target.problem_type == SINGLE or column.null_count):
-        raise mistake(flag, f"has lists in {name!r}, unlike the training data, or none", "the same labels in both")
-    values = compute.unique(compute.list_flatten(column) if is_list else column).to_pylist()
-    unknown = [value for value in values if value not in target.numbers]
-    if unknown:
+    unknown = [value for value in compute.unique(flat).to_pylist() if value not in target.numbers]
+    if column.null_count or unknown:
         shown = ", ".join(repr(value) for value in unknown[:5])
-        raise mistake(
-            flag,
-            f"has labels that are not among the classes: {shown}",
-            "rows whose labels the training data has too: rows that are sorted by label, shuffled before the split",
-        )
+        what = f"has labels that are not among the classes: {shown}" if unknown else "has rows without labels"
+        fix = "rows whose labels the training data has too: rows that are sorted by label, shuffled before the split"
+        raise mistake(flag, what, fix)

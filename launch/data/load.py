@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -12,17 +11,15 @@ from datasets import Dataset
 from transformers import DataCollatorWithFlattening
 
 from launch.data.batches import UNKNOWN, Example, Pad, Stack
-from launch.data.cache import Tokenized
-from launch.data.formats import described
 from launch.data.labels import Labelled, labelled, recognise
-from launch.data.mixture import Source, evaluated, mixed, of_parts, table, tokens_of_parts
-from launch.data.packing import Cut, Joined, Packs, joined, joins, lengths_of, packed
+from launch.data.mixture import Source, evaluated, figures, mixed, note_on, of_parts, tokens_of_parts
+from launch.data.packing import Cut, Joined, Packs, in_rows, reach
 from launch.data.sources import unread_files
-from launch.data.streams import Stream, description_of, open_part, stream_of
-from launch.data.tokens import NOTHING, of_examples
+from launch.data.streams import WINDOW, Stream, open_part, readers_of, stream_of
+from launch.data.tokens import lengths_of, of_examples
 from launch.host.world import World
-from recipes.errors import UserError, mistake
-from recipes.mixture import Part, title
+from recipes.errors import UserError, mistake, plural
+from recipes.mixture import title
 from recipes.run import RunSpec, Settings
 
 Rows = Cut | Packs | Joined | Labelled
@@ -40,7 +37,7 @@ class Data:
     eval: Rows | None
     collator: Callable[[list[Example]], dict[str, torch.Tensor]]
     description: str
-    labels: list[str] | None
+    labels: list[str] | None = None
     commit: str | None = None
     problem_type: str | None = None
 
@@ -105,41 +102,31 @@ def repeated_longest(rows: Rows | Stream, count: int) -> torch.utils.data.Datase
 
 def _causal_lm(run: RunSpec, tokenizer) -> Data:
     found = tokens_of_parts(run, tokenizer)
-    sources = [_source(run, tokenizer, *one) for one in found]
-    train = _ready(run, tokenizer, mixed(sources), "dataset_train_split")
-    held_out, evaluation = _evaluation(run, tokenizer, [tokens.eval for _, tokens in found])
-    note = f"\n{table(sources, run['max_length'])}" if sources[1:] else sources[0].note
+    flag = "dataset_train_split"
+    sources = [Source(str(part), part.weight, _learnable(run, tokens.train, flag)) for part, tokens in found]
+    rows = _in_rows(run, tokenizer, mixed(sources), flag)
+    notes = [note_on(run, tokenizer, part, tokens.columns, tokens.kind) for part, tokens in found]
     left_out = sum(len(tokens.train) for _, tokens in found) - sum(len(source.train) for source in sources)
-    return Data(
-        train=train,
-        eval=held_out,
-        collator=_collator(run, tokenizer),
-        description=_describe(run, train, left_out) + note + evaluation,
-        labels=None,
-        commit=_commits(tokens.commit for _, tokens in found),
-    )
-
-
-def _source(run: RunSpec, tokenizer, part: Part, found: Tokenized) -> Source:
-    """The examples of one part, and how its columns and files were read."""
-    note = described(found.columns, tokenizer.chat_template, run["dataset_text_field"], joins(run))
-    train = _learnable(run, found.train, "dataset_train_split")
-    return Source(str(part), part.weight, train, note + unread_files(part.name, found.kind))
+    held_out, evaluation = _evaluation(run, tokenizer, [tokens.eval for _, tokens in found])
+    text = _described(run, _counts(rows, run["max_length"], left_out), figures(sources, run["max_length"]), notes)
+    commit = _commits(tokens.commit for _, tokens in found)
+    return Data(rows, held_out, _collator(run, tokenizer), text + evaluation, commit=commit)
 
 
 def _streamed(run: RunSpec, tokenizer) -> Data:
-    opened = [found for _, found in of_parts(run, partial(open_part, tokenizer=tokenizer))]
-    parts, evals, notes, commits = zip(*opened, strict=True)
+    opened = of_parts(run, lambda own, part: open_part(own, part, tokenizer))
+    parts, evals, notes, commits = zip(*(found for _, found in opened), strict=True)
     stream = stream_of(run, tokenizer, parts)
     held_out, evaluation = _evaluation(run, tokenizer, evals)
-    return Data(
-        train=stream,
-        eval=held_out,
-        collator=_collator(run, tokenizer),
-        description=description_of(run, stream, notes) + evaluation,
-        labels=None,
-        commit=_commits(commits),
-    )
+    order = f"shuffled within {WINDOW:,} rows" if stream.shuffles else "in their order"
+    packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
+    dealt = f"{plural(sum(stream.shards), 'shard')} for {plural(readers_of(run), 'reader')}"
+    lines = [
+        f"{part.source}: {stream.share(number):.1%} of all, {plural(shards, 'shard')}"
+        for number, (part, shards) in enumerate(zip(parts, stream.shards, strict=True))
+    ]
+    text = _described(run, f"streamed: {dealt}, {order}{packing}", lines, notes)
+    return Data(stream, held_out, _collator(run, tokenizer), text + evaluation, commit=_commits(commits))
 
 
 def _evaluation(run: RunSpec, tokenizer, tokens: Sequence[Dataset | None]) -> tuple[Rows | None, str]:
@@ -148,7 +135,7 @@ def _evaluation(run: RunSpec, tokenizer, tokens: Sequence[Dataset | None]) -> tu
     examples = evaluated(run, [None if part is None else _learnable(run, part, flag) for part in tokens])
     if examples is None:
         return None, ""
-    rows = _ready(run, tokenizer, examples, flag)
+    rows = _in_rows(run, tokenizer, examples, flag)
     return rows, _held_out(run, rows, sum(len(part or ()) for part in tokens) - len(examples))
 
 
@@ -161,47 +148,28 @@ def _collator(run: Settings, tokenizer) -> Callable:
         return Stack()
     if run["padding_free"]:
         return DataCollatorWithFlattening()
-    return _padding(run, tokenizer)
-
-
-def _padding(run: Settings, tokenizer) -> Pad:
     # Padding is masked, so any token works.
     return Pad(tokenizer.pad_token_id or 0, run["max_length"])
 
 
 def _learnable(run: Settings, tokens: Dataset, flag: str) -> Dataset:
-    """The examples without those that have nothing to learn.
-
-    A micro-batch of only such examples has a loss of nan.
-    """
+    """The examples without those that have nothing to learn."""
     first = of_examples(tokens, tokens.data.column("first_learned").to_numpy())
-    examples = tokens.select(np.flatnonzero(first < (NOTHING if joins(run) else run["max_length"])))
+    examples = tokens.select(np.flatnonzero(first < reach(run)))
     if not len(examples):
         raise _nothing_to_learn(run, flag)
     return examples
 
 
-def _ready(run: Settings, tokenizer, examples: Dataset, flag: str) -> Cut | Packs | Joined:
-    """The examples as the run trains on them."""
-    if not run["packing"]:
-        return Cut(examples, run["max_length"])
-    if joins(run):
-        return _joined(run, examples, flag)
-    return packed(examples, run["max_length"], tokenizer.pad_token_id or 0)
-
-
-def _joined(run: Settings, examples: Dataset, flag: str) -> Joined:
-    rows = joined(examples, run["max_length"])
+def _in_rows(run: Settings, tokenizer, examples: Dataset, flag: str) -> Cut | Packs | Joined:
+    rows = in_rows(run, examples, tokenizer.pad_token_id or 0)
     if len(rows):
         return rows
-    total = int(lengths_of(examples).sum())
-    if total >= run["max_length"]:
+    total, length = int(lengths_of(examples).sum()), run["max_length"]
+    if total >= length:
         raise _nothing_to_learn(run, flag)
-    raise mistake(
-        "max_length",
-        f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {run['max_length']:,}",
-        f"--max_length {total} or less, or --packing false",
-    )
+    what = f"the data of --{flag} has {total:,} tokens, too few for one packed sequence of {length:,}"
+    raise mistake("max_length", what, f"--max_length {total} or less, or --packing false")
 
 
 def _nothing_to_learn(run: Settings, flag: str) -> UserError:
@@ -223,28 +191,26 @@ def _classification(run: RunSpec, tokenizer, classes: Sequence[str]) -> Data:
     target = recognise(run, found.train, classes)
     train = labelled(run, found.train, target, "dataset_train_split")
     held_out = None if found.eval is None else labelled(run, found.eval, target, "dataset_test_split")
-    description = f"{_describe(run, train, len(found.train) - len(train))}, {target.words}"
-    left_out = len(found.eval or ()) - len(held_out or ())
-    return Data(
-        train=train,
-        eval=held_out,
-        collator=_padding(run, tokenizer),
-        description=description + unread_files(part.name, found.kind) + _held_out(run, held_out, left_out),
-        labels=target.names,
-        commit=found.commit,
-        problem_type=target.problem_type,
-    )
+    counts = _counts(train, run["max_length"], len(found.train) - len(train))
+    text = _described(run, f"{counts}, {target.words}", [""], [unread_files(part.name, found.kind)])
+    text += "" if held_out is None else _held_out(run, held_out, len(found.eval or ()) - len(held_out))
+    collator = Pad(tokenizer.pad_token_id or 0, run["max_length"])
+    return Data(train, held_out, collator, text, target.names, found.commit, target.problem_type)
 
 
-# --- Figures -------------------------------------------------------------------------------------
+# --- In words ------------------------------------------------------------------------------------
 
 
-def _describe(run: Settings, rows: Rows, left_out: int) -> str:
-    return f"{title(run['dataset_name']) or 'stdlib source'}, {_counts(rows, run['max_length'], left_out)}"
+def _described(run: Settings, counts: str, lines: Sequence[str], notes: Sequence[str]) -> str:
+    """The data for a person: with the note on the only part, or a line for each."""
+    text = f"{title(run['dataset_name']) or 'stdlib source'}, {counts}"
+    if len(notes) == 1:
+        return text + notes[0]
+    return "\n".join([text, *(line + note for line, note in zip(lines, notes, strict=True))])
 
 
-def _held_out(run: Settings, rows: Rows | None, left_out: int) -> str:
-    return "" if rows is None else f"\nevaluation: {_counts(rows, run['max_length'], left_out)}"
+def _held_out(run: Settings, rows: Rows, left_out: int) -> str:
+    return f"\nevaluation: {_counts(rows, run['max_length'], left_out)}"
 
 
 def _counts(rows: Rows, length: int, left_out: int) -> str:
@@ -262,6 +228,6 @@ def _counts(rows: Rows, length: int, left_out: int) -> str:
         text += f", {full:,} of them cut there or just as long"
     if isinstance(rows, (Cut, Packs)) and (cut := total - int(shown.sum())):
         text += f", {cut:,} tokens cut ({cut / total:.1%}): examples longer than {length:,}"
-        wrapped = "--packing_strategy wrapped goes on in the next sequence, for pre-training on texts"
+        wrapped = "--packing_strategy wrapped continues them in the next sequence, for pre-training on texts"
         text += f" ({wrapped})" if isinstance(rows, Packs) else ""
     return text + (f", {left_out:,} left out: nothing to learn in them" if left_out else "")

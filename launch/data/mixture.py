@@ -18,25 +18,24 @@ import datasets
 import numpy as np
 from datasets import Dataset
 
-from launch.data.cache import Tokenized, tokenized
-from launch.data.packing import lengths_of
-from recipes.errors import UserError, mistake
+from launch.data.encode import described
+from launch.data.sources import unread_files
+from launch.data.tokens import Tokenized, lengths_of, tokenized
+from recipes.errors import UserError
 from recipes.mixture import Part, parts_of
 from recipes.rules.data_and_model import nothing_to_evaluate_on
 from recipes.run import RunSpec
 
-MOST_EXAMPLES = 2**30  # of an epoch: their order takes eight bytes each
 Found = TypeVar("Found")
 
 
 @dataclass
 class Source:
-    """The examples of a part of a mixture, or of the single source, with a note for a person."""
+    """The examples of a part of a mixture, or of the single source."""
 
     name: str
     weight: float | None
     train: Dataset
-    note: str = ""
 
 
 def run_of(run: RunSpec, part: Part) -> RunSpec:
@@ -89,10 +88,6 @@ def mixed(parts: list[Source]) -> Dataset:
     sizes = np.array([len(part.train) for part in parts])
     starts = np.cumsum(sizes) - sizes
     counts = taken(parts)
-    if sum(counts) > MOST_EXAMPLES:
-        most = parts[int(np.argmax(np.array(counts) / sizes))]
-        what = f"an epoch would have {sum(counts):,} examples: {most.name} comes again until all of every part was seen"
-        raise mistake("dataset_name", what, "weights that are less far apart, or a slice of the large parts as `split`")
     numbers = [start + np.arange(count) % size for start, count, size in zip(starts, counts, sizes, strict=True)]
     order = np.concatenate(numbers)[evenly(counts)]
     return datasets.concatenate_datasets([part.train for part in parts]).select(order)
@@ -128,19 +123,23 @@ def evaluated(run: RunSpec, parts: Sequence[Dataset | None]) -> Dataset | None:
     return datasets.concatenate_datasets(found) if found else None
 
 
-def table(parts: list[Source], longest: int) -> str:
-    """A line for each part: its examples, how often an epoch has them, its tokens and shares."""
+def note_on(run: RunSpec, tokenizer, part: Part, columns: Sequence[str], kind: str | None) -> str:
+    """How the columns and files of a part were read, for a person."""
+    return described(run, columns, tokenizer.chat_template) + unread_files(part.name, kind)
+
+
+def figures(parts: list[Source], longest: int) -> list[str]:
+    """Of each part its examples, how often an epoch has them, its tokens and shares."""
     counts = taken(parts)
-    tokens = [
-        _tokens(np.minimum(lengths_of(part.train), longest), count) for part, count in zip(parts, counts, strict=True)
-    ]
+    lengths = [np.minimum(lengths_of(part.train), longest) for part in parts]
+    tokens = [_tokens(*of_part) for of_part in zip(lengths, counts, strict=True)]
     lines = []
     for part, count, own in zip(parts, counts, tokens, strict=True):
         often = count / len(part.train)
         times = f" x {often:,.2f}" if often > 1 else ""
         of_all = f"{len(part.train):,} examples{times}, {count / sum(counts):.1%} of all"
-        lines.append(f"{part.name}: {of_all}; {own:,} tokens, {own / sum(tokens):.1%}{part.note}")
-    return "\n".join(lines)
+        lines.append(f"{part.name}: {of_all}; {own:,} tokens, {own / sum(tokens):.1%}")
+    return lines
 
 
 def _tokens(lengths: np.ndarray, count: int) -> int:

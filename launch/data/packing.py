@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 
 from launch.data.batches import IGNORED, Example
-from launch.data.tokens import labels_of, of_examples
+from launch.data.tokens import NOTHING, labels_of, lengths_of
 from recipes.run import Settings
 
 Row = dict[str, torch.Tensor]
@@ -118,6 +118,22 @@ def joins(run: Settings) -> bool:
     return run["packing"] and run["packing_strategy"] == "wrapped"
 
 
+def reach(run: Settings) -> int:
+    """An example teaches something if it learns a token before this one: the others are cut off.
+
+    A micro-batch of only such examples has a loss of nan.
+    """
+    return NOTHING if joins(run) else run["max_length"]
+
+
+def in_rows(run: Settings, examples: Dataset, padding: int) -> Cut | Packs | Joined:
+    """The examples as the run trains on them."""
+    length = run["max_length"]
+    if not run["packing"]:
+        return Cut(examples, length)
+    return joined(examples, length) if joins(run) else packed(examples, length, padding)
+
+
 def packed(examples: Dataset, length: int, padding: int = 0) -> Packs:
     """All examples, each cut to `length` tokens, in as few rows as best fit finds."""
     return Packs(examples, length, *best_fit(lengths_of(examples), length), padding)
@@ -128,12 +144,6 @@ def joined(examples: Dataset, length: int) -> Joined:
     ends = lengths_of(examples).cumsum()
     count = int(ends[-1]) // length if len(ends) else 0
     return Joined(examples, length, _rows_that_teach(examples, length, count), ends)
-
-
-def lengths_of(examples: Dataset) -> np.ndarray:
-    """The number of tokens of each example."""
-    found = [chunk.value_lengths().to_numpy() for chunk in examples.data.column("input_ids").chunks]
-    return of_examples(examples, np.concatenate([np.empty(0, np.int64), *found]))
 
 
 def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:

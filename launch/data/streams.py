@@ -30,16 +30,12 @@ from datasets import Dataset, Features, IterableDataset
 
 from launch.data import sources
 from launch.data.batches import IGNORED, Example
-from launch.data.cache import features_of, tokenized
-from launch.data.formats import described
-from launch.data.mixture import evenly, naming
-from launch.data.packing import Cut, joined, joins, packed
+from launch.data.mixture import evenly, naming, note_on
+from launch.data.packing import in_rows, joins, reach
 from launch.data.sources import stream_broke
-from launch.data.tokenizing import encode_in_pieces, encode_table
-from launch.data.tokens import NOTHING, token_table
-from launch.terminal import plural
-from recipes.errors import StreamBroke, UserError, mistake
-from recipes.mixture import Part, paths_of, title
+from launch.data.tokens import encode_table, token_table, tokenized
+from recipes.errors import StreamBroke, UserError, mistake, plural
+from recipes.mixture import Part, paths_of
 from recipes.run import Json, RunSpec, Settings
 
 WINDOW = 1_000  # examples that are packed and shuffled together
@@ -55,7 +51,6 @@ class StreamedPart:
     rows: IterableDataset  # of Arrow tables
     read: Callable[..., Iterator[pa.Table]]  # of some of these rows, so many at a time
     learnable: Callable[[pa.Table], pa.Table]  # the tokens of those rows that have anything to learn
-    undealt: bool = False  # each reader has all rows, which are fewer than readers
 
 
 @dataclass
@@ -141,7 +136,7 @@ class Stream(torch.utils.data.IterableDataset):
         size = math.ceil(WINDOW * self.share(number))
         with naming(part.source.name, len(self.parts) == 1):
             while True:
-                rows, fellow, fellows = dealt(part.rows, *((0, 1) if part.undealt else (reader, readers)))
+                rows, fellow, fellows = dealt(part.rows, reader, readers)
                 if self.shuffles:
                     rows.set_epoch(1 + int(np.random.default_rng((self.seed, number, turn)).integers(2**31)))
                 if before is not None:
@@ -199,27 +194,24 @@ def open_part(run: RunSpec, part: Part, tokenizer) -> tuple[StreamedPart, Datase
     name = run["dataset_name"]
     commit = sources.newest_commit(name) if name and not paths_of(name) else None
     streams = sources.open_streams(run, commit, SHARDS)
-    splits = _wanted(run, list(streams.splits))
+    sources.rows_needed(run, list(streams.splits))  # raises for a split that is not there
+    splits = sources.wanted_splits(run, list(streams.splits))
     rows = streams.splits[splits["dataset_train_split"]]
-    if rows.num_shards % _readers(run):
+    if rows.num_shards % readers_of(run):
         rows = rows.reshard()  # of Parquet each group of rows is a shard, of other files nothing changes
     rows = rows.with_format("arrow")
-    features = features_of(rows, name, part.columns)
+    features = sources.features_of(rows, name, part.columns)
     read = partial(sources.pieces, name=name, features=features, columns=part.columns, explained=stream_broke)
     learnable = partial(_learnable, run=_plain(run), tokenizer=tokenizer, features=features)
-    undealt, seen = False, ""
+    note = note_on(run, tokenizer, part, list(features), streams.kind)
     if (first := next(read(rows, rows=WINDOW), None)) is not None:
         found = learnable(first)  # what is wrong with its columns is said before a model is loaded
-        undealt = len(first) < WINDOW and len(found) < _readers(run)
-        seen = _left_out(len(first), found, run)
+        note += _left_out(len(first), found, run)
     evaluation = None
     if split := splits.get("dataset_test_split"):  # whose tokens are made once and kept
         only = run.given_too(dataset_train_split=split, dataset_test_split=split)
         evaluation = tokenized(only, tokenizer, part.columns).eval
-    note = described(list(features), tokenizer.chat_template, run["dataset_text_field"], joins(run)) + seen
-    note += "; fewer rows than readers: each reads all of them" if undealt else ""
-    note += sources.unread_files(part.name, streams.kind)
-    return StreamedPart(part, rows, read, learnable, undealt), evaluation, note, streams.commit
+    return StreamedPart(part, rows, read, learnable), evaluation, note, streams.commit
 
 
 def _left_out(rows: int, found: pa.Table, run: Settings) -> str:
@@ -236,52 +228,26 @@ def _plain(run: RunSpec) -> Settings:
     return {setting: run[setting] for setting in run}
 
 
-def _readers(run: RunSpec) -> int:
+def readers_of(run: RunSpec) -> int:
     return run.data_parallel_size * max(1, run["dataloader_num_workers"])
 
 
-def _wanted(run: RunSpec, names: list[str]) -> dict[str, str]:
-    splits = sources.wanted_splits(run, names)
-    for flag, split in splits.items():
-        if split not in names:
-            raise mistake(flag, f"there is no split {split!r}; the data has {', '.join(names)}", "name one of them")
-    return splits
-
-
-def description_of(run: RunSpec, stream: Stream, notes: Sequence[str]) -> str:
-    order = f"shuffled within {WINDOW:,} rows" if stream.shuffles else "in their order"
-    packing = f", packed into sequences of {run['max_length']:,} tokens" if run["packing"] else ""
-    name, shards = title(run["dataset_name"]) or "stdlib source", plural(sum(stream.shards), "shard")
-    text = f"{name}, streamed: {shards} for {plural(_readers(run), 'reader')}, {order}{packing}"
-    if len(notes) == 1:
-        return text + notes[0]
-    for number, (part, note) in enumerate(zip(stream.parts, notes, strict=True)):
-        shards = plural(part.rows.num_shards, "shard")
-        text += f"\n{part.source}: {stream.share(number):.1%} of all, {shards}{note}"
-    return text
-
-
 def _learnable(rows: pa.Table, run: Settings, tokenizer, features: Features) -> pa.Table:
-    """The tokens of rows, without those that have nothing to learn: a micro-batch of them has a
-    loss of nan. They are judged like a data set of their own, as rows may change later.
+    """The tokens of rows that have anything to learn. Rows are judged like a data set of their own,
+    as they may change later.
     """
-    encode = partial(encode_table, features=features, run=run, tokenizer=tokenizer)
     try:
-        tokens = encode_in_pieces(rows, encode)
+        tokens = encode_table(rows, features, run, tokenizer)
     except (ValueError, TypeError, LookupError) as error:
         raise stream_broke(run["dataset_name"], error) from None
-    limit = NOTHING if joins(run) else run["max_length"]
-    return tokens.filter(pyarrow.compute.less(tokens["first_learned"], limit))
+    return tokens.filter(pyarrow.compute.less(tokens["first_learned"], reach(run)))
 
 
 def _in_rows(tokens: pa.Table, run: Settings, tokenizer) -> Sequence[Example]:
     """A window's examples, packed if the run packs."""
-    length, padding = run["max_length"], tokenizer.pad_token_id or 0
+    padding = tokenizer.pad_token_id or 0
     if joins(run):
         # Joining leaves the last part out if it is not full: here one of every window.
-        rest = -len(tokens["input_ids"].combine_chunks().flatten()) % length
+        rest = -len(tokens["input_ids"].combine_chunks().flatten()) % run["max_length"]
         tokens = pa.concat_tables([tokens, token_table([[padding] * rest], [[IGNORED] * rest])])
-    examples = Dataset(tokens, fingerprint="a window")  # or it computes one
-    if not run["packing"]:
-        return Cut(examples, length)
-    return joined(examples, length) if joins(run) else packed(examples, length, padding)
+    return in_rows(run, Dataset(tokens, fingerprint="a window"), padding)  # or it computes one

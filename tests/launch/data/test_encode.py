@@ -135,13 +135,11 @@ def test_a_template_that_writes_the_last_answer_in_another_way_mutes_the_same(tm
     rows = [
         {"messages": chat},
         {"prompt": [], "completion": CHAT[1:2]},
-        {"instruction": "Bye", "output": "See you", "history": [["Hello", "Hi!"]]},
     ]
     data = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tokenizer)
-    whole, alone, history = (learned(tokenizer, row) for row in data.train)
+    whole, alone = (learned(tokenizer, row) for row in data.train)
     assert whole == f"{HEAD}Bye<|im_end|>\n<|im_start|>assistant\n<think></think>{TAIL}"
     assert alone == "Hi!<|im_end|>\n"
-    assert history == f"Hi!<|im_end|>\n<|im_start|>user\n<think></think>{TAIL}"
 
 
 NO_ANSWER = {
@@ -182,7 +180,7 @@ def test_no_rows_have_no_tokens(name, tokenizer):
     rows = pyarrow.Table.from_pylist([ANSWERED[name]])
     for chosen in ({}, {"assistant_only_loss": True}) if name == "a chat" else ({},):
         found = encode_rows(rows.slice(1), Features.from_arrow_schema(rows.schema), run_with(**chosen), tokenizer)
-        assert found == {"input_ids": [], "labels": []}
+        assert found == ([], [])
 
 
 def test_a_content_of_null_is_an_empty_text(tmp_path, tokenizer):

@@ -150,19 +150,12 @@ def test_parquet_fills_in_keys_that_the_template_does_not_see(tmp_path, tool_tok
     assert "null" not in decoded(tool_tokenizer, data.train)[1]
 
 
-def test_an_argument_that_is_null_stays_null(tmp_path, tool_tokenizer):
-    call = {"name": "get_weather", "arguments": {"city": None}}
-    rows = [{"messages": [OPENAI_TOOLS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}]
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows)), tool_tokenizer)
-    assert '<call>get_weather {"city": null}</call>' in decoded(tool_tokenizer, data.train)[0]
-
-
 def test_a_template_that_takes_arguments_as_text_gets_them_so(tool_tokenizer):
     """DeepSeek's does: it adds them to a text."""
     tool_tokenizer.chat_template = TOOL_TEMPLATE.replace("arguments | tojson", "arguments")
     rows = {"messages": [OPENAI_TOOLS], "tools": [[TOOL]]}
-    encoded = encode_chats(rows, tool_tokenizer, assistant_only=False, column="messages", filled=False)
-    assert tool_tokenizer.decode(encoded["input_ids"][0]) == WHOLE_CALL
+    ids, _ = encode_chats(rows, tool_tokenizer, "messages", assistant_only=False)
+    assert tool_tokenizer.decode(ids[0]) == WHOLE_CALL
 
 
 # --- Prompt and completion -----------------------------------------------------------------------
@@ -237,37 +230,17 @@ def said(*turns):
     return "".join(f"<|im_start|>{names[n % 2]}\n{words}<|im_end|>\n" for n, words in enumerate(turns))
 
 
-HISTORY = {"instruction": "c", "output": "C", "history": [["a", "A"], ["b", "B"]], "system": "Be brief."}
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        ({}, "A<|im_end|>\nB<|im_end|>\nC<|im_end|>\n"),
-        ({"assistant_only_loss": True}, "A<|im_end|>B<|im_end|>C<|im_end|>"),
-        ({"completion_only_loss": False}, "<|im_start|>system\nBe brief.<|im_end|>\n" + said(*"aAbBcC")),
-    ],
-)
-def test_the_answers_of_alpacas_history_are_learned_too(chosen, expected, tmp_path, tokenizer):
-    rows = [HISTORY, {**HISTORY, "history": [], "system": None}]
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, rows), **chosen), tokenizer)
-    whole = [tokenizer.decode(row["input_ids"]) for row in data.train]
-    assert whole == ["<|im_start|>system\nBe brief.<|im_end|>\n" + said(*"aAbBcC"), said(*"cC")]
-    assert learned(tokenizer, data.train[0]) == expected
-
-
 UNUSED = {
-    "system beside a prompt that is a text: not used": {"prompt": "a", "completion": "b", "system": "Be brief."},
-    "the column history is used only beside instruction and output": {"messages": LMSYS, "history": [["a", "A"]]},
-    "not used without a chat template: system, history": HISTORY,
-    "the column tools is not used": {"messages": LMSYS, "tools": "[]"},
+    "not used: history": {"messages": LMSYS, "history": [["a", "A"]]},
+    "not used: system": {"instruction": "a", "output": "A", "system": "Be brief."},
+    "not used: tools": {"messages": LMSYS, "tools": "[]"},
 }
 
 
 @pytest.mark.parametrize("note", UNUSED)
 def test_what_stands_beside_a_conversation_and_is_not_used_is_told(note, tmp_path):
     tokenizer = demo_tokenizer()
-    tokenizer.chat_template = None if "without a" in note else CHAT_TEMPLATE
+    tokenizer.chat_template = None if "system" in note else CHAT_TEMPLATE
     assert note in load_data(run_with(dataset_name=jsonl(tmp_path, [UNUSED[note]])), tokenizer).description
 
 

@@ -199,10 +199,6 @@ def test_lists_of_fractions_are_several_numbers(tmp_path, tokenizer):
     assert batch_of(data) == [[0.5, 2.0], [1.5, 0.0]]
 
 
-def test_the_same_number_in_every_row_is_told(tmp_path, tokenizer):
-    assert load_data(labelled(tmp_path, [2.5, 2.5]), tokenizer).description.endswith("regression: 2.5 in every row")
-
-
 @pytest.mark.parametrize(
     ("labels", "expected"),
     [

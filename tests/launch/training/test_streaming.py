@@ -113,11 +113,7 @@ def test_a_row_that_breaks_it_leaves_the_checkpoint_and_goes_on_once_mended(tiny
     broken = train_here(tiny_model, data, tmp_path / "out", *flags)
     assert broken.code == 1
     text = " ".join(broken.output.split())
-    assert (
-        "a.jsonl cannot be read as json: line 1301" in text
-        and "checkpoint-3" in text
-        and "run the same command again" in text
-    )
+    assert "cannot be read: JSON" in text and "checkpoint-3" in text and "run the same command again" in text
     (data / "a.jsonl").write_text("\n".join([*rows, '{"text": "oops"}', *rows]))
     watched["examples"].clear()
     mended = train_here(tiny_model, data, tmp_path / "out", *flags)

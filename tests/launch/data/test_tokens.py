@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launch.data import cache, tokenizing
-from launch.data.cache import cache_folder, tokenized
+from launch.data import tokens
 from launch.data.load import load_data
-from launch.data.tokens import labels_of, token_table
+from launch.data.tokens import cache_folder, labels_of, token_table, tokenized
 from recipes.errors import Failure
 from tests.support.rows import decoded, jsonl, problem, run_with, texts
 
@@ -35,8 +34,8 @@ def rows(run, tokenizer):
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(cache, "UNIT_BYTES", 1000)
-    monkeypatch.setattr(cache, "ROWS_AT_ONCE", 100)
+    monkeypatch.setattr(tokens, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(tokens, "ROWS_AT_ONCE", 100)
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def never_encoded(monkeypatch):
     def refuse(*args):
         raise AssertionError("tokenized again")
 
-    return lambda: monkeypatch.setattr(tokenizing, "encode_table", refuse)
+    return lambda: monkeypatch.setattr(tokens, "encode_table", refuse)
 
 
 # --- What a file holds ---------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def test_another_tokenizer_makes_other_tokens(tmp_path, tokenizer):
 def test_a_tokenizer_found_without_a_network_is_the_same(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "saved")
     found = [AutoTokenizer.from_pretrained(tmp_path / "saved", local_files_only=offline) for offline in (False, True)]
-    assert cache._contents(found[0]) == cache._contents(found[1])
+    assert tokens._contents(found[0]) == tokens._contents(found[1])
 
 
 def test_a_read_only_cache_is_read(tmp_path, tokenizer, never_encoded):
@@ -184,12 +183,12 @@ def test_a_bad_row_far_down_is_one_problem(tmp_path, tokenizer):
 def test_a_process_that_the_kernel_kills_is_a_failure(tmp_path, tokenizer, monkeypatch):
     own = os.getpid()
 
-    def encode(table, encode):
+    def encode(*args, encode=tokens.encode_table, **options):
         if os.getpid() != own:
             os.kill(os.getpid(), signal.SIGKILL)
-        return encode(table)
+        return encode(*args, **options)
 
-    monkeypatch.setattr(tokenizing, "encode_in_pieces", encode)
+    monkeypatch.setattr(tokens, "encode_table", encode)
     with pytest.raises(Failure, match="--dataset_num_proc"):
         tokenized(run_with(dataset_name=jsonl(tmp_path, CHATS), dataset_num_proc=2), tokenizer)
 
@@ -212,13 +211,13 @@ def until(condition):
 
 
 def slowly(monkeypatch, seconds):
-    encode = tokenizing.encode_table
+    encode = tokens.encode_table
 
     def slow(*args, **options):
         time.sleep(seconds)
         return encode(*args, **options)
 
-    monkeypatch.setattr(tokenizing, "encode_table", slow)
+    monkeypatch.setattr(tokens, "encode_table", slow)
 
 
 def test_killed_in_the_middle_the_next_start_goes_on(tmp_path, tokenizer, monkeypatch, small_units):

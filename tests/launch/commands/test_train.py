@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from launch.cli import main
-from launch.data import cache
+from launch.data import tokens
 from launch.host.launcher import LAUNCHER
 from launch.host.signals import PASSED_ON
 from launch.train import main as train
@@ -98,7 +98,7 @@ def test_train_py_finds_what_was_prepared(task, tiny_model, tmp_path, capsys, mo
     assert main(["prepare", *flags]) == 0
     found = re.search(r"([\d,]+) examples, ([\d,]+) tokens in .*s\n(.*) \(", capsys.readouterr().out)
     assert found and Path(found[3]).is_dir() and int(found[2].replace(",", "")) > 0
-    monkeypatch.setattr(cache, "_make", None)  # it is not called again
+    monkeypatch.setattr(tokens, "_make", None)  # it is not called again
     assert main(["prepare", *flags]) == 0
     assert train([*flags, "--max_steps", "1", "--output_dir", str(tmp_path / "out")]) == 0
 

@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import load_file
 
 from launch.output.checkpoints import numbered
-from tests.launch.training.test_batch_norm import AUTO_MAP, CODE
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 pytestmark = pytest.mark.slow
@@ -28,6 +27,46 @@ ZERO = {
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
 }
+
+# A classifier whose code comes with it.
+CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+
+class Config(PreTrainedConfig):
+    model_type = "own"
+
+    def __init__(self, on="mean", vocab_size=260, hidden_size=8, **kwargs):
+        self.on, self.vocab_size, self.hidden_size = on, vocab_size, hidden_size
+        super().__init__(**kwargs)
+
+
+class Classifier(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.norm = torch.nn.BatchNorm1d(config.hidden_size)
+        self.classifier = torch.nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        tokens = self.embedding(input_ids)
+        if self.config.on == "mean":
+            pooled = self.norm(tokens.mean(1))
+        else:
+            pooled = self.norm(tokens.transpose(1, 2)).mean(2)
+        logits = self.classifier(pooled)
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+"""
+AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Classifier"}
 
 
 @pytest.fixture(scope="module")

@@ -106,14 +106,14 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def model_of(size: str, dtype: str = "float32"):
+def model_of(size: str, dtype: str = "float32", device: str = ""):
     """A Llama on the GPU if there is one, where random weights take no time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, use_cache=False, **SIZES[size])
-    with torch.device(_device()):
+    with torch.device(device or _device()):
         return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype))
 
 
@@ -154,8 +154,6 @@ def recipe(size: str, flags: list[str], setup: Setup) -> Figures:
 
     `start_s` is what the first steps took longer than the others, compilation among it.
     """
-    import torch
-
     from launch.training.timing import flops_per_token
     from recipes.scaling.timings import PARTS
 
@@ -166,8 +164,7 @@ def recipe(size: str, flags: list[str], setup: Setup) -> Figures:
     words += ["--global_batch_size", str(GLOBAL_BATCH), "--output_dir", str(output)]
     outcome = _succeeded("train", *(["--num_processes", "1"] * ("--num_processes" not in flags)), *flags, *words)
     row, record = json.loads((output / "timings.jsonl").read_text()), outcome.record
-    with torch.device("meta"):
-        flops = flops_per_token(model_of(size), length)
+    flops = flops_per_token(model_of(size, device="meta"), length)
     parts = [f"{name} {1000 * row[name]:.1f}" for name in PARTS if row.get(name)]
     return {
         **row,

@@ -146,19 +146,6 @@ def test_a_value_of_the_user_that_is_not_legal_is_an_error_of_the_record(place, 
     assert dry(capsys, folder, "--learning_rate", "1e-4")[0] == 0
 
 
-def test_a_token_is_advised_only_where_the_run_is_pushed(place, capsys, monkeypatch):
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "of a login")
-    folder = recorded(place / "out", "--hub_token", "mine")
-    assert "hub_token" not in dry(capsys, folder, "--exact")[2]
-    folder = recorded(place / "out", "--hub_token", "mine", "--push_to_hub")
-    code, _, said = dry(capsys, folder)
-    assert code == 0 and "advice hub_token: " in said and "any HF_TOKEN in the environment" in said
-    monkeypatch.setenv("HF_TOKEN", "another")
-    assert "hub_token" not in dry(capsys, folder)[2]
-
-
 def test_more_processes_share_the_same_global_batch(place, capsys):
     code, script, said = dry(capsys, recorded(place / "out"), "--num_processes", "2")
     assert code == 0 and "batch 4 x 2 x 2 = 16" in script and "standard.yaml" in script

@@ -112,33 +112,30 @@ class Progress(TrainerCallback):
     loss is known even if a recipe logs rarely.
     """
 
+    bar: tqdm
+
     def __init__(self, run: RunSpec, out: Console) -> None:
         self.run, self.out = run, out
-        self.bar: tqdm | None = None
+        self.is_shown = not (run.explicit("disable_tqdm") and run["disable_tqdm"])
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.run["max_steps"] <= 0:  # else `check` has said it: only with the data the steps are known
             print_problems(warmup_within(self.run, state.max_steps), self.out)
-        if self.out.is_terminal and not self.out.quiet and self._is_shown():
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False)
+        is_off = not self.is_shown or not self.out.is_terminal or self.out.quiet
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, leave=False, disable=is_off)
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log |= state.global_step >= state.max_steps
-        if self.bar is not None:
-            self.bar.update()
+        self.bar.update()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         parts = [f"{name} {float(logs[name]):.4g}" for name in _SHOWN if name in (logs or {})]
-        if parts and self._is_shown():
+        if parts and self.is_shown:
             with tqdm.external_write_mode(self.out.file):  # above the bar
                 self.out.print(f"step {state.global_step}/{state.max_steps}  {'  '.join(parts)}", highlight=False)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self.bar is not None:
-            self.bar.close()
-
-    def _is_shown(self) -> bool:
-        return not (self.run.explicit("disable_tqdm") and self.run["disable_tqdm"])
+        self.bar.close()
 
 
 # --- The time of a step ---------------------------------------------------------------------------

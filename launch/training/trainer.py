@@ -51,8 +51,7 @@ class RecipeTrainer(CommittingTrainer):
     _evaluated: list[float] | None = None  # sums in an evaluation: the losses of its items, and the items
     _items: Any = None  # of the last batch, or of all of a step
     _checkpoint: str | None = None  # the last one that was saved or read
-    _saved_step: int | None = None  # its step
-    _owed: bool = False  # an evaluation of that step was cut short by a signal
+    _owed: bool = False  # an evaluation of its step was cut short by a signal
     _last_round: int = -1  # examples in an epoch's last round of micro-batches, -1 or 0: all
     _places: Places | None = None  # of a stream
 
@@ -94,9 +93,8 @@ class RecipeTrainer(CommittingTrainer):
         return output
 
     def make_readable(self, checkpoint: Path | None) -> None:
-        """Make a checkpoint readable that only another number of processes could read.
-
-        All ranks call it, before `train` resumes from it. Raises as `AnyWorld.prepare` does.
+        """Make a checkpoint readable that only another number of processes could read. All ranks
+        call it, before `train` resumes from it.
         """
         if self.any_world is not None:
             self.any_world.prepare(checkpoint)
@@ -235,7 +233,7 @@ class RecipeTrainer(CommittingTrainer):
             metrics = super().evaluate(*args, **kwargs)
         except StoppedInEvaluation:
             step = self.state.global_step
-            if step and step != self._saved_step and step == self.model_step:
+            if step and step == self.model_step and not str(self._checkpoint).endswith(f"checkpoint-{step}"):
                 self._save_checkpoint(self.model_wrapped, None)
                 self.callback_handler.on_save(self.args, self.state, self.control)  # waits for all ranks, and leaves
             raise
@@ -264,8 +262,7 @@ class RecipeTrainer(CommittingTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
-        self._saved_step = self.state.global_step
-        self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self._saved_step}")
+        self._checkpoint = str(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As Trainer's, but the model at the end is saved whole; its checkpoints stay in shards."""
@@ -294,7 +291,6 @@ class RecipeTrainer(CommittingTrainer):
         super()._issue_warnings_after_load(load_result)
 
     def _load_callback_state(self) -> None:
-        self._saved_step = self.state.global_step
         # An evaluation takes back its request when it ends: a checkpoint that holds one is older.
         control = self.state.stateful_callbacks.get("TrainerControl", {})
         self._owed = control.get("args", {}).get("should_evaluate", False)
@@ -341,7 +337,7 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
 
 
 def _mend_fsdp(trainer: Trainer) -> None:
-    """Mend two things of accelerate's FSDP2, before it shards the model.
+    """Mend two things of FSDP2 in accelerate 1.15, before it shards the model.
 
     It rounds all that the model returns to 16 bits, the loss among it. And it shards the input
     embeddings on their own, which fails where a module that is kept whole holds them, as in BERT.

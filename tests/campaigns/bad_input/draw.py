@@ -107,7 +107,7 @@ def _seeds() -> list[Seed]:
         Seed("adapter", "merge adapter", ("adapter/adapter_config.json", "adapter/run.json", "model/config.json"), 2),
         Seed("data", f"{_TRAIN.replace('train.py', 'prepare')} --dataset_name data/chats.jsonl", ("data/chats.jsonl",)),
         Seed("timings", "scale report timings.jsonl --output report", ("timings.jsonl",), 2),
-        Seed("timings", "scale report timings.csv --output report --json", ("timings.csv",), 2),
+        Seed("timings", "scale report timings.csv --output report", ("timings.csv",), 2),
         Seed("timings", "check --measure timings.csv", ("timings.csv",)),
         Seed(
             "checkpoint",

@@ -48,7 +48,7 @@ BUDGETS = {
     "launch": 550,
     "launch/commands": 1410,
     "launch/data": 3030,
-    "launch/doctor": 1700,
+    "launch/doctor": 1720,
     "launch/explain": 480,
     "launch/fit": 360,
     "launch/host": 1590,

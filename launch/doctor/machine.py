@@ -270,37 +270,26 @@ def gpu_memory(request: Request) -> Check | None:
     return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
 
 
+_HEALTH = "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active,"
+_HEALTH += "pcie.link.width.current,pcie.link.width.max"  # not its generation, which an idle GPU lowers
 # nvml.h, nvmlClocksEventReason*: those that mean heat or power, not idleness or a setting.
 _SLOWED = {0x08: "a hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "a power brake"}
-_HEALTH = "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active,pcie.link.width.current"
 
 
 def gpu_health(request: Request) -> Check | None:
-    """A sick GPU: memory errors, clocks held down, or fewer PCIe lanes than it has.
-
-    Lanes only: an idle GPU lowers the generation of its link, and raises it again under load. A
-    field that a GPU does not have reads [N/A].
-    """
-    rows = smi_rows(f"--query-gpu={_HEALTH},pcie.link.width.max")
-    sick = []
-    for at, (errors, reasons, lanes, most) in enumerate(row for row in rows if len(row) == 4):
-        if errors.isdecimal() and int(errors):
-            sick.append(
-                (f"GPU {at}: {errors} uncorrected memory errors", f"`nvidia-smi --gpu-reset -i {at}`, or exchange it")
-            )
+    """A GPU with memory errors, slowed clocks or too few PCIe lanes; [N/A] where it counts none."""
+    rows, sick = [row for row in smi_rows(f"--query-gpu={_HEALTH}") if len(row) == 4], []
+    for at, (errors, reasons, lanes, most) in enumerate(rows):
         slowed = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
+        if errors.isdecimal() and int(errors):
+            sick.append(f"GPU {at}: {errors} uncorrected memory errors")
         if by := [name for bit, name in _SLOWED.items() if slowed & bit]:
-            sick.append(
-                (
-                    f"GPU {at} is slowed down by {' and '.join(by)}",
-                    "see `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER`",
-                )
-            )
+            sick.append(f"GPU {at} is slowed down by {' and '.join(by)}")
         if lanes.isdecimal() and most.isdecimal() and int(lanes) < int(most):
-            sick.append((f"GPU {at} has {lanes} of {most} PCIe lanes", "another slot or riser, or seat the card again"))
+            sick.append(f"GPU {at} has {lanes} of {most} PCIe lanes")
     if sick:
-        what, fixes = ("; ".join(dict.fromkeys(words)) for words in zip(*sick, strict=True))
-        return Check("warning", "GPU health", what, fixes)
+        fix = "`nvidia-smi --gpu-reset`, see its cooling and power in `nvidia-smi -q`, seat it again, or use others"
+        return Check("warning", "GPU health", "; ".join(sick), fix)
     return Check("ok", "GPU health", "no memory errors, full clocks and PCIe lanes") if rows else None
 
 

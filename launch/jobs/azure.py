@@ -86,8 +86,7 @@ class Azure(Target):
 
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
-    spot: bool = flag(False, "spot (preemptible) serverless compute: --job_tier spot")
-    job_tier: str | None = _one_of("spot basic standard premium", "of serverless compute")
+    spot: bool = flag(False, "spot (preemptible) serverless compute")
     priority: str | None = _one_of("low medium high", "in the queue of the compute, where that has priorities")
     timeout: int | None = flag(None, "Azure ML cancels the job after so many seconds")
     data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
@@ -141,9 +140,8 @@ class Azure(Target):
             raise mistake("output_dir", "is a folder of the job, gone with it", "--output_uri with a datastore's path")
         if not self.compute and not self.instance_type:
             raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
-        tier = self.job_tier or ("spot" if self.spot else None)
-        if tier and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
-            raise mistake("job_tier", "is of serverless compute", "--instance_type, or neither --job_tier nor --spot")
+        if self.spot and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
+            raise mistake("spot", "is of serverless compute", "--instance_type, or no --spot")
         inputs = self._inputs(kinds)
         built = {"build": {"path": f"{CODE}/{ENVIRONMENT}"}}
         if self.hf_token_secret and self.identity == "user_identity":
@@ -161,7 +159,7 @@ class Azure(Target):
             "command": self._command(job, inputs),
             "environment": _named(self.environment) or built,
             "compute": _named(self.compute),
-            "queue_settings": _present({"job_tier": tier, "priority": self.priority}),
+            "queue_settings": _present({"job_tier": self.spot and "spot", "priority": self.priority}),
             "identity": _present({"type": identity}),
             "limits": _present({"timeout": self.timeout}),
             "resources": {

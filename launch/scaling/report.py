@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch import plots
-from launch.flags import Commands, whole
+from launch.flags import Commands
 from launch.host.files import write_whole
 from launch.scaling import plots as scale_plots
 from launch.scaling.plots import Picture
@@ -31,15 +31,13 @@ def add_parser(commands: Commands) -> None:
         prog="recipes scale report",
         help="pictures, tables and verdicts from existing timings",
         description="Pictures, tables and verdicts from timings of your own or of `recipes scale run`.",
-        usage="recipes scale report FILE... [--output FOLDER] [--warmup N] [--format svg pdf]",
+        usage="recipes scale report FILE... [--output FOLDER] [--format svg pdf]",
     )
     columns = "num_processes and epoch_time (s) or samples_per_second or tokens_per_second, "
     columns += "and if known name, recipe, scaling, epoch, samples, accuracy, ..."
     parser.add_argument("files", nargs="+", metavar="FILE", help=f".csv or .jsonl, one row per epoch: {columns}")
     output = Path("outputs/scale/report")
     parser.add_argument("--output", type=Path, default=output, metavar="FOLDER", help=f"[{output}]")
-    warm_up = "leave out the first N epochs (rows) of each training and size [0]"
-    parser.add_argument("--warmup", type=whole, default=0, metavar="N", help=warm_up)
     formats = "also draw each picture in this format, beside the .png"
     parser.add_argument("--format", nargs="+", choices=("svg", "pdf"), default=[], metavar="svg|pdf", help=formats)
     parser.set_defaults(run=show_report)
@@ -47,11 +45,9 @@ def add_parser(commands: Commands) -> None:
 
 def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if rest:
-        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER, --warmup N or --format")
-    words = ["recipes", "scale", "report", *options.files, "--output", str(options.output)]
-    command = shlex.join(words + ["--warmup", str(options.warmup)] * bool(options.warmup))
-    rows = timings.without_warm_up(timings.read(options.files), options.warmup)
-    found = find(rows, command, options.files)
+        raise mistake(rest[0], "is not a flag of scale report", "--output FOLDER or --format")
+    command = shlex.join(["recipes", "scale", "report", *options.files, "--output", str(options.output)])
+    found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output, options.format)
     if not plots.installed():
         print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)

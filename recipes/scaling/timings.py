@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -204,23 +204,6 @@ def _value(name: str, value: Any, source: str) -> Any:
         fix = f"a {possible} {'above' if smallest else 'of at least'} 0{' and at most 1' * (name == 'overlap')}"
         raise mistake(name, f"{value!r} is not possible", fix, source)
     return int(number) if whole else number
-
-
-def without_warm_up(rows: Sequence[Timing], count: int) -> list[Timing]:
-    """The rows without the first `count` of each training and size, in the order of the files.
-
-    Raises `UserError` where none is left.
-    """
-    groups: dict[tuple, list[Timing]] = {}
-    for row in rows:
-        key = (row.name, row.num_processes, row.recipe, row.scaling, row.global_batch, row.applied)
-        groups.setdefault(key, []).append(row)
-    for (name, world, *_), group in groups.items():
-        if len(group) <= count:
-            what = f"{count} leaves nothing of {name} at {world} processes, which has {len(group)} rows"
-            raise mistake("warmup", what, f"at most {len(group) - 1}")
-    kept = {id(row) for group in groups.values() for row in group[count:]}
-    return [row for row in rows if id(row) in kept]
 
 
 # --- Writing -------------------------------------------------------------------------------------

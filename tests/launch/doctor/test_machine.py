@@ -73,21 +73,20 @@ def test_an_invalid_ordinal_explains_why_gpus_are_missing(nvidia_smi, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("rows", "words", "fix"),
+    ("rows", "words"),
     [
-        (["0, 0x0000000000000001, 8, 16"], "GPU 0 has 8 of 16 PCIe lanes", "another slot or riser"),
-        (["0, 0x0, 16, 16", "3, 0x0, 16, 16"], "GPU 1: 3 uncorrected memory errors", "--gpu-reset -i 1"),
-        (["0, 0x00000000000000C4, 16, 16"], "GPU 0 is slowed down by heat (hardware) and a power brake", "TEMPERATURE"),
-        (["0, 0x0000000000000005, 16, 16"], "", ""),  # idle, and a power cap
-        (["[N/A], [N/A], [N/A], [N/A]"], "", ""),
+        (["0, 0x0000000000000001, 8, 16"], "GPU 0 has 8 of 16 PCIe lanes"),
+        (["0, 0x0, 16, 16", "3, 0x0, 16, 16"], "GPU 1: 3 uncorrected memory errors"),
+        (["0, 0x00000000000000C4, 16, 16"], "GPU 0 is slowed down by heat (hardware) and a power brake"),
+        (["0, 0x0000000000000005, 16, 16"], ""),  # idle, and a power cap
+        (["[N/A], [N/A], [N/A], [N/A]"], ""),
     ],
 )
-def test_a_sick_gpu_is_named(rows, words, fix, nvidia_smi):
-    health = f"--query-gpu={machine._HEALTH},*) printf '{chr(10).join(rows)}' ;;\n    --query-gpu=uuid)"
+def test_a_sick_gpu_is_named(rows, words, nvidia_smi):
+    health = f"--query-gpu={machine._HEALTH}) printf '{chr(10).join(rows)}' ;;\n    --query-gpu=uuid)"
     nvidia_smi(SMI.replace("--query-gpu=uuid)", health))
     check = machine.gpu_health(requested(gpus=2))
-    assert check.status == ("warning" if words else "ok")
-    assert words in check.found and fix in check.fix
+    assert check.status == ("warning" if words else "ok") and words in check.found
 
 
 def test_a_gpu_that_others_use_is_a_warning_that_names_them(nvidia_smi):

@@ -120,7 +120,7 @@ def test_the_environment_and_the_extra_pin_what_is_tested():
     ("words", "advice"),
     [
         ("", "--compute NAME"),
-        ("--compute c --spot", "neither --job_tier nor --spot"),
+        ("--compute c --spot", "--instance_type, or no --spot"),
         ("--compute c -- --output_dir out", "--output_uri"),
         ("--compute c --environment two&words", "azureml:"),
         ("--compute c --workspace_name lab", "--subscription_id"),

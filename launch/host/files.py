@@ -115,6 +115,8 @@ _OF_MACHINE = {
     errno.EMFILE: "Run `ulimit -n 4096`",
     **dict.fromkeys((errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOLCK), ""),
 }
+_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_ANOTHER_CACHE = "Set HF_HOME (or TORCH_EXTENSIONS_DIR, TRITON_CACHE_DIR) to a writable folder with room"
 _NO_SHARED_MEMORY = ("out of shared memory", "unable to allocate shared memory", "shared memory segment")
 # torch's words when `end_workers_that_cannot_send` has ended a worker.
 _WORKER_ENDED = re.compile(r"exited unexpectedly with exit code (\d+)\.")
@@ -137,10 +139,10 @@ def storage_failure(error: BaseException, folder: Path | None = None) -> Storage
         code = _code_of_sending(failed)
         if code == errno.ENOSPC:
             return StorageFailure("/dev/shm is full", "Make it larger or take --dataloader_num_workers 0")
-        code = code or _code(failed)
-        if code in _OF_MACHINE:
-            file = os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
-            return StorageFailure(f"{file} cannot be read or written: {os.strerror(code)}", _OF_MACHINE[code])
+        code, file = code or _code(failed), os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
+        remedy = _ANOTHER_CACHE if code in _REFUSED and _is_of_a_cache(Path(file)) else _OF_MACHINE.get(code)
+        if remedy is not None:
+            return StorageFailure(f"{file} cannot be read or written: {os.strerror(code)}", remedy)
     if folder and not isinstance(error, UserError):
         try:
             # Until a run has made it, only an error that names it is of that folder.
@@ -203,3 +205,8 @@ def _code(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     return next((code for code, remedy in _OF_MACHINE.items() if remedy and os.strerror(code) in str(error)), 0)
+
+
+def _is_of_a_cache(file: Path) -> bool:
+    """Libraries write to HF_HOME, or below the home folder: read-only in many containers."""
+    return ".cache" in file.parts or ("HF_HOME" in os.environ and file.is_relative_to(os.environ["HF_HOME"]))

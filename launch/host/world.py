@@ -102,9 +102,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def require_launcher(world: World, environment: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Raises `UserError` if several processes were started that do not know each other. Returns
+    """Raises `UserError` if several processes were started that cannot find each other. Returns
     advice if `accelerate launch --num_processes N` has started one process without a word.
     """
+    if world.size > 1 and "MASTER_ADDR" not in environment:
+        what = f"is not set, and {world.size} processes (WORLD_SIZE) have to find each other"
+        raise mistake("MASTER_ADDR", what, "accelerate launch sets it; for one process unset RANK and WORLD_SIZE")
     starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
     for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)

@@ -30,7 +30,7 @@ def read_secret(address: str) -> str:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: none of its files is a library
+    del sys.path[0]  # this folder, whose azure.py Python would take for the package of azure-identity
     try:
         print(read_secret(sys.argv[1]))
     except Exception as error:  # of azure-identity, or of urllib

@@ -1,8 +1,18 @@
 """Files of a run and of its libraries where a machine offers fewer places than usual."""
 
+import errno
+
 import pytest
 
+from launch.host.files import storage_failure
 from tests.support.running import train_here
+
+
+def test_the_variable_that_moves_a_cache_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "mine"))
+    for folder, is_cache in ((".cache/huggingface/hub", True), ("mine/datasets", True), ("elsewhere", False)):
+        failed = storage_failure(PermissionError(errno.EACCES, "Permission denied", str(tmp_path / folder)))
+        assert bool(failed and failed.remedy.startswith("Set HF_HOME ")) == is_cache
 
 
 @pytest.mark.slow

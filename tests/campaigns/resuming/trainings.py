@@ -172,7 +172,9 @@ def _is_same(one: Any, other: Any, bound: float) -> bool:
         numbers, others = np.asarray(one, np.float64), np.asarray(other, np.float64)
     except (TypeError, ValueError):
         return one == other
-    return numbers.shape == others.shape and bool((np.abs(numbers - others) <= bound).all())
+    if numbers.shape != others.shape:
+        return False
+    return np.allclose(numbers, others, rtol=0, atol=bound, equal_nan=True)  # an infinity is equal to itself
 
 
 def left() -> Left:

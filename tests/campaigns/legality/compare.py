@@ -223,6 +223,7 @@ PROVEN_BY: dict[str, Proof] = {
     f"global_batch_size{RANGE}": _batch_is_another,
     f"num_train_epochs{RANGE}": lambda refused: "" if refused.first["steps"] else "trains nothing",
     f"include_num_input_tokens_seen{RANGE}": lambda refused: refused.is_as("include_num_input_tokens_seen", "all"),
+    f"max_steps{RANGE}": lambda refused: refused.is_as("max_steps", "-1"),
     f"max_grad_norm{RANGE}": lambda refused: refused.is_as("max_grad_norm", "0"),
     f"eval_delay{RANGE}": lambda refused: refused.is_as("eval_delay", "0"),
     **{
@@ -233,7 +234,6 @@ PROVEN_BY: dict[str, Proof] = {
         (
             f"eval_steps{RANGE}",
             f"early_stopping_patience{RANGE}",
-            f"max_steps{RANGE}",
             f"save_steps{RANGE}",
             "nested_settings_are_known",
             "deepspeed_json_keys_are_known",

@@ -172,7 +172,9 @@ def _is_same(one: Any, other: Any, bound: float) -> bool:
         numbers, others = np.asarray(one, np.float64), np.asarray(other, np.float64)
     except (TypeError, ValueError):
         return one == other
-    return numbers.shape == others.shape and bool((np.abs(numbers - others) <= bound).all())
+    if numbers.shape != others.shape:
+        return False
+    return np.allclose(numbers, others, rtol=0, atol=bound, equal_nan=True)  # an infinity is equal to itself
 
 
 def left() -> Left:
@@ -191,6 +193,7 @@ def _content(file: Path) -> Any:
     """The tensors and numbers of a file; None of one that holds none, or others in each run."""
     import torch
     from safetensors.numpy import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     if file.suffix == ".safetensors":
         return load_file(file)
@@ -198,7 +201,7 @@ def _content(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
     if file.name == ".metadata":  # FSDP's shards of one state
         whole = Path("whole.pt")
-        torch.distributed.checkpoint.format_utils.dcp_to_torch_save(file.parent, whole)
+        dcp_to_torch_save(file.parent, whole)
         return torch.load(whole, weights_only=False)
     return None
 

@@ -51,19 +51,18 @@ def encode_chats(rows: Rows, tokenizer, column: str, assistant_only: bool, compl
     if not tokenizer.is_fast:
         what = "the tokenizer does not say which characters a token holds, so parts of a chat cannot be masked"
         raise mistake("model_name_or_path", what, "a model that has a tokenizer.json")
-    marked = assistant_only and column != "completion" and _marks_assistant(tokenizer)
+    if assistant_only and column != "completion" and _marks_assistant(tokenizer):
+        both = [_encode_marked(*of_one, tokenizer) for of_one in zip(chats, texts, strict=True)]
+        return [ids for ids, _ in both], [labels for _, labels in both]
     spans: list[Spans] = []
     for (chat, tools, start), text in zip(chats, texts, strict=True):
         first = start if completion_only else 0
         border = _end_of(chat, first - 1, tools, text, tokenizer) if completion_only and chat else 0
-        if assistant_only and not marked:
+        if assistant_only:
             spans.append([span for span in _assistant_spans(chat, tools, text, tokenizer) if span[0] >= border])
         else:
             spans.append(_all_but_muted(chat, tools, text, tokenizer, first, border))
-    encoded, labels = _encode_spans(texts, spans, tokenizer)
-    if marked:
-        labels = [_spoken(chat, tools, row, tokenizer) for (chat, tools, _), row in zip(chats, labels, strict=True)]
-    return encoded, labels
+    return _encode_spans(texts, spans, tokenizer)
 
 
 # --- Messages of any format ----------------------------------------------------------------------
@@ -242,12 +241,18 @@ def _end_of(chat: Messages, number: int, tools: Tools | None, text: str, tokeniz
     return shared
 
 
-def _spoken(chat: Messages, tools: Tools | None, labels: list[int], tokenizer) -> list[int]:
-    """Of the labels those of the assistant's words, which the template marks."""
+def _encode_marked(of_one: tuple[Messages, Tools | None, int], text: str, tokenizer) -> tuple[list[int], list[int]]:
+    """The input_ids and labels of a chat whose template marks the words of the assistant."""
+    chat, tools, _ = of_one
     if not chat:
-        return []
-    mask = _apply(chat, tools, tokenizer, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
-    return [label if spoken else IGNORED for label, spoken in zip(labels, mask, strict=True)]
+        return [], []
+    encoded = _apply(chat, tools, tokenizer, return_dict=True, return_assistant_tokens_mask=True)
+    ids = learned = encoded["input_ids"]
+    if not all(map(_is_learned, chat)):
+        _, (learned,) = _encode_spans([text], [_all_but_muted(chat, tools, text, tokenizer, 0, 0)], tokenizer)
+    return ids, [
+        token if spoken else IGNORED for token, spoken in zip(learned, encoded["assistant_masks"], strict=True)
+    ]
 
 
 def _encode_spans(texts: list[str], spans: list[Spans], tokenizer) -> Encoded:

@@ -38,14 +38,7 @@ def test_a_byte_order_mark_is_not_text(name, tmp_path, tokenizer):
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>"]
 
 
-def test_a_format_that_begins_late_in_a_file_is_said_to_need_its_own(tmp_path, tokenizer):
-    """The reader takes 10 MB at a time, each with its own columns."""
-    file = jsonl(tmp_path, [*texts(*["long " * 2500] * 1000), {"messages": [*CHAT, *ANSWER]}])
-    found = problem(run_with(dataset_name=file, max_length=8), tokenizer)
-    assert "cannot be read: Couldn't cast" in found.what and "a file for each" in found.fix
-
-
-NAMES = ["a[1]", "a*", "a?b", "a b", "é", "a\nb", "-a", "a{b,c}", "a#b%20c", "[a", "http:", "~a", "$a"]
+NAMES = ["a[1]", "a* b", "é", "a{b,c}", "a#b%20c", "http:", "~a"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -58,21 +51,15 @@ def test_a_name_is_a_name_and_no_pattern(name, tmp_path, tokenizer, monkeypatch)
 
 
 TOKENS = {
-    "fractions": ([1.5, 2.0], "not lists of whole numbers"),
     "nothing in a list": ([1, None, 2], "or null in them"),
+    "fractions": ([1.5, 2.0], "not lists of whole numbers"),
     "a number": (1, "int64, not lists of whole numbers"),
-    "texts": (["1", "2"], "not lists of whole numbers"),
-    "lists": ([[1], [2]], "not lists of whole numbers"),
     "a number below zero": ([1, -1, 2], "has the token id -1"),
     "another tokenizer's": ([5, 260], "has the token id 260"),
-    "an endless number": ([1.0, float("inf")], "not lists of whole numbers"),
     "a label beyond the vocabulary": ({"input_ids": [1, 2], "labels": [1, 9999]}, "has the token id 9999"),
     "another mask than -100": ({"input_ids": [1, 2], "labels": [1, -5]}, "has the token id -5 in labels"),
     "no labels in a row": ({"input_ids": [1, 2], "labels": None}, "2 input_ids, 0 labels"),
-    "labels that are fractions": ({"input_ids": [1, 2], "labels": [1, 1.5]}, "not lists of whole numbers"),
-    "huge labels": ({"input_ids": [1, 2], "labels": [1, 2**40]}, f"has the token id {2**40}"),
     "a short mask": ({"input_ids": [1, 2], "attention_mask": [1]}, "and 1 values in attention_mask"),
-    "a mask that is a number": ({"input_ids": [1, 2], "attention_mask": 1}, "int64, not lists of whole numbers"),
 }
 
 
@@ -93,12 +80,8 @@ def test_tokens_that_pandas_wrote_as_whole_floats_are_tokens(tmp_path, tokenizer
 
 CHATS = {
     "a chat and a text": ([{"prompt": CHAT, "completion": "b"}], "'completion' holds texts, not lists of messages"),
-    "a text and a chat": ([{"prompt": "a", "completion": ANSWER}], "'completion' holds"),
-    "numbers": ([{"prompt": 1, "completion": 2}], "'prompt' holds int64"),
     "messages that are a message": ([{"messages": CHAT[0]}], "not lists of messages"),
-    "messages that are numbers": ([{"messages": [1, 2]}], "not lists of messages"),
     "a message that is null": ([{"messages": [None, *CHAT]}], "not a list of messages: [None"),
-    "several chats in one": ([{"messages": [[]]}, {"messages": CHAT}], "not a list of messages: [[]"),
     "a message without a role": ([{"messages": [{"content": "x"}]}], "refuses a chat"),
 }
 

@@ -15,19 +15,12 @@ def test_bytes_come_back_exactly(text, tokenizer):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_one_token_per_byte(tokenizer):
-    assert len(tokenizer("é1")["input_ids"]) == 3
-
-
-def test_tokenizer_survives_saving(tokenizer, tmp_path):
+def test_a_byte_is_a_token_and_the_tokenizer_survives_saving(tokenizer, tmp_path):
+    assert len(tokenizer("é1")["input_ids"]) == 3 and tokenizer.eos_token_id != tokenizer.pad_token_id
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     text = "é  x <|im_end|>"
     assert (again(text)["input_ids"], again.chat_template) == (tokenizer(text)["input_ids"], tokenizer.chat_template)
-
-
-def test_end_and_padding_are_two_tokens(tokenizer):
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
 
 def test_demonstration_has_one_embedding_for_input_and_output():

@@ -51,11 +51,6 @@ def test_token_ids_are_taken_as_they_are_without_padding(row, labels, tmp_path, 
 # --- Chats ---------------------------------------------------------------------------------------
 
 
-def test_chats_are_learned_whole(tmp_path, tokenizer):
-    data = load_data(run_with(dataset_name=jsonl(tmp_path, [{"messages": CHAT}])), tokenizer)
-    assert learned(tokenizer, data.train[0]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-
-
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, UNMARKED_TEMPLATE], ids=["marked", "unmarked"])
 def test_only_the_assistant_is_learned(template, tmp_path):
     tokenizer = demo_tokenizer()
@@ -142,7 +137,7 @@ def test_a_template_that_writes_the_last_answer_in_another_way_mutes_the_same(tm
     assert alone == "Hi!<|im_end|>\n"
 
 
-NO_ANSWER = {
+NO_ANSWER = {  # rows without an answer, and one that has it
     "a completion": ({"prompt": "q", "completion": None}, {"prompt": "q", "completion": ""}),
     "a completion of messages": (
         {"prompt": CHAT[:1], "completion": None},
@@ -152,7 +147,6 @@ NO_ANSWER = {
     "Alpaca": ({"instruction": "q", "output": None}, {"instruction": "q", "output": ""}),
     "texts": ({"text": None}, {"text": ""}),
 }
-ALL_LEARNED = {"completion_only_loss": False}
 ANSWERED = {
     "a completion": {"prompt": "q", "completion": "a"},
     "a completion of messages": {"prompt": CHAT[:1], "completion": CHAT[1:2]},
@@ -160,13 +154,12 @@ ANSWERED = {
     "Alpaca": {"instruction": "q", "output": "a"},
     "texts": {"text": "a"},
 }
-
-
 OF_CHATS = [(name, {"assistant_only_loss": True}) for name in ("a chat", "a completion of messages", "Alpaca")]
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen"), [*((name, {}) for name in ANSWERED), *((name, ALL_LEARNED) for name in ANSWERED), *OF_CHATS]
+    ("name", "chosen"),
+    [*((name, {}) for name in ANSWERED), ("a completion", {"completion_only_loss": False}), *OF_CHATS],
 )
 def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tokenizer):
     """However many such rows are tokenized together."""
@@ -178,9 +171,7 @@ def test_without_an_answer_there_is_nothing_to_learn(name, chosen, tmp_path, tok
 @pytest.mark.parametrize("name", ANSWERED)
 def test_no_rows_have_no_tokens(name, tokenizer):
     rows = pyarrow.Table.from_pylist([ANSWERED[name]])
-    for chosen in ({}, {"assistant_only_loss": True}) if name == "a chat" else ({},):
-        found = encode_rows(rows.slice(1), Features.from_arrow_schema(rows.schema), run_with(**chosen), tokenizer)
-        assert found == ([], [])
+    assert encode_rows(rows.slice(1), Features.from_arrow_schema(rows.schema), run_with(), tokenizer) == ([], [])
 
 
 def test_a_content_of_null_is_an_empty_text(tmp_path, tokenizer):

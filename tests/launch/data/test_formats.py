@@ -97,18 +97,12 @@ def tool_tokenizer():
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_chats_are_read_through_the_models_template(name, tmp_path, tool_tokenizer):
-    row, whole, _ = CHATS[name]
-    ready = load_data(run_with(dataset_name=jsonl(tmp_path, [row])), tool_tokenizer).train[0]
-    assert tool_tokenizer.decode(ready["input_ids"]) == whole
-    assert learned(tool_tokenizer, ready) == whole
-
-
-@pytest.mark.parametrize("name", CHATS)
-def test_of_chats_the_assistant_and_its_calls_are_learned(name, tmp_path, tool_tokenizer):
-    row, _, spoken = CHATS[name]
-    run = run_with(dataset_name=jsonl(tmp_path, [row]), assistant_only_loss=True)
-    assert learned(tool_tokenizer, load_data(run, tool_tokenizer).train[0]) == spoken
+def test_chats_are_read_through_the_template_and_the_assistant_is_learned(name, tmp_path, tool_tokenizer):
+    row, whole, spoken = CHATS[name]
+    for assistant_only, wanted in ((False, whole), (True, spoken)):
+        run = run_with(dataset_name=jsonl(tmp_path, [row]), assistant_only_loss=assistant_only)
+        ready = load_data(run, tool_tokenizer).train[0]
+        assert (tool_tokenizer.decode(ready["input_ids"]), learned(tool_tokenizer, ready)) == (whole, wanted)
 
 
 def test_a_template_that_marks_the_assistant_marks_its_calls(tmp_path, tool_tokenizer):
@@ -261,7 +255,7 @@ MIXED = [
 ]  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=st.lists(st.integers(0, len(MIXED) - 1), max_size=40), parquet=st.booleans())
 def test_each_row_is_read_in_its_own_format(drawn, parquet, tmp_path_factory, tool_tokenizer):
     """As if it were alone, whatever stands beside it."""

@@ -25,16 +25,14 @@ def test_demonstration_holds_texts_out_for_evaluation(tokenizer, monkeypatch):
     assert decoded(tokenizer, data.eval) == ["text 19\n<|endoftext|>", "text 39\n<|endoftext|>"]
 
 
-def test_description_says_what_is_trained_on(tokenizer, monkeypatch):
-    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * 2559])
-    data = load_data(run_with(packing=True, max_length=256), tokenizer)
-    assert data.description == "stdlib source, 10 sequences of 256 tokens"
-
-
-def test_description_counts_what_joining_leaves_over(tokenizer, monkeypatch):
-    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * 2599])
+@pytest.mark.parametrize(
+    ("characters", "words"),
+    [(2559, "10 sequences of 256 tokens"), (2599, "10 sequences of 256 tokens, 40 tokens left over")],
+)
+def test_description_says_what_is_trained_on(characters, words, tokenizer, monkeypatch):
+    monkeypatch.setattr("launch.data.sources.demo_corpus", lambda: ["x" * characters])
     data = load_data(run_with(packing=True, packing_strategy="wrapped", max_length=256), tokenizer)
-    assert "10 sequences of 256 tokens, 40 tokens left over" in data.description
+    assert data.description == f"stdlib source, {words}"
 
 
 def test_description_counts_what_a_classifier_does_not_see(tmp_path, tokenizer):

@@ -161,10 +161,10 @@ def as_batch(row):
     return torch.tensor([row])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral with a window"])
-def test_one_example_changes_no_other(name, attention):
-    model, batch = model_of(name, attention).eval(), batch_of(ROWS)
+def test_one_example_changes_no_other_with_flex_attention(name):
+    model, batch = model_of(name, "flex_attention").eval(), batch_of(ROWS)
     changed = batch["input_ids"].clone()
     changed[0, : len(ROWS[0])] += 100  # the longest example, at the beginning of the first row
     with torch.no_grad():
@@ -239,6 +239,7 @@ def test_a_training_has_the_losses_of_its_examples_one_by_one(trained, tiny_mode
     assert losses(trained) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same(trained, tiny_model, texts, tmp_path):
     flags = [*model_flags(tiny_model, texts), *f"{TRAINED} {IN_ORDER}".split()]
     both = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")

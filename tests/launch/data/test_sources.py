@@ -30,23 +30,10 @@ def test_every_kind_of_file_is_read(name, tmp_path, tokenizer):
     assert decoded(tokenizer, data.train) == ["one<|endoftext|>", "two<|endoftext|>"]
 
 
-def test_folder_written_by_save_to_disk(tmp_path, tokenizer):
-    Dataset.from_list(texts("one")).save_to_disk(tmp_path / "saved")
-    assert len(load_data(run_with(dataset_name=str(tmp_path / "saved")), tokenizer).train) == 1
-
-
 def test_folder_of_saved_splits(tmp_path, tokenizer):
     splits = DatasetDict(train=Dataset.from_list(texts("one")), validation=Dataset.from_list(texts("two")))
     splits.save_to_disk(tmp_path / "saved")
     data = load_data(run_with(dataset_name=str(tmp_path / "saved"), eval_strategy="steps"), tokenizer)
-    assert decoded(tokenizer, data.eval) == ["two<|endoftext|>"]
-
-
-def test_folder_of_data_files(tmp_path, tokenizer):
-    (tmp_path / "folder").mkdir()
-    jsonl(tmp_path, texts("one"), "folder/train.jsonl")
-    jsonl(tmp_path, texts("two"), "folder/test.jsonl")
-    data = load_data(run_with(dataset_name=str(tmp_path / "folder"), eval_strategy="steps"), tokenizer)
     assert decoded(tokenizer, data.eval) == ["two<|endoftext|>"]
 
 
@@ -93,10 +80,9 @@ def test_no_evaluation_split_is_read_without_evaluation(tmp_path, tokenizer):
 # --- What cannot be found ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl", "/no/where", "~/nothing_here_at_all"])
+@pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl"])
 def test_what_looks_like_a_path_is_a_missing_file(name, tokenizer):
-    found = problem(run_with(dataset_name=name), tokenizer)
-    assert (found.subject, found.what) == ("dataset_name", f"there is no file or folder {name}")
+    assert problem(run_with(dataset_name=name), tokenizer).what == f"there is no file or folder {name}"
 
 
 def test_unknown_kind_of_file_names_the_known_ones(tmp_path, tokenizer):
@@ -125,16 +111,11 @@ def test_unknown_split_lists_those_there_are(tmp_path, tokenizer):
     assert "has only train" in problem(run_with(dataset_name=file, dataset_train_split="learn"), tokenizer).what
 
 
-@pytest.mark.parametrize("wanted", ["train[", "train[:200%]", "train[5%:2%"])
-def test_malformed_slice_is_about_the_split(wanted, tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted)
-    assert problem(run, tokenizer).subject == "dataset_train_split"
-
-
-@pytest.mark.parametrize("wanted", ["train[:0]", "train[2:1]", "train[1:]"])
-def test_empty_split(wanted, tmp_path, tokenizer):
-    run = run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted)
-    assert problem(run, tokenizer).what == f"the split '{wanted}' is empty"
+@pytest.mark.parametrize("wanted", ["train[", "train[:200%]", "train[5%:2%", "train[:0]", "train[2:1]", "train[1:]"])
+def test_a_malformed_or_empty_slice_is_about_the_split(wanted, tmp_path, tokenizer):
+    found = problem(run_with(dataset_name=jsonl(tmp_path, texts("a")), dataset_train_split=wanted), tokenizer)
+    assert found.subject == "dataset_train_split"
+    assert (found.what == f"the split '{wanted}' is empty") == (wanted[-1] == "]" and "%" not in wanted)
 
 
 def test_nothing_to_evaluate_on_shows_how_to_split(tmp_path, tokenizer):

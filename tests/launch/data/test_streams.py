@@ -44,7 +44,7 @@ def first(stream, count):
 # --- Which rows, in which order -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("readers", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("readers", [1, 3, 8])
 def test_a_round_has_each_row_once_for_any_number_of_readers(readers, folder, tokenizer):
     seen = []
     for reader in range(readers):
@@ -148,11 +148,11 @@ def part_of(text) -> int:
     return {"A": 2, "B": 1, "<": 3}.get(text[0], 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_the_shares_are_those_of_the_weights(ranks, parts, tokenizer):
     found = []
     for rank in range(ranks):
-        own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 14_000 // ranks)
+        own = first(replace(mixture(parts, tokenizer), rank=rank, ranks=ranks), 7_000 // ranks)
         found += [part_of(text) for text in rows_of(own, tokenizer)]
     shares = np.bincount(found) / len(found)
     assert abs(shares - np.array([3, 2.5, 1, 0.5]) / 7).max() < 0.01
@@ -169,8 +169,8 @@ def test_a_part_with_a_small_weight_has_no_more_than_that(tmp_path, tokenizer):
     """Less than one example of a window."""
     names = [jsonl(tmp_path, texts(*words), f"{words[0]}.jsonl") for words in ("ab" * 600, "xy")]
     entries = [{"name": names[0], "weight": 4_999}, {"name": names[1], "weight": 1}]
-    found = rows_of(first(mixture(entries, tokenizer), 20_000), tokenizer)
-    assert len([text for text in found if text in "xy"]) == 4
+    found = rows_of(first(mixture(entries, tokenizer), 10_000), tokenizer)
+    assert len([text for text in found if text in "xy"]) == 2
 
 
 def test_each_part_has_each_row_once_a_round_for_any_number_of_readers(parts, tokenizer):
@@ -191,7 +191,7 @@ def test_examples_of_all_parts_share_packs(parts, tokenizer):
 
 
 @pytest.mark.parametrize("settings", [{}, {"packing": True}, {"packing": True, "packing_strategy": "wrapped"}], ids=str)
-@pytest.mark.parametrize(("reader", "readers"), [(0, 1), (1, 2), (5, 6)])
+@pytest.mark.parametrize(("reader", "readers"), [(0, 1), (5, 6)])
 def test_a_mixture_goes_on_after_any_example(settings, reader, readers, parts, tokenizer):
     whole = replace(mixture(parts, tokenizer, **settings), rank=reader, ranks=readers)
     stops = (1, 40, 60, 80, 110) if settings else (1, 7, 300, 999, 1_000, 1_001, 1_400)  # in two windows
@@ -211,19 +211,6 @@ def test_the_description_has_a_line_for_each_part(parts, tokenizer):
         "14.3% of all, 1 shard",
         "7.1% of all, 1 shard",
     ]
-
-
-def test_a_mixture_is_evaluated_on_the_parts_that_have_a_test_split(tmp_path, tokenizer):
-    (tmp_path / "both").mkdir()
-    for split in ("train", "test"):
-        jsonl(tmp_path, texts(split), f"both/{split}.jsonl")
-    entries = [{"name": name, "weight": 1} for name in (jsonl(tmp_path, texts("a")), str(tmp_path / "both"))]
-    run = run_with(dataset_name=entries, eval_strategy="steps", **STREAM)
-    assert rows_of(load_data(run, tokenizer).eval, tokenizer) == ["test"]
-    (tmp_path / "both/test.jsonl").unlink()
-    found = problem(run, tokenizer)
-    assert "there is nothing to evaluate on: its parts have only train" in found.what
-    assert "such as train.jsonl and test.jsonl" in found.fix
 
 
 def test_a_mistake_names_its_part(tmp_path, tokenizer):

@@ -40,22 +40,24 @@ def watched(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("flags", ["", "--packing", "--packing --dataloader_num_workers 3"])
-@pytest.mark.parametrize("stop", [4, 7])
-def test_a_resume_goes_on_at_the_next_example(flags, stop, gpt2_with_dropout, data, tmp_path, watched):
-    whole = train_here(gpt2_with_dropout, data, tmp_path / "whole", *EIGHT_STEPS, *flags.split())
-    assert whole.code == 0, whole.output
-    examples, watched["examples"], watched["stop"] = watched["examples"], [], stop
-    assert train_here(gpt2_with_dropout, data, tmp_path / "two", *EIGHT_STEPS, *flags.split()).code == 130
-    watched["examples"], watched["stop"] = [], None
-    resumed = train_here(gpt2_with_dropout, data, tmp_path / "two", *EIGHT_STEPS, *flags.split())
-    assert watched["examples"] == examples[stop // 3 * 3 :]
-    assert losses(resumed) == losses(whole)
-    assert [entry["epoch"] for entry in resumed.record["log_history"] if "loss" in entry] == [
-        step / 8 for step in range(1, 9)
-    ]
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "two")]
-    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+@pytest.mark.parametrize("flags", ["", "--packing --dataloader_num_workers 3"])
+def test_a_resume_goes_on_at_the_next_example(flags, gpt2_with_dropout, data, tmp_path, watched):
+    def train(folder, stop=None):
+        watched["examples"], watched["stop"] = [], stop
+        outcome = train_here(gpt2_with_dropout, data, tmp_path / folder, *EIGHT_STEPS, *flags.split())
+        assert outcome.code == (0 if stop is None else 130), outcome.output
+        return outcome, watched["examples"]
+
+    whole, examples = train("whole")
+    for stop in (4, 7):
+        train(f"{stop}", stop)
+        resumed, seen = train(f"{stop}")
+        assert seen == examples[stop // 3 * 3 :]
+        assert losses(resumed) == losses(whole)
+        epochs = [entry["epoch"] for entry in resumed.record["log_history"] if "loss" in entry]
+        assert epochs == [step / 8 for step in range(1, 9)]
+        weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", f"{stop}")]
+        assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
 @pytest.fixture

@@ -39,23 +39,23 @@ MOST_LINES = 800  # of a file, which is one concept
 # The most lines of each room; of `recipes` and `launch`, of the files directly in them. When a room
 # has become smaller, so does its budget: it is never raised.
 BUDGETS = {
-    "recipes": 770,
-    "recipes/legal": 600,
-    "recipes/run": 2050,
-    "recipes/rules": 2490,
-    "recipes/planner": 3630,
-    "recipes/scaling": 1440,
+    "recipes": 760,
+    "recipes/legal": 500,
+    "recipes/run": 2020,
+    "recipes/rules": 2400,
+    "recipes/planner": 3310,
+    "recipes/scaling": 1410,
     "launch": 550,
-    "launch/commands": 1410,
-    "launch/data": 3030,
-    "launch/doctor": 1720,
-    "launch/explain": 480,
-    "launch/fit": 360,
-    "launch/host": 1590,
+    "launch/commands": 1390,
+    "launch/data": 2650,
+    "launch/doctor": 1700,
+    "launch/explain": 460,
+    "launch/fit": 310,
+    "launch/host": 1510,
     "launch/jobs": 1620,
-    "launch/output": 2150,
-    "launch/scaling": 1060,
-    "launch/training": 2700,
+    "launch/output": 1760,
+    "launch/scaling": 1030,
+    "launch/training": 2500,
 }
 
 

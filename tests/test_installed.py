@@ -138,8 +138,6 @@ def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):
     shutil.copytree(installed, site, dirs_exist_ok=True)
     assert recipes("list", cwd=empty, path=[site]).returncode == 0
     assert python("-c", "from recipes import fast", cwd=empty, path=[site]).returncode == 0
-    doctor = "from launch.doctor.machine import versions; print(versions(None))"
-    assert "foreign has a package recipes too" in python("-c", doctor, cwd=empty, path=[site]).stdout
 
 
 @pytest.mark.parametrize("name", ["recipes", "launch"])

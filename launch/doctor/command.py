@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = 240  # seconds: on a cold disk torch alone takes a minute, and late nodes have half of it
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
-_PLAIN_SIGNS = {"ok": "+", "warning": "!", "error": "x"}
 
 
 def add_parser(commands: Commands) -> None:
@@ -45,23 +44,17 @@ def add_parser(commands: Commands) -> None:
 
 
 def examine(options: argparse.Namespace, rest: list[str]) -> int:
-    """Returns 0, 1 if a check failed (warnings do not count), 130 if it was interrupted."""
+    """Returns 0, or 1 if a check failed; warnings do not count."""
     request = request_for(hardware.read(), os.environ, options)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, no rank may stay behind
-    signs = _SIGNS
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
-        sys.stdout.reconfigure(errors="replace")
-        signs = _PLAIN_SIGNS
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal is in UTF-8
     checks: list[Check] = []
-    try:
-        for check in _checks(request, checks):
-            checks.append(check)
-            if not options.json:
-                fix = "".join(f"\n     {text}" for text in check.fix.splitlines())  # ready to be copied
-                print(f"{len(checks):2} {signs[check.status]} {check.title}: {check.found}{fix}", flush=True)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    for check in _checks(request, checks):
+        checks.append(check)
+        if not options.json:
+            fix = "".join(f"\n     {text}" for text in check.fix.splitlines())  # ready to be copied
+            print(f"{len(checks):2} {_SIGNS[check.status]} {check.title}: {check.found}{fix}", flush=True)
     errors, doubts = (sum(check.status == status for check in checks) for status in ("error", "warning"))
     if options.json:
         print(json.dumps({"healthy": not errors, "checks": [asdict(check) for check in checks]}, indent=2))

@@ -26,7 +26,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from launch.host import processes
-from launch.host.own_packages import NAMES, other_owners
 from launch.terminal import memory_size, plural
 from recipes.legal.schema import version
 from recipes.run.files import hf_home
@@ -98,9 +97,14 @@ def examine(request: Request) -> Iterator[Check]:
 
 def versions(request: Request) -> Check:
     """The versions of Python and the libraries, compared with those that this package supports."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
-    python, lines = _supported()
+    python, lines = "", list[str]()
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a clone that is not installed
+        declared = metadata.metadata("accelerate-recipes")
+        python, lines = declared["Requires-Python"], metadata.requires("accelerate-recipes") or []
     libraries = [one for one in map(Requirement, lines) if not one.marker or one.marker.evaluate({"extra": ""})]
     if not libraries:
         return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
@@ -113,26 +117,8 @@ def versions(request: Request) -> Check:
         if "Python" in wrong:
             fix = f"use an environment with Python {python}"
         return Check("warning" if set(wrong.values()) == {"newer"} else "error", "versions", what, fix)
-    for name in NAMES:
-        if others := other_owners(name):  # it works here: ours came last, or is imported first
-            what = f"{' and '.join(others)} has a package {name} too, and takes that name if it is installed again"
-            return Check("warning", "versions", what, "an environment of its own for one of them")
     shown = (f"{name} {installed[name]}" for name in ("Python", "torch", "transformers", "accelerate"))
     return Check("ok", "versions", ", ".join(shown))
-
-
-def _supported() -> tuple[str, list[str]]:
-    """Supported Python and requirements: of the installed package, else of the checkout."""
-    from importlib import metadata
-
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        declared = metadata.metadata("accelerate-recipes")
-        return declared["Requires-Python"], metadata.requires("accelerate-recipes") or []
-    import tomllib
-
-    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    project = tomllib.loads(file.read_text())["project"] if file.exists() else {}
-    return project.get("requires-python", ""), project.get("dependencies", [])
 
 
 def outside(installed: str | None, wanted: str) -> str:

@@ -201,7 +201,7 @@ def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: Examples) -
         trainee = Trainee(variant, setup, smaller)
         gradient(trainee, trainee.parts(batch))
         update(trainee)
-    return torch.cuda.max_memory_allocated() - before if on_cuda else max(map(sum, live.moments))
+    return torch.cuda.max_memory_allocated() - before if on_cuda else int(max(map(sum, live.moments)))
 
 
 def _now(setup: Setup) -> float:

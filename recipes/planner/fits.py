@@ -115,8 +115,8 @@ class Estimator:
             return self._closed_form(run, case)
         try:
             # A mask of joined rows grows with the square of the micro-batch, and Liger's chunks of
-            # tokens are powers of 2.
-            if not run["padding_free"] and not case.liger:
+            # tokens are powers of 2. A batch of 1 takes views where others are copied.
+            if case.batch > 1 and not run["padding_free"] and not case.liger:
                 with contextlib.suppress(ValueError):
                     two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
                     return at_batch(two, three, case.batch)

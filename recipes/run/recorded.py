@@ -58,9 +58,10 @@ def read(path: str | Path, subject: str) -> Json:
 
 def _is_record(content: Json) -> bool:
     """True for a status, and settings that all have a value and its source."""
-    settings = content.get("settings") or None
+    settings = content.get("settings") or {}
     tables = [content.get(name) or {} for name in ("hardware", "code", "versions", "environment")]
-    if not isinstance(content.get("status"), str) or not all(isinstance(table, dict) for table in (settings, *tables)):
+    is_told = settings and isinstance(content.get("status"), str)
+    if not is_told or not all(isinstance(table, dict) for table in (settings, *tables)):
         return False
     entries = [entry if isinstance(entry, dict) else {} for entry in settings.values()]
     return all("value" in entry and isinstance(entry.get("source"), str) for entry in entries)

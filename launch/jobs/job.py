@@ -23,7 +23,7 @@ from launch.output.submission import Submission
 from launch.terminal import console, plural, print_problems
 from recipes.errors import mistake
 from recipes.rules.check import require_legal
-from recipes.run import RunSpec, here, resolve, with_fit
+from recipes.run import RunSpec, here, resolve, with_fit, with_flags
 from recipes.run.engine import launch_yaml
 from recipes.run.engine_sources import from_yaml
 from recipes.run.files import find_yaml
@@ -120,7 +120,7 @@ def checked_job(
     if run.engine.kind == "single" and world > 1:
         what = f"{run.recipe.name} trains in one process, {world} are asked for"
         raise mistake("processes_per_node", what, "one process, or --recipe standard")
-    argv = ("--recipe", run["recipe"], *argv)
+    argv = ("--recipe", run["recipe"], *with_flags(argv, {"recipe": None}))
     if is_stored:
         refuse_secrets(run, argv)
     own = launch_yaml(run.recipe, run["deepspeed"])

@@ -51,7 +51,7 @@ BUDGETS = {
     "launch/doctor": 1700,
     "launch/explain": 460,
     "launch/fit": 310,
-    "launch/host": 1510,
+    "launch/host": 1540,
     "launch/jobs": 1620,
     "launch/output": 1760,
     "launch/scaling": 1030,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 LAUNCHER = Path(__file__)
 THREADS = "OMP_NUM_THREADS"
+_LATE_SECONDS = 10
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 _KILLED = {
     signal.SIGKILL: ": the kernel does that when RAM runs out (`dmesg` tells)",
@@ -113,6 +114,11 @@ class Signals:
                         os.kill(rank.pid, signal.SIGKILL if kills else signal.SIGTERM)
                     elif number != signal.SIGINT or os.getsid(rank.pid) != os.getsid(0):
                         os.kill(rank.pid, number)  # a terminal interrupts its whole session itself
+            if number == signal.SIGINT and not kills:
+                # `kill -INT` tells this process alone: a rank that goes on is told to stop.
+                late = threading.Timer(_LATE_SECONDS, _end, (ranks,))
+                late.daemon = True
+                late.start()
 
     def exit_code_of(self, rank: int, code: int) -> int:
         """The exit code of the launcher. A rank that was killed could not print anything itself."""
@@ -135,6 +141,12 @@ class Signals:
     @property
     def _exit_code(self) -> int:
         return 130 if self.received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
+
+
+def _end(ranks: list[psutil.Process]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.terminate()
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Stop requests: after SIGTERM, SIGUSR1 or SIGHUP to any rank, all save the same step and exit.
 
 Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
-some time later. A terminal that is closed sends SIGHUP.
+some time later. A terminal that is closed sends SIGHUP. Ctrl-C (SIGINT) is such a request too once
+the model trains, and a second one stops at once.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class StopRequest:
     patience: float = 1800  # ddp_timeout's default
     _deferred = False
 
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
     @property
     def stop_requested(self) -> bool:
         return self.signal is not None
@@ -59,6 +63,9 @@ class StopRequest:
         """
         self._end_if_requested()
         self._deferred, self.patience = True, patience
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._interrupt)
 
     def request(self, by: str) -> None:
         """Ask for the stop from another thread, not by a signal but for the reason `by`."""
@@ -68,6 +75,15 @@ class StopRequest:
     def _end_if_requested(self) -> None:
         if self.signal:
             raise Preempted(f"told to stop by {self.signal}")
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a worker that loads data, which its parent ends
+            return
+        if self.signal:
+            raise KeyboardInterrupt
+        self._handle(number, frame)
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"\nstopping, after the step in progress; Ctrl-C again kills\n")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         _received.add(number)

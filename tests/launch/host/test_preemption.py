@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.host.signals import EXIT_CODE, PASSED_ON
+from launch.host.signals import EXIT_CODE, PASSED_ON, StopRequest
 from launch.output.checkpoints import newest_valid
 from tests.support.running import ROOT, launch_quickly, losses, model_flags, read_record, train_here
 from tests.support.stopping import ONE_PROCESS, TWO_RANKS, Forked, Run
@@ -64,6 +64,10 @@ def everybody(run: Run) -> None:
     os.killpg(run.process.pid, signal.SIGTERM)
 
 
+def ctrl_c(run: Run) -> None:
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "tell"),
@@ -73,8 +77,18 @@ def everybody(run: Run) -> None:
         (ONE_PROCESS, launcher_twice),
         (TWO_RANKS, launcher_twice),
         (TWO_RANKS, everybody),
+        (Run, ctrl_c),
+        (TWO_RANKS, ctrl_c),
     ],
-    ids=["SIGHUP", "SIGUSR1", "a launcher of one, twice", "a launcher of two, twice", "two and their launcher"],
+    ids=[
+        "SIGHUP",
+        "SIGUSR1",
+        "a launcher of one, twice",
+        "a launcher of two, twice",
+        "two and their launcher",
+        "Ctrl-C",
+        "Ctrl-C of two",
+    ],
 )
 def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, tell, tiny_model, texts, tmp_path):
     run = start([*model_flags(tiny_model, texts), *ENDLESS], tmp_path)
@@ -82,6 +96,19 @@ def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, tell, tiny_m
     assert assert_resumable(tmp_path) >= 5
     assert "at step" in output and "run the same command again" in output
     assert start is not Run or (run.process.returncode == EXIT_CODE == 75 and "Traceback" not in output)
+
+
+def test_a_second_ctrl_c_stops_at_once(capfd):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = StopRequest()
+    try:
+        stop.defer(patience=1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == "SIGINT" and "Ctrl-C again kills" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(flags, tiny_model, texts, tmp_path, uninterrupted):

@@ -7,8 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import tempfile
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -24,8 +22,7 @@ from launch.output.resume import find_earlier_run, look_ahead, make_room
 from recipes.errors import UserError
 from recipes.run import here, resolve
 from recipes.run.files import shipped
-from tests.support.running import SCRIPT, fork, losses, model_flags, read_record, train_here
-from tests.support.waiting import PATIENCE, wait_for
+from tests.support.running import losses, model_flags, read_record, train_here
 
 SIX_STEPS = "--max_steps 6 --save_steps 2 --save_total_limit 9 --learning_rate 1e-3 --logging_steps 1".split()
 SPLIT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]".split()
@@ -231,22 +228,6 @@ def test_early_stopping_stops_at_the_same_step_after_a_resume(tiny_model, texts,
     assert train_here(tiny_model, texts, tmp_path, *flags).record["global_step"] == 6
     resumed = train_here(tiny_model, texts, at_step(tmp_path, 4), *flags)
     assert "resuming from" in resumed.output and resumed.record["global_step"] == 6
-
-
-def test_ctrl_c_is_recorded_and_says_what_was_saved(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), "--output_dir", str(tmp_path), "--save_steps", "5"]
-    endless = ["--max_steps", "100000", "--num_train_epochs", "9999"]
-    with tempfile.TemporaryFile("w+") as log:
-        process = fork(dict(os.environ), [str(SCRIPT), *flags, *endless], log.fileno())
-        wait_for("a checkpoint", lambda: list(tmp_path.glob("checkpoint-*/trainer_state.json")))
-        os.kill(process.pid, signal.SIGINT)
-        process.join(PATIENCE)
-        process.kill()
-        log.seek(0)
-        output = log.read()
-    assert process.exitcode == 130, output
-    assert read_record(tmp_path)["status"] == "interrupted"
-    assert "interrupted. Saved: " in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize(("recipe", "steps"), [("baseline", "1"), ("standard", "20"), ("fast", "2")])

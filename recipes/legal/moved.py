@@ -39,6 +39,10 @@ RENAMED: dict[str, tuple[str, str]] = {
     "eval_batch_size": (_OTHER, "per_device_eval_batch_size"),
     "flash_attention": (_OTHER, "attn_implementation: flash_attention_2"),
     "use_flash_attention_2": (_OTHER, "attn_implementation: flash_attention_2"),
+    "micro_batch_size": (_OTHER, "per_device_train_batch_size"),
+    "epochs": (_OTHER, "num_train_epochs"),
+    "max_epochs": (_OTHER, "num_train_epochs"),
+    "lr": (_OTHER, "learning_rate"),
     "resume": ("is not needed: resuming is automatic", "leave it out, or resume_from_checkpoint: FOLDER"),
 }
 
@@ -62,10 +66,6 @@ ELSEWHERE: dict[str, str] = {
     "sync_each_batch": 'accelerator_config: {"gradient_accumulation_kwargs": {"sync_each_batch": true}}',
     "train_batch_size": "global_batch_size, or per_device_train_batch_size",
     "batch_size": "global_batch_size, or per_device_train_batch_size",
-    "micro_batch_size": "per_device_train_batch_size",
-    "epochs": "num_train_epochs",
-    "max_epochs": "num_train_epochs",
-    "lr": "learning_rate",
     "gpu_ids": "the Accelerate YAML, or the environment variable CUDA_VISIBLE_DEVICES",
     "dynamo_backend": "torch_compile, with torch_compile_backend",
 }

@@ -208,5 +208,7 @@ def _code(error: BaseException) -> int:
 
 
 def _is_of_a_cache(file: Path) -> bool:
-    """Libraries write to HF_HOME, or below the home folder: read-only in many containers."""
-    return ".cache" in file.parts or ("HF_HOME" in os.environ and file.is_relative_to(os.environ["HF_HOME"]))
+    """Libraries write below the home folder, or where these say: read-only in many containers."""
+    named = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
+    folders = [folder for name in named if (folder := os.environ.get(name))]
+    return bool({".cache", ".triton"} & {*file.parts}) or any(map(file.is_relative_to, folders))

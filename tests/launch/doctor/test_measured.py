@@ -163,7 +163,7 @@ def test_the_plan_takes_what_was_measured_on_such_a_card(gpu):
     measured.keep_own_context(H100, several=False)
     KEEP_HOST(2e-9, 1e10)
     after = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    assert after.times["memory"].host > before.times["memory"].host
+    assert after.recipes[0].time.host > before.recipes[0].time.host
     assert after.host_source == "measured here" != before.host_source
     assert after.recipes[0].components.context == 520 * MIB and after.context.source == own().source
     other = planned(gpu="L4", gpu_memory=None, recipe="memory")

@@ -369,13 +369,6 @@ def _of_key(run: RunSpec, key: str, what: str, fix: str, severity: str = "error"
     return in_yaml(run, f"fsdp_{key}", what, fix, severity)
 
 
-_INSTEAD_OF_STRATEGY = {
-    "SHARD_GRAD_OP": "fsdp_reshard_after_forward: false",
-    "NO_SHARD": "distributed_type: MULTI_GPU, which is DDP",
-    "HYBRID_SHARD": "parallelism_config with dp_replicate_size and dp_shard_size",
-}
-
-
 @rule
 def fsdp2_is_chosen_with_its_own_keys(run):
     """The launcher's default is FSDP1, which Trainer deprecates. Version 2 drops its strategies."""
@@ -386,7 +379,7 @@ def fsdp2_is_chosen_with_its_own_keys(run):
     strategy = str(fsdp_section(run).get("sharding_strategy", "FULL_SHARD")).upper()
     # A launcher exports all keys.
     if fsdp_version(run) == 2 and (run.engine.raw or run["fsdp"]) and strategy not in ("FULL_SHARD", "1"):
-        fix = _INSTEAD_OF_STRATEGY.get(strategy, "leave it out")
+        fix = "leave it out; fsdp_reshard_after_forward: false keeps parameters, as SHARD_GRAD_OP did"
         yield _of_key(run, "sharding_strategy", "is ignored by FSDP2", fix, "advice")
 
 

@@ -269,6 +269,7 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
     A value that contradicts the arguments is a problem of its own in `found`.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.config import DeepSpeedConfig
     from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
@@ -278,6 +279,8 @@ def _deepspeed_config(run: RunSpec, args: Any, found: list[Problem]) -> dict[str
             self.world_size = run.data_parallel_size * tensor // self._param_dict.get("sequence_parallel_size", 1)
             super()._configure_train_batch_size()
 
+    if args.fp16 and not on_gpu(run) and not get_accelerator().is_fp16_supported():
+        raise ValueError("fp16: type fp16 is not supported on your device.")  # as DeepSpeedEngine does
     plugin, written = args.deepspeed_plugin, HfDeepSpeedConfig(deepspeed_file(run) or {})
     tensor = max(1, plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0))
     plugin.set_mixed_precision(args.mixed_precision)

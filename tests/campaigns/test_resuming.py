@@ -160,8 +160,8 @@ def test_no_run_is_lost(what, engines):
 def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_path):
     for name in ("recipes", "launch", "tests", "accelerate_configs", "azureml"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    product = tmp_path / "launch" / "output" / "identity.py"
-    checked = "return run is not None and writer is not None and not is_same(writer, run)"
+    product = tmp_path / "launch" / "output" / "manifest.py"
+    checked = 'return run is not None and writer is not None and writer["id"] != run["id"]'
     assert checked in product.read_text()
     product.write_text(product.read_text().replace(checked, "return False"))
     words = ["damage", "--only", f"single:{damage.WHOLE}:{damage.REPLACED}:0", "--workers", "1"]

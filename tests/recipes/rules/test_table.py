@@ -62,6 +62,8 @@ FLAGS = {
     "evaluation_rows_are_not_trained": (HELD_OUT, "", "--dataset_train_split train[:90%]"),
     "a_training_trains": ("--do_train", "false", ""),
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
+    "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
+    "labels_have_one_name": (f"{EVAL} --label_names", "foo", "labels"),
     "timings_go_to_a_table": ("--measure", "timings.txt", "timings.jsonl"),
     "sixteen_bit_weights_lose_small_updates": ("--dtype bfloat16", "", "--use_peft"),
     "persistent_workers_change_a_resume": (
@@ -97,9 +99,6 @@ CASES |= {
     "classifier_adapters_have_one_type": (
         Run(f"--recipe memory_zero3 --use_peft {CLASSIFY}", yaml="memory_zero3.yaml"),
         Run(f"--recipe memory --use_peft {CLASSIFY}", yaml="memory.yaml")),
-    "qlora_loads_whole_weights": (
-        Run("--load_in_4bit --use_peft", yaml="memory_zero3.yaml"),
-        Run("--load_in_4bit --use_peft", yaml="memory.yaml")),
     "a_streamed_mixture_has_weights": (
         Run("--dataset_name a b --dataset_streaming --max_steps 9"),
         Run("--config c.yaml --dataset_streaming --max_steps 9", files={"c.yaml": WEIGHTED})),

@@ -8,7 +8,6 @@ import torch
 
 from launch.host.world import World, launched, require_launcher, use_threads
 from recipes.errors import UserError
-from recipes.rules.check import check
 from recipes.run import here, resolve
 from recipes.run.engine_sources import from_environment
 from recipes.run.files import shipped
@@ -28,12 +27,6 @@ def test_the_launcher_announces_the_world_and_its_engine():
     assert launched(TORCHRUN) == World(size=8, rank=5, local_size=4)
     engine = from_environment({**TORCHRUN, **ZERO_3})
     assert (engine.kind, engine.zero_stage, engine.offload_param) == ("deepspeed", 3, "cpu")
-
-
-def test_rank_0_is_main_and_the_first_rank_of_each_node_is_local_main():
-    ranks = [World(8, rank, 4) for rank in range(8)]
-    assert [world.rank for world in ranks if world.is_main] == [0]
-    assert [world.rank for world in ranks if world.is_local_main] == [0, 4]
 
 
 @pytest.mark.parametrize(("recipe", "threads"), [("memory", 3), ("sharded", 1)])
@@ -60,12 +53,6 @@ def test_processes_that_cannot_find_each_other_are_refused():
         require_launcher(World(2, 0, 2), {"RANK": "0", "WORLD_SIZE": "2"})
     # One process a node under Slurm, with a launcher in it.
     assert not require_launcher(launched(TORCHRUN), {"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})
-
-
-def test_a_compiler_in_the_environment_is_that_of_a_plain_run():
-    environment = {"ACCELERATE_DYNAMO_BACKEND": "foo"}
-    run = resolve([], here(hardware=Hardware(), environment=environment, launched=True))
-    assert {problem.subject for problem in check(run)} == {"dynamo_config"}
 
 
 DECIDE = """

@@ -128,6 +128,11 @@ def test_a_configuration_names_its_recipe(tmp_path, capsys):
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
 
 
+def test_a_recipe_behind_the_dashes_is_one_flag_of_the_job(capsys):
+    assert main(["submit", "local", "--dry_run", "--", "--recipe", "fast", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.count("--recipe fast") == 1
+
+
 def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert job(argv=("--output_dir", "~/run")).folder == tmp_path / "run"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.running import launch_quickly, model_flags, train_here
+from tests.support.running import train_here
 from tests.support.runs import resolved
 
 SPLIT = "--dataset_train_split train[:90%] --dataset_test_split train[90%:]"
@@ -81,16 +81,6 @@ def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, t
     outcome = train_here(tiny_model, texts, tmp_path, *flags, *FIRST_IS_BEST)
     assert "2 saves fewer models than are evaluated" in outcome.output
     assert "of step 2, the last: no checkpoint of the best, step 1, was found" in outcome.output
-    assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
-    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
-
-
-@pytest.mark.slow
-def test_two_ranks_load_the_same_best_model(tiny_model, texts, tmp_path):
-    flags = [*model_flags(tiny_model, texts), *EVERY_SECOND, *FIRST_IS_BEST, "--max_steps", "5"]
-    outcome = launch_quickly(*flags, output=tmp_path, processes=2, config="standard.yaml")
-    assert (outcome.code, outcome.record["model_step"]) == (0, 2), outcome.output
-    assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0]
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
 

@@ -38,8 +38,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 class Config(PreTrainedConfig):
     model_type = "own"
 
-    def __init__(self, on="mean", vocab_size=260, hidden_size=8, **kwargs):
-        self.on, self.vocab_size, self.hidden_size = on, vocab_size, hidden_size
+    def __init__(self, vocab_size=260, hidden_size=8, **kwargs):
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         super().__init__(**kwargs)
 
 
@@ -57,12 +57,7 @@ class Classifier(PreTrainedModel):
         return self.embedding
 
     def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-        tokens = self.embedding(input_ids)
-        if self.config.on == "mean":
-            pooled = self.norm(tokens.mean(1))
-        else:
-            pooled = self.norm(tokens.transpose(1, 2)).mean(2)
-        logits = self.classifier(pooled)
+        logits = self.classifier(self.norm(self.embedding(input_ids).mean(1)))
         loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 """

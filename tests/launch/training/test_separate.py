@@ -8,22 +8,16 @@ from transformers import AutoModelForCausalLM as CausalLM
 from transformers import (
     BambaConfig,
     FalconConfig,
-    FalconH1Config,
-    Gemma2Config,
     Gemma3Config,
-    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
-    GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
-    Lfm2MoeConfig,
     LlamaConfig,
     Mamba2Config,
     MixtralConfig,
     OPTConfig,
     RecurrentGemmaConfig,
-    Zamba2Config,
 )
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -45,16 +39,10 @@ FALCON = FalconConfig(**SMALL)
 GPT_OSS = GptOssConfig(num_hidden_layers=4)
 
 # Of the sizes that transformers gives them, from one to hundreds of billions of weights, and small.
-APART = [
-    LlamaConfig(), LlamaConfig(**SMALL, intermediate_size=64), GPT2Config(), Gemma2Config(), Gemma3Config(),
-    Gemma4TextConfig(), MixtralConfig(),
-]  # fmt: skip
+APART = [LlamaConfig(), LlamaConfig(**SMALL, intermediate_size=64), GPT2Config(), Gemma3Config(), MixtralConfig()]
 MIXED = [
-    LFM2, Lfm2Config(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]),
-    Lfm2MoeConfig(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]), JAMBA, JambaConfig(),
-    BambaConfig(), GraniteMoeHybridConfig(layer_types=["mamba", "attention"] * 2, num_hidden_layers=4),
-    FalconH1Config(mamba_d_head=64, mamba_n_heads=16), Zamba2Config(), RecurrentGemmaConfig(), Mamba2Config(), OPT,
-    OPTConfig(), FALCON, FalconConfig(), GPT_OSS,
+    LFM2, Lfm2Config(num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]), JAMBA, JambaConfig(),
+    BambaConfig(), RecurrentGemmaConfig(), Mamba2Config(), OPT, OPTConfig(), FALCON, FalconConfig(), GPT_OSS,
 ]  # fmt: skip
 
 

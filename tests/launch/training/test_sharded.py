@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-from launch.output.checkpoints import newest_valid
 from launch.training import model
 from tests.support.models import SMALL, load, run_with, save
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
@@ -85,17 +84,6 @@ def test_a_resume_goes_on_bit_for_bit(adapters, sharded):
     whole, _ = sharded(*adapters, steps=8)
     assert "resuming from" in resumed.output
     assert losses(resumed)[4:] == losses(whole)[4:]
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_stops_all_at_one_step_and_the_run_goes_on(sharded):
-    stopped, folder = sharded(steps=8, env={"STOP_AT_STEP": "3"})
-    assert stopped.record["status"] == "preempted", stopped.output
-    newest, damaged = newest_valid(folder)
-    assert newest is not None and 3 <= newest.step < 8 and not damaged
-    resumed, _ = sharded(steps=8, output=folder)
-    whole, _ = sharded(steps=8)
-    assert losses(resumed)[newest.step :] == losses(whole)[newest.step :]
 
 
 @pytest.mark.slow

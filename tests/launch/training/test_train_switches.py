@@ -55,14 +55,6 @@ def test_dora_trains_a_magnitude_for_each_output_and_resumes_bit_for_bit(four_bi
 
 
 @pytest.mark.slow
-def test_dora_trains_the_same_on_two_ranks(tiny_model, texts, tmp_path):
-    flags = [*STEPS, *DORA, "--lora_dropout", "0"]
-    alone = train_here(tiny_model, texts, tmp_path / "alone", *flags)
-    both = launch_quickly(*model_flags(tiny_model, texts), *flags, output=tmp_path / "both")
-    assert both.code == 0 and losses(both) == pytest.approx(losses(alone), rel=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "more"), [("memory", ()), ("memory", ("--load_in_4bit",)), ("memory_zero3", ())])
 def test_dora_trains_under_zero(recipe, more, tiny_model, texts, tmp_path):
     flags = ["--recipe", recipe, *model_flags(tiny_model, texts), *STEPS, *DORA, *more]
@@ -77,14 +69,6 @@ def test_on_a_cpu_layer_norm_mixes_no_16_bit_types_and_rms_norm_does(tiny_model,
     assert train_here(tiny_model, texts, tmp_path / "llama", *mixed).code == 0
     refused = train_here(tmp_path / "gpt2", texts, tmp_path / "out", *mixed)
     assert refused.code == 2 and "dtype: mixed dtype (CPU)" in refused.output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("switch", "off"), [("--gradient_checkpointing", 1e-5), ("--bf16", 0.02)])
-def test_activations_computed_again_and_bf16_follow_the_plain_training(switch, off, tiny_model, texts, tmp_path):
-    plain = train_here(tiny_model, texts, tmp_path / "plain", *STEPS)
-    switched = train_here(tiny_model, texts, tmp_path / "switched", *STEPS, switch)
-    assert losses(switched) == pytest.approx(losses(plain), rel=off)
 
 
 def test_an_evaluation_in_sixteen_bits_leaves_the_saved_weights_alone(tiny_model, texts, tmp_path):

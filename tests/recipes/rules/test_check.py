@@ -13,18 +13,70 @@ from recipes.run import here, resolve
 from recipes.run.hardware import Hardware
 from tests.support.running import ROOT
 from tests.support.runs import Run, deepspeed
-from tests.support.wrong_inputs import WRONG
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.title)
-def test_wrong_input_is_an_error_with_its_fix(wrong, tmp_path, monkeypatch):
-    argv, files = wrong.argv, {}
-    if wrong.config:
-        argv, files = f"{argv} --config run.yaml", {"run.yaml": wrong.config}
-    found = check(Run(argv, wrong.world, files=files).resolve(tmp_path, monkeypatch))
-    about = [problem for problem in found if (problem.subject, problem.severity) == (wrong.subject, "error")]
-    assert about, f"nothing about {wrong.subject}: {[str(problem) for problem in found]}"
-    assert any(wrong.fix in problem.fix for problem in about), [str(problem) for problem in about]
+def wrong(subject: str, fix: str, argv: str = "", config: str = "", world: int = 1):
+    """A row: the name that the problem is about, a part of the fix, and what a user writes."""
+    return pytest.param(subject, fix, argv, config, world, id=" ".join((argv or config).split())[:70])
+
+
+WRONG = [
+    # Misspelt.
+    wrong("learning_rat", "--learning_rate", "--learning_rat 1e-4"),
+    wrong("gradient_accumulation", "--gradient_accumulation_steps", "--gradient_accumulation 4"),
+    wrong("lora_rank", "lora_r", "--lora_rank 8"),
+    wrong("dataset", "dataset_name", "--dataset d.jsonl"),
+    wrong("xylophone", "--help", "--xylophone"),
+    wrong("train", "--name value", "train"),
+    wrong("--seed", "write it once", "--seed 1 --seed 2"),
+    wrong("recipe", "fast", "--recipe fsat"),
+    # Renamed.
+    wrong("evaluation_strategy", "eval_strategy", "--evaluation_strategy steps"),
+    wrong("overwrite_output_dir", "--fresh", "--overwrite_output_dir"),
+    wrong("per_gpu_train_batch_size", "per_device_train_batch_size", "--per_gpu_train_batch_size 4"),
+    wrong("group_by_length", "train_sampling_strategy", "--group_by_length"),
+    wrong("warmup_ratio", "warmup_steps", "--warmup_ratio 0.1"),
+    # Of another place.
+    wrong("mixed_precision", "--bf16", "--mixed_precision bf16"),
+    wrong("static_graph", "ddp_static_graph", "--static_graph true"),
+    wrong("num_processes", "accelerate launch", "--num_processes 2"),
+    wrong("zero_stage", "deepspeed_config", "--zero_stage 3"),
+    wrong("batch_size", "global_batch_size", "--batch_size 8"),
+    wrong("deepspeed_config", "Accelerate YAML", config="deepspeed_config:\n  zero_stage: 2\n"),
+    wrong("config", "leave it out", config="config: other.yaml\n"),
+    # Values.
+    wrong("learning_rate", "a number", "--learning_rate fast"),
+    wrong("seed", "a whole number", "--seed 1.5"),
+    wrong("bf16", "true or false", "--bf16 maybe"),
+    wrong("num_train_epochs", "a number", config="num_train_epochs: true\n"),
+    wrong("save_steps", "a number", config="save_steps: [1, 2]\n"),
+    wrong("accelerator_config", "JSON", "--accelerator_config {even_batches:1}"),
+    wrong("optim", "adamw_torch_fused", "--optim adam"),
+    wrong("eval_strategy", "one of no, steps, epoch", "--eval_strategy always"),
+    wrong("ddp_comm_hook", "fp16", "--ddp_comm_hook powersgd"),
+    wrong(
+        "metric_for_best_model",
+        "loss",
+        "--task sequence_classification --dataset_name x --prediction_loss_only --eval_strategy steps "
+        "--metric_for_best_model accuracy",
+    ),
+    # Batches.
+    wrong("global_batch_size", "--global_batch_size", "--global_batch_size 15", world=2),
+    wrong(
+        "global_batch_size",
+        "leave one",
+        "--global_batch_size 16 --per_device_train_batch_size 4 --gradient_accumulation_steps 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("subject", "fix", "argv", "config", "world"), WRONG)
+def test_wrong_input_is_an_error_with_its_fix(subject, fix, argv, config, world, tmp_path, monkeypatch):
+    argv, files = (f"{argv} --config run.yaml", {"run.yaml": config}) if config else (argv, {})
+    found = check(Run(argv, world, files=files).resolve(tmp_path, monkeypatch))
+    about = [problem for problem in found if (problem.subject, problem.severity) == (subject, "error")]
+    assert about, f"nothing about {subject}: {[str(problem) for problem in found]}"
+    assert any(fix in problem.fix for problem in about), [str(problem) for problem in about]
     assert all(problem.source for problem in about)
 
 

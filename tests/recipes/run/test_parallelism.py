@@ -8,7 +8,7 @@ import pytest
 from accelerate import ParallelismConfig
 
 from recipes.rules.check import check
-from tests.support.runs import resolved
+from tests.support.runs import TWO_GPUS, resolved
 
 
 @pytest.fixture
@@ -64,3 +64,10 @@ def test_a_world_that_cannot_be_divided_is_refused_with_those_that_can(files):
 def test_a_size_that_is_refused_anyway_is_the_only_problem(size, world):
     run = resolved("", world, {"parallelism_config": ParallelismConfig(**{size: 2})})
     assert [problem.subject for problem in check(run) if problem.severity == "error"] == [size]
+
+
+def test_a_script_on_gpus_may_load_a_model_in_parts():
+    place = dict(hardware=TWO_GPUS, trained_by="script")
+    run = resolved("", 2, {"parallelism_config": ParallelismConfig(tp_size=2)}, **place)
+    assert not [problem for problem in check(run) if problem.severity == "error"]
+    assert (run.data_parallel_size, run.batch.total) == (1, 16)

@@ -127,7 +127,6 @@ def test_another_state_in_the_last_checkpoint_is_another_training(name, finished
 )
 def test_no_run_is_lost(what, engines):
     assert " 0 lost" in campaign("resuming", what, "--seed", "slow tier", "--count", "12", "--engine", *engines)
-<<<<<<< HEAD
 
 
 @pytest.mark.slow
@@ -144,5 +143,3 @@ def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_pa
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1 and damage.DIFFERENT in done.stdout, done.stdout + done.stderr
-=======
->>>>>>> w-tests2

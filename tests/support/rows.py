@@ -10,7 +10,13 @@ from launch.data.batches import IGNORED
 from launch.data.load import load_data
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
-from tests.support.models import run_with as run_with
+from recipes.run import RunSpec, here, resolve
+from recipes.run.hardware import Hardware
+
+
+def run_with(**chosen) -> RunSpec:
+    """A run on a CPU with these settings."""
+    return resolve([], here(hardware=Hardware(cores=2), environment={}), settings={"recipe": "baseline", **chosen})
 
 
 def jsonl(tmp_path, rows, name="data.jsonl"):

@@ -1,11 +1,14 @@
-"""Kills and damage come as they are drawn, and are judged rightly."""
+"""Kills and damage come as they are drawn, are judged rightly, and a broken product is caught."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 
@@ -17,6 +20,7 @@ from tests.campaigns.legality.tried import Outcome
 from tests.campaigns.resuming import damage, kills, trainings
 from tests.campaigns.resuming.moment import BACKGROUND, HIT, MAIN, VARIABLE, Moment, watched
 from tests.support.campaigns import campaign
+from tests.support.running import ROOT
 
 PHASES = ["start"] * 9 + ["step 1", "save"] * 20 + ["end"] * 3
 EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BACKGROUND: [BACKGROUND] * 9}] * 2}
@@ -62,6 +66,27 @@ def test_the_moment_of_another_rank_does_not_come(tmp_path):
     assert not (tmp_path / HIT).exists()
 
 
+CONTENT, OTHER = bytes(range(1, 129)) * 192, b"another run's"  # six pages
+LOOKS = {
+    "truncated": lambda found: CONTENT.startswith(found) and len(found) < len(CONTENT),
+    "emptied": lambda found: found == b"",
+    "half zeroed": lambda found: found == CONTENT[:12288] + bytes(12288),
+    "one page zeroed": lambda found: found.count(0) == damage.PAGE and len(found) == len(CONTENT),
+    "one bit flipped": lambda found: sum((a ^ b).bit_count() for a, b in zip(found, CONTENT, strict=True)) == 1,
+    "removed": lambda found: found is None,
+    damage.REPLACED: lambda found: found == OTHER,
+}
+
+
+@pytest.mark.parametrize("kind", damage.KINDS)
+def test_each_fault_is_what_it_is_called(kind, tmp_path):
+    file, other = tmp_path / "file", tmp_path / "other"
+    file.write_bytes(CONTENT)
+    other.write_bytes(OTHER)
+    assert damage.do(kind, file, other, Random(0))
+    assert LOOKS[kind](file.read_bytes() if file.exists() else None)
+
+
 RESUMED = "note  checkpoint-5 is damaged (model.safetensors is cut off)\nresuming from out/checkpoint-4, step 4"
 SILENT = "resuming from out/checkpoint-4, step 4"
 ERROR = "\nerror  dataset_name: texts.jsonl is not valid. Fix: write it again"
@@ -72,12 +97,14 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
     ("where", "code", "output", "differs", "kind"),
     [
         (damage.CHECKPOINT, 0, RESUMED, "", damage.MENDED),
+        (damage.CHECKPOINT, 0, RESUMED.replace("model.safe", "model.\nsafe"), "", damage.MENDED),
         (damage.CHECKPOINT, 0, SILENT, "", damage.UNNAMED),
         (damage.CHECKPOINT, 0, RESUMED, "weights", damage.DIFFERENT),
         (damage.CHECKPOINT, 0, "model.safetensors: training starts over", "", damage.STARTED_OVER),
         (damage.CHECKPOINT, 1, CRASH, "", damage.TRACEBACK),
         (damage.CHECKPOINT, None, "", "", damage.HANGS),
         ("data", 2, ERROR, "", damage.REFUSED),
+        ("data", 0, SILENT, "", damage.MENDED),
         ("data", 0, SILENT, "losses", damage.DIFFERENT),
         ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", damage.TOLD),
     ],

@@ -1,8 +1,8 @@
 """Stop requests: after SIGTERM, SIGUSR1 or SIGHUP to any rank, all save the same step and exit.
 
 Slurm, Azure ML, Kubernetes and torch elastic announce the end of a job by a signal, and kill it
-some time later. A terminal that is closed sends SIGHUP. Ctrl-C (SIGINT) is such a request too once
-the model trains, and a second one stops at once.
+some time later. A terminal that is closed sends SIGHUP. Ctrl-C (SIGINT) is such a request too after
+the first step, and a second one stops at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StopRequest:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a worker that loads data, which its parent ends
             return
-        if self.signal:
+        if self.signal or not self.step:  # before the first step there is nothing to save
             raise KeyboardInterrupt
         self._handle(number, frame)
         if os.environ.get("RANK", "0") == "0":

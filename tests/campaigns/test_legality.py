@@ -47,17 +47,26 @@ def compared(rules: list[str], of: list[str] | None = None, without: float = 2.5
     return compare(judgement, trained(2.5), CASE, of or rules, lambda case, rule: trained(without))
 
 
-def test_a_refusal_is_proven_by_an_equal_training_counted_or_a_disagreement():
-    """A wrong one beside one that is explained is found when it is tried on its own."""
+def test_a_refusal_is_right_if_the_same_trains_without_the_setting():
     assert compared([PROVABLE]).proven and not compared([PROVABLE]).disagreement
-    assert PROVABLE in compared([PROVABLE], without=2.4).disagreement.kind
+    assert "a_training_trains" in compared([PROVABLE], without=2.4).disagreement.kind
+
+
+def test_a_refusal_that_nothing_proves_is_counted():
     assert compared([AT_ITS_WORD]).unproven and not compared([AT_ITS_WORD]).proven
+
+
+def test_a_wrong_refusal_beside_an_explained_one_is_found_when_it_is_tried_on_its_own():
+    assert compared([UNKNOWN]).disagreement
     assert not compared([PROVABLE, UNKNOWN]).disagreement
     assert UNKNOWN in compared([PROVABLE, UNKNOWN], of=[UNKNOWN]).disagreement.kind
+
+
+def test_a_legal_run_that_fails_is_a_disagreement():
     failed = Outcome(1, "Traceback (most recent call last):\nValueError: no")
     assert compare(Judgement(), failed, CASE, [], SimpleNamespace).disagreement
 
 
 @pytest.mark.slow
 def test_check_and_reality_agree():
-    assert " 0 disagreements" in campaign("legality", "--runs", "130", "--seed", "slow tier")
+    assert " 0 disagreements" in campaign("legality", "--runs", "60", "--seed", "slow tier")

@@ -52,7 +52,7 @@ def compare(judgement: Judgement, outcome: Outcome, case: Case, rules: list[str]
     for rule in rules:
         if rule in UNPROVEN:
             found.unproven[rule] = UNPROVEN[rule]
-        elif proof := rule in PROVEN_BY and PROVEN_BY[rule](Refused(rule, case, judgement, outcome, twin)):
+        elif proof := _proof(rule, Refused(rule, case, judgement, outcome, twin)):
             found.proven[rule] = proof
         else:
             wrong.append(rule)
@@ -161,6 +161,10 @@ Proof = Callable[[Refused], str]
 RANGE = "_is_in_range"  # the end of the names of such rows
 
 
+def _proof(rule: str, refused: Refused) -> str:
+    return PROVEN_BY[rule](refused) if rule in PROVEN_BY else ""
+
+
 def _batch_is_another(refused: Refused) -> str:
     asked = refused.judgement.run["global_batch_size"] if refused.judgement.run else 0
     trained = refused.outcome.batch
@@ -219,12 +223,16 @@ PROVEN_BY: dict[str, Proof] = {
     f"global_batch_size{RANGE}": _batch_is_another,
     f"num_train_epochs{RANGE}": lambda refused: "" if refused.first["steps"] else "trains nothing",
     f"include_num_input_tokens_seen{RANGE}": lambda refused: refused.is_as("include_num_input_tokens_seen", "all"),
+    f"max_steps{RANGE}": lambda refused: refused.is_as("max_steps", "-1"),
     f"max_grad_norm{RANGE}": lambda refused: refused.is_as("max_grad_norm", "0"),
     f"eval_delay{RANGE}": lambda refused: refused.is_as("eval_delay", "0"),
+    **{
+        f"{name}{RANGE}": Refused.is_ignored
+        for name in "eval_steps early_stopping_patience max_steps save_steps".split()
+    },
     **dict.fromkeys(
         (
             f"eval_steps{RANGE}",
-            f"max_steps{RANGE}",
             f"early_stopping_patience{RANGE}",
             f"save_steps{RANGE}",
             "nested_settings_are_known",

@@ -170,16 +170,25 @@ def _sharded(random: Random) -> Case:
     return replace(launch, lifted=True, changes=(*recipe, *words))
 
 
-def _shared(random: Random) -> Case:
-    """Processes share a model or its examples, by a section of the YAML or by DeepSpeed's JSON."""
+def _tensor_parallel(random: Random) -> Case:
+    changes = [Change("json", "zero_optimization", {"stage": random.choice((0, 1, 2, 2, 3))})]
+    changes.append(Change("json", "train_micro_batch_size_per_gpu", "auto"))
+    changes += changed_keys(keys.SHARING, "json", random, random.choice((1, 1, 1, 2)))
+    changes += changed_keys(keys.DEEPSPEED_FILE, "json", random, random.choice((0, 0, 1)))
+    processes = random.choice((1, 2, 2, 2))
     if random.random() < 0.5:
-        shared = changed_keys({name: keys.DEEPSPEED_FILE[name] for name in keys.SHARING}, "json", random, 1)
-        changes = (Change("flag", "deepspeed", [DEEPSPEED_JSON]), *_json_changes(random), *shared)
-        return Case("torchrun", random.choice((1, 2, 2, 2)), changes=changes)
+        return Case("torchrun", processes, changes=(Change("flag", "deepspeed", [DEEPSPEED_JSON]), *changes))
+    named = Change("yaml", "deepspeed_config", {"deepspeed_config_file": DEEPSPEED_JSON})
+    without = Change("yaml", "mixed_precision", REMOVED)
+    return Case("accelerate", processes, "memory.yaml", changes=(named, without, *changes))
+
+
+def _section(random: Random) -> Case:
+    """Processes share a model or its examples by a section of the YAML."""
     file = random.choice(("standard.yaml", "memory.yaml", "sharded.yaml", "sharded.yaml"))
     named = {f"parallelism_config.{name}": values for name, values in keys.PARALLELISM.items()}
-    sections = tuple(changed_keys(named, "yaml", random, random.choice((1, 1, 2))))
-    return Case("accelerate", random.choice((None, 1, 2, 2)), file, lifted=file == "sharded.yaml", changes=sections)
+    changes = tuple(changed_keys(named, "yaml", random, random.choice((1, 1, 2))))
+    return Case("accelerate", random.choice((None, 1, 2, 2)), file, lifted=file == "sharded.yaml", changes=changes)
 
 
 def _exported(random: Random) -> Case:
@@ -193,7 +202,7 @@ def _exported(random: Random) -> Case:
 
 
 # How often each is drawn.
-_LAUNCHES = {_plain: 70, _own_recipe: 8, _sharded: 9, _shared: 9, _exported: 4}
+_LAUNCHES = {_plain: 70, _own_recipe: 8, _sharded: 9, _tensor_parallel: 5, _section: 4, _exported: 4}
 
 
 def _typed(word: str) -> Any:

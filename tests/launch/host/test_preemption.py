@@ -101,6 +101,7 @@ def test_a_run_that_was_told_to_stop_has_saved_its_last_step(start, tell, tiny_m
 def test_a_second_ctrl_c_stops_at_once(capfd):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stop = StopRequest()
+    stop.step = 1
     try:
         stop.defer(patience=1)
         os.kill(os.getpid(), signal.SIGINT)

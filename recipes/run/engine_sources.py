@@ -31,10 +31,11 @@ _SIZE = "parallelism_config_"  # before each name in a YAML and in variables
 class Parallelism:
     """The sizes of accelerate's ParallelismConfig, and `autotp`, that of a DeepSpeed JSON.
 
-    Tensor, context and sequence parallelism give several processes the same examples, so the data
-    are divided over world / (tp x cp x sp) groups, as in Trainer's `get_total_train_batch_size`.
-    Replicas and shards (HSDP) are processes with examples of their own. `source` is where the sizes
-    were read; empty if nothing sets them. A size that is no count is kept as read: rules report it.
+    Tensor parallelism gives several processes the same examples, so the data are divided over fewer
+    groups (Trainer's `get_total_train_batch_size`). Context and sequence parallelism would too:
+    a rule refuses both. Replicas and shards (HSDP) are processes with examples of their own.
+    `source` is where the sizes were read; empty if nothing sets them. A size that is no count is
+    kept as read: rules report it.
     """
 
     replicate: Any = 1
@@ -48,17 +49,11 @@ class Parallelism:
     @property
     def sharing(self) -> int:
         """Processes that train on the same examples."""
-        return _size(self.tensor) * _size(self.context) * _size(self.sequence) * _size(self.autotp)
-
-    def is_refused(self, own_script: bool) -> bool:
-        """True for sizes that a rule refuses in any world. A script may load a model in parts."""
-        return max(_size(self.context), _size(self.sequence), 1 if own_script else _size(self.tensor)) > 1
+        return _size(self.tensor) * _size(self.autotp)
 
     def __str__(self) -> str:
         """The sizes above 1 in words, such as `tensor parallel 2`; empty if there are none."""
-        tensor = max(_size(self.tensor), _size(self.autotp))
-        parallel = {"tensor": tensor, "context": self.context, "sequence": self.sequence}
-        words = [f"{name} parallel {size}" for name, size in parallel.items() if _size(size) > 1]
+        words = [f"tensor parallel {self.sharing}"] if self.sharing > 1 else []
         if _size(self.replicate) > 1:
             words.append(f"{self.replicate} replicas of {self.shard} shards")
         return ", ".join(words)

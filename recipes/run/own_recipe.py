@@ -97,15 +97,10 @@ def _from_python(file: str, name: str) -> Recipe:
     if existing_path(file) is None:
         raise mistake("recipe", f"there is no file {file}", "the path of an existing Python file")
     module = _run(file, runpy.run_path, file)
-    if not callable(build := module.get(name)):
-        own = [found for found, item in module.items() if getattr(item, "__module__", "") == module["__name__"]]
-        similar = nearest(name, own)
-        fix = f"{file}:{similar}" if similar else f"{file}:NAME with one of {', '.join(own) or 'its functions'}"
-        raise mistake("recipe", f"{file} has no function {name!r}" if name else f"{file} names no function", fix)
-    recipe = _run(file, build)
+    recipe = _run(file, module[name]) if callable(module.get(name)) else None
     if not isinstance(recipe, Recipe):
-        what = f"{name} of {file} returns {type(recipe).__name__}, not a Recipe"
-        raise mistake("recipe", what, "return fast().but(...), with `from recipes.catalog import fast`")
+        what = f"{file} has no function {name!r} that returns a Recipe"
+        raise mistake("recipe", what, f"{file}:NAME, of a function with `return fast().but(...)`")
     return _written_in(file, recipe)
 
 

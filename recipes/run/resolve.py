@@ -79,15 +79,12 @@ def _split(recipe: Recipe, place: Place, engine: Engine, given: Given, problems:
         return Batch(1, 1, place.world_size, "unknown: a size below 1 was given")  # a rule reports it
     if not (micro and accumulation):
         total = total or legal.run_flags()["global_batch_size"].default
-    groups, parallelism = 1, engine.parallelism
+    groups = 1
     try:
-        groups = data_parallel_size(place.world_size, parallelism)
-        return split(total, groups, recipe.micro_batch_cap, micro, accumulation, parallelism.sharing)
+        groups = data_parallel_size(place.world_size, engine.parallelism)
+        return split(total, groups, recipe.micro_batch_cap, micro, accumulation, engine.parallelism.sharing)
     except UserError as error:
-        # Divided sequences are refused in any world; a DeepSpeed JSON could still divide tensors.
-        if not parallelism.is_refused(own_script=True):
-            sources = {given[name].source for name in BATCH_FIELDS if name in given} or {"default 16"}
-            source = " and ".join(sorted(sources))
-            about_processes = any(problem.subject == "num_processes" for problem in error.problems)
-            problems += [replace(found, source="" if about_processes else source) for found in error.problems]
+        source = " and ".join(sorted({given[name].source for name in BATCH_FIELDS if name in given})) or "default 16"
+        about_processes = any(problem.subject == "num_processes" for problem in error.problems)
+        problems += [replace(found, source="" if about_processes else source) for found in error.problems]
         return Batch(1, 1, groups, "unknown: the global batch cannot be split")

@@ -55,24 +55,24 @@ def test_three_that_contradict_each_other_are_refused():
 # --- Processes that share examples ----------------------------------------------------------------
 
 
-@given(tp=sizes, cp=sizes, sp=sizes, world=st.integers(1, 256))
-def test_a_world_is_divided_by_all_that_share_examples_or_refused_with_worlds_that_can_be(tp, cp, sp, world):
-    parallelism = Parallelism(tensor=tp, context=cp, sequence=sp)
+@given(size=sizes, world=st.integers(1, 256))
+def test_a_world_is_divided_by_those_that_share_examples_or_refused_with_worlds_that_can_be(size, world):
+    parallelism = Parallelism(autotp=size)
     try:
-        assert data_parallel_size(world, parallelism) * tp * cp * sp == world
+        assert data_parallel_size(world, parallelism) * size == world
     except UserError as error:
         nearest = [int(word) for word in error.problems[0].fix.split() if word.isdigit()]
         assert nearest and all(data_parallel_size(size, parallelism) >= 1 for size in nearest)
 
 
-@given(tp=sizes, cp=sizes, sp=sizes, replicate=sizes, shard=sizes, share=st.integers(1, 256))
-def test_trainer_trains_the_batch_that_is_split(tp, cp, sp, replicate, shard, share):
+@given(tp=sizes, replicate=sizes, shard=sizes, share=st.integers(1, 256))
+def test_trainer_trains_the_batch_that_is_split(tp, replicate, shard, share):
     """By Trainer's own arithmetic: replicas and shards all have examples of their own."""
-    parallelism = Parallelism(replicate, shard, tensor=tp, context=cp, sequence=sp)
-    groups, world = replicate * shard, replicate * shard * tp * cp * sp
+    parallelism = Parallelism(replicate, shard, tensor=tp)
+    groups, world = replicate * shard, replicate * shard * tp
     batch = split(share * groups, data_parallel_size(world, parallelism), cap=16)
     trainer = Trainer.__new__(Trainer)
-    trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=tp, cp_size=cp, sp_size=sp))
+    trainer.accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(tp_size=tp, cp_size=1, sp_size=1))
     trainer.model = SimpleNamespace(_tp_size=tp)  # transformers 5.17 asks the model alone
     trainer.is_deepspeed_enabled, trainer._train_batch_size = False, batch.micro
     args = SimpleNamespace(gradient_accumulation_steps=batch.accumulation, world_size=world)

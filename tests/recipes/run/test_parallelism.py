@@ -13,26 +13,26 @@ from tests.support.runs import TWO_GPUS, resolved
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """ds.json, which divides tensors by two, and YAMLs with it and with divided sequences."""
+    """ds.json, which divides tensors by two, and YAMLs that do."""
     monkeypatch.chdir(tmp_path)
     content = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
     (tmp_path / "ds.json").write_text(json.dumps(content))
     sections = {
         "ds.yaml": "deepspeed_config: {deepspeed_config_file: ds.json}",
-        "sp.yaml": "parallelism_config: {parallelism_config_sp_size: 2}",
+        "tp.yaml": "parallelism_config: {parallelism_config_tp_size: 2}",
     }
     for name, section in sections.items():
         text = f"compute_environment: LOCAL_MACHINE\nnum_processes: 4\ndistributed_type: DEEPSPEED\n{section}\n"
         (tmp_path / name).write_text(text)
 
 
-CP = {"PARALLELISM_CONFIG_CP_SIZE": "2"}
+TP = {"PARALLELISM_CONFIG_TP_SIZE": "2"}
 EXPORTED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}
 PLACES = {
-    "an Accelerate YAML": ("", None, {"accelerate_config": "sp.yaml"}),
+    "an Accelerate YAML": ("", None, {"accelerate_config": "tp.yaml"}),
     "a JSON in an Accelerate YAML": ("", None, {"accelerate_config": "ds.yaml"}),
     "a JSON of the arguments": ("--deepspeed ds.json", None, {}),
-    "variables": ("", None, {"environment": {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **CP}}),
+    "variables": ("", None, {"environment": {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **TP}}),
     "a launched JSON": ("", None, {"environment": EXPORTED, "launched": True}),
     "an argument": ("", {"parallelism_config": ParallelismConfig(tp_size=2)}, {}),
 }
@@ -46,7 +46,7 @@ def test_each_place_that_sets_a_size_is_read(name, files):
 
 
 def test_variables_that_accelerate_does_not_read_set_nothing():
-    assert resolved("", 4, environment=CP).data_parallel_size == 4
+    assert resolved("", 4, environment=TP).data_parallel_size == 4
 
 
 def test_text_is_not_a_parallelism_config():

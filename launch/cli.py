@@ -57,6 +57,8 @@ GROUPS = {
         "submit": Command("run a recipe here, on Slurm or on Azure ML", _TRAIN),
         "status": Command("how submitted runs are doing", _TRAIN),
         "logs": Command("what a submitted run has printed", _TRAIN),
+        "evaluate": Command("the model of a run, on held-out or on other data", ("launch.commands.use",), True),
+        "generate": Command("an answer by the model of a run", ("launch.commands.use",)),
         "merge": Command("a trained adapter into its base model, checked to be equal", ("launch.commands.merge",)),
     },
     "understand": {

@@ -5,6 +5,7 @@ Imports nothing heavy: `train.py --help` answers at once.
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from rich.table import Table
 from launch.doctor.measured import keep_own_context
 from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World
+from launch.output.card import write_card
 from launch.terminal import console, duration, memory_size, plural, print_note
 from launch.training.failure import only_noted
 from recipes import legal
@@ -173,6 +175,9 @@ def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrain
 
         with only_noted(f"adding a row to {run['measure']}", world):
             lines = _measured(run, add_timings_row(run, world, trainer, results))
+    if world.is_main:
+        with only_noted("writing its model card", world):
+            write_card(run, results)
     with only_noted("printing its summary", world):
         _summary(results, run, lines, console(world.is_main))
     if run.hardware.cuda and world.is_local_main:
@@ -197,7 +202,8 @@ def show_sample(run: RunSpec, world: World) -> None:
 def _summary(results: Json, run: RunSpec, more: dict[str, str], out: Console) -> None:
     """The end of a run. `results` are the numbers that run.json holds."""
     out.print()
-    out.print(_table({**dict(_summary_lines(results, run)), "written to": run["output_dir"], **more}))
+    lines = {**dict(_summary_lines(results, run)), "written to": run["output_dir"], **more}
+    out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
     per_class = results.get("per_class")
     if not per_class:
         return
@@ -247,6 +253,17 @@ def _summary_lines(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
     if results.get("mfu") is not None:
         yield "MFU", f"{results['mfu']:.1%} of the bf16 peak"
     yield "peak memory", f"{memory_size(results['peak_memory_bytes'])} {results['peak_memory_of']}"
+
+
+def _next_commands(run: RunSpec) -> Iterable[str]:
+    """What a person does with a trained model, as commands."""
+    folder = shlex.quote(run["output_dir"])
+    if run["task"] == "causal_lm":
+        yield f'recipes generate {folder} "PROMPT"'
+    if not run.demonstration:
+        yield f"recipes evaluate {folder} --dataset_name OTHER_DATA"
+    if run["use_peft"]:
+        yield f"recipes merge {folder}"
 
 
 def _which_model(results: Json, run: RunSpec) -> str:

@@ -1,0 +1,64 @@
+"""The model card of an adapter: base, data, recipe and results, in place of peft's empty form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.mixture import parts_of, title
+from recipes.run import Json, RunSpec, shown
+
+_FORM = "[More Information Needed]"  # in each field of peft's own card
+_NOT_OF_THE_MODEL = ("recipe", "config", "output_dir", "model_name_or_path", "dataset_name", "use_peft")
+
+
+def write_card(run: RunSpec, results: Json) -> None:
+    """Write README.md of an adapter's folder, unless somebody has written one there.
+
+    `results` are the numbers of run.json.
+    """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    file = Path(run["output_dir"], "README.md")
+    if not run["use_peft"] or (file.exists() and _FORM not in file.read_text(encoding="utf-8")):
+        return
+    name, base, data = Path(run["output_dir"]).resolve().name, run["model_name_or_path"], title(run["dataset_name"])
+    task = "text-generation" if run["task"] == "causal_lm" else "text-classification"
+    metrics = {metric: value for metric, value in results.items() if metric.startswith("eval_") and _is_figure(metric)}
+    described = ModelCardData(
+        base_model=base,
+        datasets=[part.name for part in parts_of(run["dataset_name"]) if not Path(part.name).exists()] or None,
+        library_name="peft",
+        pipeline_tag=task,
+        tags=["lora", "accelerate-recipes"],
+        model_name=name if metrics else None,
+        eval_results=[EvalResult(task, data, data, metric, value) for metric, value in metrics.items()] or None,
+    )
+    settings = [f"| {each} | {shown(each, run[each])} |" for each in sorted(run.given) if each not in _NOT_OF_THE_MODEL]
+    figures = {"steps": results["global_step"], "training loss": results.get("final_loss"), **metrics}
+    text = f"""---
+{described.to_yaml()}
+---
+
+# {name}
+
+A LoRA adapter for {base}, trained on {data} with the recipe `{run.recipe.name}` of accelerate-recipes.
+run.json beside this file holds every setting, versions and hardware.
+
+| result | value |
+|---|---|
+{_rows(figures)}
+
+| setting | value |
+|---|---|
+{chr(10).join(settings)}
+"""
+    ModelCard(text).save(file)
+
+
+def _is_figure(metric: str) -> bool:
+    return not metric.endswith(("_runtime", "_per_second", "_time"))
+
+
+def _rows(figures: Json) -> str:
+    texts = {name: f"{value:.4f}" if isinstance(value, float) else value for name, value in figures.items()}
+    return "\n".join(f"| {name} | {text} |" for name, text in texts.items() if text is not None)

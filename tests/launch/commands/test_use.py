@@ -1,0 +1,94 @@
+"""`recipes evaluate` and `recipes generate`: the model of a run, as the run trained it."""
+
+import json
+import shutil
+
+import pytest
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch.cli import main
+from tests.support.running import train_here
+
+HELD_OUT = "--dataset_train_split train[:80%] --dataset_test_split train[80%:] --eval_strategy epoch".split()
+SHORT = "--max_steps 4 --learning_rate 1e-2".split()
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model, texts, tmp_path_factory):
+    output = tmp_path_factory.mktemp("adapter")
+    assert train_here(tiny_model, texts, output, *HELD_OUT, *SHORT, "--use_peft").code == 0
+    return output
+
+
+def answered(capsys, *words) -> tuple[int, str]:
+    """The exit code, and what was printed."""
+    capsys.readouterr()
+    code = main([*map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def evaluated(capsys, *words) -> float:
+    code, said = answered(capsys, "evaluate", *words)
+    assert code == 0, said
+    return float(said.split("eval_loss")[1].split()[0])
+
+
+def test_the_evaluation_of_a_run_has_the_loss_that_the_run_reported(adapter, capsys):
+    recorded = json.loads((adapter / "run.json").read_text())
+    assert evaluated(capsys, adapter) == pytest.approx(recorded["eval_loss"], abs=1e-4)
+
+
+def test_other_data_are_evaluated_whole_unless_a_split_is_named(adapter, texts, tmp_path, capsys):
+    half = tmp_path / "half.jsonl"
+    half.write_text("".join(texts.read_text().splitlines(keepends=True)[:128]))
+    whole = evaluated(capsys, adapter, "--dataset_name", half)
+    named = evaluated(capsys, adapter, "--dataset_name", texts, "--dataset_test_split", "train[:128]")
+    assert whole == pytest.approx(named, abs=1e-4)
+
+
+def test_a_run_on_a_sharded_engine_is_evaluated_in_one_process(tiny_model, texts, tmp_path, capsys):
+    assert train_here(tiny_model, texts, tmp_path / "out", *SHORT, "--recipe", "memory").code == 0
+    assert 0 < evaluated(capsys, tmp_path / "out", "--dataset_name", texts) < 6
+
+
+def test_without_held_out_data_other_data_are_asked_for(tiny_model, texts, tmp_path, capsys):
+    assert train_here(tiny_model, texts, tmp_path / "out", *SHORT).code == 0
+    code, said = answered(capsys, "evaluate", tmp_path / "out")
+    assert code == 2 and "held no data out" in said and "Fix: --dataset_name" in said
+
+
+def first_tokens(model, inputs, tokenizer) -> str:
+    """What plain transformers generates, as text."""
+    made = model.generate(**inputs, max_new_tokens=8)[0][inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(made, skip_special_tokens=True).strip()
+
+
+def test_an_adapter_answers_a_message_as_in_plain_peft(adapter, capsys):
+    tokenizer, model = AutoTokenizer.from_pretrained(adapter), AutoPeftModelForCausalLM.from_pretrained(adapter)
+    chat = [{"role": "user", "content": "Example 3 says"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    code, said = answered(capsys, "generate", adapter, "Example 3 says", "--max_new_tokens", "8")
+    assert code == 0 and first_tokens(model, inputs, tokenizer) in said
+
+
+def test_without_a_chat_template_a_model_continues_the_text(tiny_model, texts, tmp_path, capsys):
+    base = shutil.copytree(tiny_model, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
+    assert train_here(base, texts, tmp_path / "out", *SHORT).code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    inputs = tokenizer("Example 3 says", return_tensors="pt", return_token_type_ids=False)
+    code, said = answered(capsys, "generate", tmp_path / "out", "Example 3 says", "--max_new_tokens", "8")
+    assert code == 0 and first_tokens(model, inputs, tokenizer) in said
+
+
+def test_a_classifier_generates_nothing(tiny_model, tmp_path, capsys):
+    data = tmp_path / "labels.jsonl"
+    data.write_text("".join(json.dumps({"text": f"Example {n}", "label": "bg"[n % 2]}) + "\n" for n in range(32)))
+    flags = ["--task", "sequence_classification"]
+    assert train_here(tiny_model, data, tmp_path / "out", *SHORT, *flags).code == 0
+    code, said = answered(capsys, "generate", tmp_path / "out", "a question")
+    assert code == 2 and "holds a classifier" in said
+    code, said = answered(capsys, "evaluate", tmp_path / "out", "--dataset_name", data)
+    assert code == 0 and "eval_accuracy" in said

@@ -64,16 +64,16 @@ def test_it_names_every_recipe():
 
 
 @pytest.mark.slow
-def test_its_walk_through_trains_loads_and_merges(tiny_model, tmp_path):
+def test_its_walk_through_trains_tries_loads_and_merges(tiny_model, tmp_path):
     """Word for word, with a tiny model in place of the Hub's."""
-    chats, train, load, merge = [content for kind, content in BLOCKS if kind in ("json", "bash", "python")][1:5]
+    chats, train, use, load, merge = [content for kind, content in BLOCKS if kind in ("json", "bash", "python")][1:6]
     (tmp_path / "chats.jsonl").write_text(chats)
     (tmp_path / "load.py").write_text(load)
     commands = train.replace("Qwen/Qwen3-0.6B", str(tiny_model)).replace("source .venv/bin/activate\n", "")
     start = f'set -e\nrecipes() {{ {sys.executable} -m launch "$@"; }}\n'
-    script = f"{start}{commands}{sys.executable} load.py > answer.txt\n{merge}"
+    script = f"{start}{commands}{use}{sys.executable} load.py > answer.txt\n{merge}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the best by eval_loss" in done.stdout and (tmp_path / "answer.txt").read_text()
+    assert "the best by eval_loss" in done.stdout and "metric" in done.stdout and (tmp_path / "answer.txt").read_text()
     assert (tmp_path / "outputs" / "chats" / "merged" / "model.safetensors").exists()

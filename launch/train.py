@@ -87,13 +87,11 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
         with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
-            trained = train_and_record(run, world, stop, tokenizer, data)
-        if trained and run.demonstration:
-            banner.show_sample(run, world)
+            train_and_record(run, world, stop, tokenizer, data)
 
 
-def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> bool:
-    """Model, Trainer, training, run.json. False if an earlier run has left nothing to train."""
+def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
+    """Model, Trainer, training, run.json; nothing if an earlier run has left nothing to train."""
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_arguments, build_trainer
@@ -106,7 +104,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     earlier = world.decide(lambda: find_earlier_run(run, world))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
-        return False
+        return
 
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
@@ -124,7 +122,6 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
         files = {"model_files": trainer.flush_model()}
         record.update(results(run, trainer, metrics | trainer.final_metrics()) | files)
     banner.show_results(record, run, world, trainer)
-    return True
 
 
 if __name__ == "__main__":

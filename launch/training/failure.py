@@ -21,7 +21,6 @@ from launch.host import memory
 from launch.host.files import StorageFailure, storage_failure
 from launch.host.heartbeat import RankHangs
 from launch.host.launcher import is_spoken_for
-from launch.host.memory import Shortage
 from launch.host.signals import EXIT_CODE, Preempted, StopRequest, ignore_stop_requests
 from launch.host.world import World
 from launch.output import record
@@ -173,11 +172,11 @@ def catch_out_of_memory(run: RunSpec, argv: list[str], world: World, stop: StopR
         shortage, peak = memory.shortage(error), memory.peak(run.hardware.cuda)  # before anything is freed
         traceback.clear_frames(error.__traceback__)
         when = f"after step {stop.step}" if stop.step else "before the first step was done"
-        message = f"out of memory {when}: {shortage_in_words(shortage)}"
+        message = f"out of memory {when}: {shortage}"
         if _is_first(run):
             newest, _ = newest_valid(run["output_dir"])
             checkpoint, attempt = str(newest.path) if newest else None, next_attempt(run, argv)
-            facts = {"rank": world.rank, "step": stop.step, "peak_bytes": peak, **vars(shortage)}
+            facts = {"rank": world.rank, "step": stop.step, "peak_bytes": peak, "error": shortage}
             facts |= {"checkpoint": checkpoint, "next": attempt}
             record.note_out_of_memory(Path(run["output_dir"]), facts)
             message = "\n".join([message, *_explanation(run, peak, checkpoint, attempt)])
@@ -266,10 +265,3 @@ def other_ways(run: RunSpec, checkpointed: bool = False) -> str:
     if run.engine.zero_stage < 3:
         return f"{checkpointing}--recipe memory_zero3 {another}"
     return f"{checkpointing}more GPUs, or a shorter --max_length, --optim adamw_bnb_8bit, or more memory"
-
-
-def shortage_in_words(shortage: Shortage) -> str:
-    """`asked for 2.00 GiB, 512.0 MiB was free`, as far as it is known."""
-    asked = "more" if shortage.asked_bytes is None else memory_size(shortage.asked_bytes)
-    free = "" if shortage.free_bytes is None else f", {memory_size(shortage.free_bytes)} was free"
-    return f"asked for {asked}{free}"

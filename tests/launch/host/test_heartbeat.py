@@ -41,21 +41,22 @@ except heartbeat.RankHangs as error:
 
 
 @pytest.mark.parametrize(
-    ("what", "noted", "lines"),
+    ("what", "noted", "place"),
     [
-        ("stop", 1, ["rank 0, True: rank 1 (pid ", "did not answer within 4 s (ddp_timeout)"]),
-        ("read_slowly", 0, ["the other ranks waited in vain within 4 s (ddp_timeout) for rank 1", "in read_slowly, "]),
+        ("stop", 1, ") in "),
+        ("read_slowly", 0, ") in read_slowly, "),
     ],
 )
-def test_a_rank_that_others_wait_for_is_named_and_a_silence_noted_before(what, noted, lines, tmp_path):
+def test_a_rank_that_others_wait_for_is_named_and_a_silence_noted_before(what, noted, place, tmp_path):
     script, log = tmp_path / "rank.py", tmp_path / "log"
     script.write_text(WORLD)
     with log.open("wb") as stream:
         codes = fork_ranks(2, dict(os.environ), [str(script), what, str(tmp_path / "pid")], stream.fileno())
     output = log.read_text()
     assert codes == [1, -signal.SIGKILL], output
-    assert all(line in output for line in lines), output
-    assert output.count("has not answered for 1 s: is it stopped?") == noted
+    (line,) = [line for line in output.splitlines() if line.startswith("rank 0, True: rank 1 (pid ")]
+    assert place in line and line.endswith("did not answer within 4 s (ddp_timeout)")
+    assert output.count("no answer for 1 s. Is it stopped?") == noted
 
 
 # --- Before the process group ---------------------------------------------------------------------
@@ -64,13 +65,14 @@ NODE = """\
 import os, signal, sys, time
 from launch.host import heartbeat
 from launch.host.signals import end_with_parent
+from launch.host.world import World
 from recipes.errors import Failure
 
 end_with_parent()
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 heartbeat._BEAT_SECONDS = 0.2
 try:
-    with heartbeat.meeting(rank, 2, timeout=3):
+    with World(2, rank, 1).meeting(timeout=3):
         if rank == 1 and what == "slow":
             time.sleep(7)
             open(sys.argv[2], "w").close()

@@ -45,14 +45,11 @@ def test_adam_on_the_host_of_gpus_has_its_share_of_the_cores(recipe, threads, mo
         torch.set_num_threads(before)
 
 
-def test_processes_that_cannot_find_each_other_are_refused():
+def test_processes_that_would_not_find_each_other_are_refused():
     for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         with pytest.raises(UserError, match="a model of their own"):
-            require_launcher(World(), {variable: "4"})
-    with pytest.raises(UserError, match="MASTER_ADDR"):
-        require_launcher(World(2, 0, 2), {"RANK": "0", "WORLD_SIZE": "2"})
-    # One process a node under Slurm, with a launcher in it.
-    assert not require_launcher(launched(TORCHRUN), {"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})
+            require_launcher({variable: "4"})
+    require_launcher({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN})  # one process a node, with a launcher in it
 
 
 DECIDE = """

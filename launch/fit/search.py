@@ -13,7 +13,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -30,9 +29,6 @@ from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted
 from recipes.run.batch import Batch
-
-if TYPE_CHECKING:
-    from launch.data.load import Data
 
 PROBE = __name__
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
@@ -128,7 +124,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
         raise mistake("fit", what, other_ways(run))
     return {
-        **{name: best[name] for name in ("micro_batch", "accumulation", "peak_bytes")},
+        **best,
         "world_size": world.size,
         "global_batch_size": run.batch.total,
         "limit_bytes": limit,
@@ -188,13 +184,11 @@ def _probe_here(request: Json, world: World, port: int) -> Json:
     if own_threads() is None:  # the launcher's 1, which a probe would take for a person's
         environment.pop(THREADS, None)
     store, failed = early_store(world.rank, world.size), f"micro-batch {request['micro_batch']} has failed"
-    deadline = float("inf")
     with processes.ask(PROBE, [request], environment) as (child,):
         for _ in processes.watch([child]):
             if store.check([failed]):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-            if time.monotonic() >= deadline:
-                return {"kind": "stopped", "words": ""}
+                time.sleep(_GRACE)
+                break
         verdict = child.answer or _without_answer(child)
     if verdict["kind"] != "fits":
         store.set(failed, "")
@@ -202,6 +196,8 @@ def _probe_here(request: Json, world: World, port: int) -> Json:
 
 
 def _without_answer(child: processes.Child) -> Json:
+    if child.process.poll() is None:
+        return {"kind": "stopped", "words": ""}
     if child.process.returncode == -signal.SIGKILL:  # here SIGKILL means the kernel's OOM killer
         return {"kind": "out_of_memory", "words": "killed by the kernel's OOM killer"}
     last = child.end().splitlines()[0]
@@ -251,7 +247,7 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
     return replace(run, batch=batch)
 
 
-def _train_on_longest(run: RunSpec, world: World, tokenizer, data: Data, limit_bytes: int) -> None:
+def _train_on_longest(run: RunSpec, world: World, tokenizer, data, limit_bytes: int) -> None:
     """Two steps on the longest example alone."""
     from launch.data.load import repeated_longest
     from launch.training.build import build_arguments, build_trainer

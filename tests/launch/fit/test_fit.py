@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tempfile
 
 import datasets
 import pytest
@@ -14,7 +13,7 @@ from launch.host.world import World
 from recipes.errors import Failure, UserError
 from recipes.rules.check import check
 from recipes.run import here, resolve, with_fit
-from tests.support.running import ROOT, SCRIPT, fork_ranks, launch_quickly, losses, run
+from tests.support.running import ROOT, SCRIPT, launch_quickly, losses, run, run_ranks
 from tests.support.wide import LENGTH, texts_of, wide_model
 
 LIMIT = 1.64  # GB: a process runs a micro-batch of 2, and one that has already taken `BALLAST` runs 1
@@ -176,10 +175,7 @@ def test_a_micro_batch_fits_only_if_it_runs_on_every_rank(stand_in, tmp_path):
         "print('loading')\nif rank: sys.exit('no kernel image')\ntime.sleep(600)": None,
     }
     (tmp_path / "agree.py").write_text(_AGREE)
-    with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(2, dict(os.environ), [str(tmp_path / "agree.py"), json.dumps([*ends])], log.fileno())
-        log.seek(0)
-        output = log.read().decode()
+    codes, output = run_ranks(2, dict(os.environ), [str(tmp_path / "agree.py"), json.dumps([*ends])])
     assert codes == [0, 0], output
     told = [json.loads(line) for line in output.splitlines()]
     for number, expected in enumerate(ends.values()):

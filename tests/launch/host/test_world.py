@@ -1,7 +1,6 @@
 """The world and the engine: read from what the launcher announced, and never guessed."""
 
 import os
-import tempfile
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from recipes.run import here, resolve
 from recipes.run.engine_sources import from_environment
 from recipes.run.files import shipped
 from recipes.run.hardware import Gpu, Hardware
-from tests.support.running import fork_ranks
+from tests.support.running import run_ranks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}
 ZERO_3 = {
@@ -77,10 +76,7 @@ leave_group()
 
 def test_what_rank_0_decides_all_ranks_know(tmp_path):
     (tmp_path / "decide.py").write_text(DECIDE)
-    with tempfile.TemporaryFile() as log:
-        codes = fork_ranks(2, dict(os.environ), [str(tmp_path / "decide.py")], log.fileno())
-        log.seek(0)
-        lines = log.read().decode().splitlines()
-    assert codes == [0, 0], lines
-    decided = {rank: [line[8:] for line in lines if line.startswith(f"rank {rank}: ")] for rank in (0, 1)}
-    assert decided == {0: ["0", "UserError", "PermissionError"], 1: ["0", "UserError", "Failure"]}
+    codes, output = run_ranks(2, dict(os.environ), [str(tmp_path / "decide.py")])
+    assert codes == [0, 0], output
+    decided = [[line[8:] for line in output.splitlines() if line.startswith(f"rank {rank}: ")] for rank in (0, 1)]
+    assert decided == [["0", "UserError", "PermissionError"], ["0", "UserError", "Failure"]]

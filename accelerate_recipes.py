@@ -8,7 +8,7 @@ def main() -> int:
     """The exit code of `recipes`."""
     try:
         sys.path.insert(0, str(Path(__file__).resolve().parent))  # before a `launch` on PYTHONPATH
-        from launch.host.own_packages import import_own_packages
+        from launch.host.processes import import_own_packages
 
         import_own_packages()
         from launch.cli import main

@@ -6,7 +6,7 @@ from pathlib import Path
 try:
     if not __package__:  # `python launch`: import the packages beside launch/, not the files inside it
         sys.path[0] = str(Path(__file__).resolve().parent.parent)
-        from launch.host.own_packages import import_own_packages
+        from launch.host.processes import import_own_packages
 
         import_own_packages()
 

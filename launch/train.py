@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 # Run as a script: import the packages beside launch/, not the files inside it.
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from launch.host.own_packages import import_own_packages
+    from launch.host.processes import import_own_packages
     from launch.host.signals import block_until_listening
 
     block_until_listening()  # a signal during the imports below would end in a traceback
@@ -48,11 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     world, stop = launched(), StopRequest()
     try:
         stop.listen()
-        end_with_launcher(stop, world.rank)
+        end_with_launcher(stop)
         run = resolve_launched(argv, world)  # command line > file > recipe, each value with its source
         with failure.explained_by(run):
             quiet_libraries(run["verbose"])
-            print_problems([*require_legal(run), *require_launcher(world)], console(world.is_main))
+            print_problems(require_legal(run), console(world.is_main))
+            require_launcher()
             if run["fit"] or run["fit_only"]:
                 run = fit(run, argv, world)
             if not run["fit_only"]:
@@ -87,13 +88,11 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
         with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
-            trained = train_and_record(run, world, stop, tokenizer, data)
-        if trained and run.demonstration:
-            banner.show_sample(run, world)
+            train_and_record(run, world, stop, tokenizer, data)
 
 
-def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> bool:
-    """Model, Trainer, training, run.json. False if an earlier run has left nothing to train."""
+def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
+    """Model, Trainer, training, run.json; nothing if an earlier run has left nothing to train."""
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
     from launch.training.build import build_arguments, build_trainer
@@ -106,7 +105,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     earlier = world.decide(lambda: find_earlier_run(run, world))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
-        return False
+        return
 
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
@@ -116,7 +115,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     banner.banner(run, model, data, out)
     trainer.make_readable(earlier.checkpoint)
 
-    stop.defer(run["ddp_timeout"])  # from here on a signal waits for the end of a step
+    stop.defer()  # from here on a signal waits for the end of a step
     with kept_record(run, world, data.commit, earlier.kept, earlier.identity, data.labels) as record:
         metrics = trainer.train(resume_from_checkpoint=earlier.checkpoint).metrics
         trainer.require_finite_weights()
@@ -124,7 +123,6 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
         files = {"model_files": trainer.flush_model()}
         record.update(results(run, trainer, metrics | trainer.final_metrics()) | files)
     banner.show_results(record, run, world, trainer)
-    return True
 
 
 if __name__ == "__main__":

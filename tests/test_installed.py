@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -28,12 +27,6 @@ def installed(tmp_path_factory):
     assert built.returncode == 0, built.stderr
     zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(site)
     return site
-
-
-@pytest.fixture
-def site(installed, tmp_path):
-    """A folder of installed packages that a test may change."""
-    return Path(shutil.copytree(installed, tmp_path / "site"))
 
 
 @pytest.fixture
@@ -110,25 +103,6 @@ def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
 
 
 # --- Beside others --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "start"), [("recipes", ["-P", "-c", RECIPES, "list"]), ("launch", ["{site}/launch/train.py"])]
-)
-def test_a_package_that_has_overwritten_ours_is_named_with_the_fix(name, start, site, empty):
-    install_beside(site, name, TORCHTUNE if name == "recipes" else '"""Another launch."""\n')
-    done = python(*(word.format(site=site) for word in start), cwd=empty, path=[site])
-    assert done.returncode == 2
-    what = f"{site}/{name}/__init__.py was overwritten or removed with the package of this name of foreign"
-    assert done.stderr.startswith(f"error  {name}: {what}")
-    assert "Fix: pip install --force-reinstall --no-deps accelerate-recipes" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_one_that_was_removed_again_has_taken_our_file_along(site, empty):
-    (site / "recipes" / "__init__.py").unlink()
-    done = recipes("list", cwd=empty, path=[site])
-    assert (done.returncode, "overwritten or removed" in done.stderr) == (2, True), done.stderr
 
 
 def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):

@@ -37,6 +37,7 @@ NAMES = {
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch._subclasses.fake_tensor": "FakeTensorMode",
     "torch.utils._python_dispatch": "TorchDispatchMode",
+    "torch.utils.cpp_extension": "_get_build_directory",
     "torch.utils._pytree": "tree_leaves",
     "torch._dynamo": "list_backends",
     "torch._inductor": "list_mode_options",

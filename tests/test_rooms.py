@@ -50,12 +50,12 @@ BUDGETS = {
     "launch/data": 2650,
     "launch/doctor": 1700,
     "launch/explain": 460,
-    "launch/fit": 310,
-    "launch/host": 1540,
+    "launch/fit": 270,
+    "launch/host": 1340,
     "launch/jobs": 1620,
     "launch/output": 1760,
     "launch/scaling": 1030,
-    "launch/training": 2500,
+    "launch/training": 2310,
 }
 
 

@@ -5,23 +5,13 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
-from transformers.integrations import unset_hf_deepspeed_config
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from recipes.catalog import DEMONSTRATION_MODEL
-from recipes.run.local_model import has_weights
 
 CORPUS_BYTES = 2_000_000
 HELD_OUT_EVERY = 20
-SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 200
 
 END_OF_TEXT, PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|padding|>", "<|im_start|>", "<|im_end|>"
 
@@ -95,27 +85,3 @@ def demo_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-
-
-def saved_sample(folder: str) -> str:
-    """A few lines by the model that a finished run saved in `folder`, loaded as a user loads it.
-
-    The same for the same weights. Empty if no whole model was saved: ZeRO-3 may leave its shards.
-    """
-    # Under ZeRO-3 transformers would shard this model too, and one rank alone loads it.
-    unset_hf_deepspeed_config()
-    if not has_weights(Path(folder)):
-        return ""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.manual_seed(0)
-    written = model.generate(
-        **tokenizer(SAMPLE_PROMPT, return_tensors="pt", return_token_type_ids=False),
-        max_new_tokens=SAMPLE_TOKENS,
-        do_sample=True,
-        temperature=0.7,
-        use_cache=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return tokenizer.decode(written[0], skip_special_tokens=True)

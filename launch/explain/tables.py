@@ -7,23 +7,22 @@ in launch/explain/steps.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from launch.flags import Commands
 from launch.host import processes
 from launch.host.launcher import THREADS, threads_per_process
 from launch.terminal import print_table
+from recipes.errors import Failure
 from recipes.run import Json
 from recipes.run.hardware import read as read_hardware
 
 RANKS = 2
 SEQUENCES = 8  # of each rank, in each optimizer step
 STEPS = 11
-_MODULE = "launch.explain.steps"
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,14 @@ class Topic:
     gradients_of: int = 0
 
 
+_NOTES = (
+    "memory: the most that torch had allocated in a step, or on a CPU the most bytes of live tensors: weights, "
+    "gradients, DDP's buckets and activations",
+    "speed: medians of steps, the variants in turns, ± what so few steps leave open",
+    "syncs and sent: per step and rank, counted by a hook in DDP",
+    "loss: on the same examples after {STEPS} steps of SGD, {loss_before:.2f} before",
+    "gradient: its norm in the first step, as SGD gets it, relative to the first row; off: the relative difference",
+)
 _LARGE_BATCH = 2**20  # tokens: with the few of this training almost nothing underflows in fp16
 _OF_16_BITS = (
     "autocast keeps weights and gradients in fp32, so DDP sends fp32; --ddp_comm_hook sends 16 bits",
@@ -124,7 +131,6 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("explain")
     topics = "; ".join(f"{name}: {topic.what}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", choices=TOPICS, help=topics)
-    parser.add_argument("--json", action="store_true", help="print bytes, seconds and reasons as JSON")
     parser.set_defaults(run=explain, print_help=parser.print_help)
 
 
@@ -138,35 +144,35 @@ def explain(options: argparse.Namespace, rest: Sequence[str]) -> int:
     where = str(hardware)
     if device == "cpu" and hardware.gpus:
         where = f"CPU, {hardware.cores} cores (NCCL needs a GPU for each rank, and there is one)"
-    if not options.json:
-        print(f"{options.topic}: {topic.what}\n{where}: {RANKS} processes measure", flush=True)
-    requests = [{"topic": options.topic, "device": device, "rank": rank} for rank in range(RANKS)]
-    environment = {**os.environ, THREADS: str(threads_per_process(hardware.cores, RANKS))}
-    with processes.ask(_MODULE, requests, environment) as ranks:
+    print(f"{options.topic}: {topic.what}\n{where}: {RANKS} processes measure", flush=True)
+    try:
+        _print(topic, measured(options.topic, device, hardware.cores))
+    except Failure as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def measured(topic: str, device: str, cores: int) -> Json:
+    """What `steps.measure` finds. Raises `Failure` with the last words of the ranks that failed."""
+    requests = [{"topic": topic, "device": device, "rank": rank} for rank in range(RANKS)]
+    environment = {**os.environ, THREADS: str(threads_per_process(cores, RANKS))}
+    with processes.ask("launch.explain.steps", requests, environment) as ranks:
         for codes in processes.watch(ranks):
             if any(codes):
                 break
-        failures = [f"rank {rank} failed: {child.end()}" for rank, child in enumerate(ranks) if child.process.poll()]
-        measured = ranks[0].answer
-    if failures:
-        print("\n".join(failures), file=sys.stderr)
-        return 1
-    rows = [{**asdict(variant), **row} for variant, row in zip(topic.variants, measured["rows"], strict=True)]
-    if options.json:
-        ran = {"topic": options.topic, "hardware": str(hardware), "device": device, "ranks": RANKS}
-        ran |= {"sequences_of_each_rank": SEQUENCES, "steps": STEPS}
-        print(json.dumps({**ran, **measured, "rows": rows, "notes": _notes(topic, measured)}, indent=2))
-    else:
-        _print(topic, measured, rows)
-    return 0
+        if failed := [f"rank {at} failed: {rank.end()}" for at, rank in enumerate(ranks) if rank.process.poll()]:
+            raise Failure("\n".join(failed))
+        return ranks[0].answer
 
 
 # --- Printing -------------------------------------------------------------------------------------
 
 
-def _print(topic: Topic, measured: Json, rows: list[Json]) -> None:
-    batch = f"{RANKS} ranks x {SEQUENCES} sequences of {measured['tokens']} tokens"
-    print(f"{measured['backend']}, a decoder of {measured['parameters']:,} parameters, {batch} per optimizer step\n")
+def _print(topic: Topic, found: Json) -> None:
+    rows = [{**vars(variant), **row} for variant, row in zip(topic.variants, found["rows"], strict=True)]
+    batch = f"{RANKS} ranks x {SEQUENCES} sequences of {found['tokens']} tokens"
+    print(f"{found['backend']}, a decoder of {found['parameters']:,} parameters, {batch} per optimizer step\n")
     cells = [_cells(row, rows[0]) for row in rows]
     if not topic.gradients_of:
         cells = [{name: text for name, text in row.items() if name != "zeroed"} for row in cells]
@@ -175,7 +181,7 @@ def _print(topic: Topic, measured: Json, rows: list[Json]) -> None:
     if any(variant.goal for variant in topic.variants):
         print_table(*goals(rows), whole=True)
         print()
-    print("\n".join(_notes(topic, measured)))
+    print("\n".join([*_NOTES, *topic.notes]).format(STEPS=STEPS, **found))
     print("the loop that ran: gradient() and update() in launch/explain/steps.py")
 
 
@@ -210,16 +216,4 @@ def goals(rows: list[Json]) -> tuple[list[str], list[list[str]]]:
         ["gradient is off by", *(f"{row['difference']:.1g}" for row in shown)],
         ["exchanges per step", *(f"{row['synchronisations']:g}" for row in shown)],
         ["can be combined", "yes: divide each loss by their number", "yes: unscale_ fp16 before clipping", "they are"],
-    ]
-
-
-def _notes(topic: Topic, measured: Json) -> list[str]:
-    return [
-        "memory: the most that torch had allocated in a step, or on a CPU the most bytes of live tensors: weights, "
-        "gradients, DDP's buckets and activations",
-        "speed: medians of steps, the variants in turns, ± what so few steps leave open",
-        "syncs and sent: per step and rank, counted by a hook in DDP",
-        f"loss: on the same examples after {STEPS} steps of SGD, {measured['loss_before']:.2f} before",
-        "gradient: its norm in the first step, as SGD gets it, relative to the first row; off: the relative difference",
-        *topic.notes,
     ]

@@ -2,24 +2,21 @@
 
 For each candidate every rank starts one process, a probe, which takes two steps of the real run
 with its longest example; the rank itself holds nothing on the GPU. A micro-batch fits if it runs on
-all ranks, which hear of each other through the store where their training will meet: a process
-group would need a network that gloo finds, or memory of the GPU.
+all ranks, which hear of each other before their process group: that would need a network that gloo
+finds, or memory of the GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from launch import terminal
-from launch.doctor.measured import keep_own_context
 from launch.host import memory, processes
 from launch.host.files import require_writable
 from launch.host.heartbeat import early_store
@@ -27,16 +24,11 @@ from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World, launched, prepare_process, process_group, resolve_launched
 from launch.output import record
 from launch.terminal import memory_size
-from launch.training.failure import other_ways, shortage_in_words
+from launch.training.failure import other_ways
 from recipes.errors import Failure, Problem, UserError, mistake
 from recipes.quiet import quiet_libraries
 from recipes.run import FIT, Json, RunSpec, fitted
 from recipes.run.batch import Batch
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from launch.data.load import Data
 
 PROBE = __name__
 RESERVE = 0.05  # of the limit: lengths vary in a long run, and memory fragments
@@ -52,10 +44,6 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-class ProbeFailed(Failure):
-    """A probe failed for another reason than memory: its micro-batch may fit or not."""
-
-
 # --- The search -----------------------------------------------------------------------------------
 
 
@@ -63,8 +51,8 @@ def fit(run: RunSpec, argv: list[str], world: World) -> RunSpec:
     """The run at the largest micro-batch that runs, from fit.json if that holds. `--fit_only`
     always searches.
 
-    `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `ProbeFailed`
-    if a probe fails for another reason than memory.
+    `argv` are the arguments of train.py. Raises `UserError` if no micro-batch runs, `Failure` if a
+    probe fails for another reason than memory.
     """
     start = world.decide(lambda: _start(run))
     found = start.get("kept") or _search(run, argv, world, start)
@@ -116,18 +104,14 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
     out, probes = terminal.console(world.is_main), []
 
     def runs(size: int) -> bool:
-        request = {
-            "argv": argv,
-            "micro_batch": size,
-            "accumulation": min(share // size, 2),  # two micro-batches show the gradients that accumulation keeps
-            "limit_bytes": round(limit * (1 - RESERVE)),
-            "evaluates": run["eval_strategy"] != "no",
-        }
-        found = _probe(request, world, start["port"])
+        # Two micro-batches show the gradients that accumulation keeps.
+        request = {"argv": argv, "micro_batch": size, "accumulation": min(share // size, 2)}
+        found = _probe({**request, "limit_bytes": round(limit * (1 - RESERVE))}, world, start["port"])
         probes.append({"micro_batch": size, "accumulation": share // size, **found})
         outcome = "runs" if found["fits"] else f"does not fit: {found['words']}"
         peak = f", peak {memory_size(found['peak_bytes'])}" if found["peak_bytes"] else ""
-        out.print(f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}", highlight=False)
+        line = f"fit   micro {size} x accumulation {share // size}: {outcome}{peak}"
+        out.print(line, highlight=False, markup=False)
         return found["fits"]
 
     out.print(f"fit   up to {memory_size(limit)} per process, from micro {guess}", highlight=False)
@@ -140,7 +124,7 @@ def _search(run: RunSpec, argv: list[str], world: World, start: Json) -> Json:
         what = f"not even a micro-batch of 1 runs in {memory_size(limit)}: {probes[-1]['words']}"
         raise mistake("fit", what, other_ways(run))
     return {
-        **{name: best[name] for name in ("micro_batch", "accumulation", "peak_bytes")},
+        **best,
         "world_size": world.size,
         "global_batch_size": run.batch.total,
         "limit_bytes": limit,
@@ -174,8 +158,7 @@ def _tokenize(run: RunSpec) -> None:
 
 def _probe(request: Json, world: World, port: int) -> Json:
     """How a micro-batch went on all ranks together."""
-    size, store = request["micro_batch"], early_store("fit", world.rank, world.size)
-    verdicts = world.gather(_probe_here(request, store, port))
+    verdicts = world.gather(_probe_here(request, world, port))
     for problems in (verdict["problems"] for verdict in verdicts if verdict["kind"] == "mistake"):
         raise UserError(*(Problem(**problem) for problem in problems))
     short = [verdict for verdict in verdicts if verdict["kind"] == "out_of_memory"]
@@ -183,8 +166,8 @@ def _probe(request: Json, world: World, port: int) -> Json:
     if failed and not short:
         # Prefer a rank with a reason of its own to one that only lost its connection to another.
         rank, words = min(failed, key=lambda item: not item[1] or "onnection" in item[1])
-        what = f"the probe of micro-batch {size} failed on rank {rank}, which says nothing about memory"
-        raise ProbeFailed(f"{what}:\n{words}")
+        what = f"the probe of micro-batch {request['micro_batch']} failed on rank {rank}, which says nothing of memory"
+        raise Failure(f"{what}:\n{words}")
     return {
         "fits": not short,
         "peak_bytes": max(verdict.get("peak_bytes", 0) for verdict in verdicts),
@@ -193,20 +176,19 @@ def _probe(request: Json, world: World, port: int) -> Json:
     }
 
 
-def _probe_here(request: Json, store: Store, port: int) -> Json:
+def _probe_here(request: Json, world: World, port: int) -> Json:
     """The verdict of this rank's probe, which is ended if that of another rank has failed."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if "RANK" in environment:  # the probes are a world of their own
         environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     if own_threads() is None:  # the launcher's 1, which a probe would take for a person's
         environment.pop(THREADS, None)
-    failed, deadline = f"{request['micro_batch']}/failed", float("inf")
+    store, failed = early_store(world.rank, world.size), f"micro-batch {request['micro_batch']} has failed"
     with processes.ask(PROBE, [request], environment) as (child,):
         for _ in processes.watch([child]):
             if store.check([failed]):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-            if time.monotonic() >= deadline:
-                return {"kind": "stopped", "words": ""}
+                time.sleep(_GRACE)
+                break
         verdict = child.answer or _without_answer(child)
     if verdict["kind"] != "fits":
         store.set(failed, "")
@@ -214,6 +196,8 @@ def _probe_here(request: Json, store: Store, port: int) -> Json:
 
 
 def _without_answer(child: processes.Child) -> Json:
+    if child.process.poll() is None:
+        return {"kind": "stopped", "words": ""}
     if child.process.returncode == -signal.SIGKILL:  # here SIGKILL means the kernel's OOM killer
         return {"kind": "out_of_memory", "words": "killed by the kernel's OOM killer"}
     last = child.end().splitlines()[0]
@@ -226,20 +210,35 @@ def _without_answer(child: processes.Child) -> Json:
 
 
 def main(folder: str) -> None:
-    """Take two steps of the run in the request, and answer how they went on this rank."""
+    """Take two steps of the run in the request, and answer how they went on this rank.
+
+    If memory runs out, the process ends here: leaving the process group would wait for ranks that
+    wait for this one.
+    """
+    from launch.data.load import load_data
+    from launch.training.model import known_classes, load_tokenizer, with_model
+
     request, world = processes.request(folder), launched()
     run = _requested(request, world, folder)
     quiet_libraries(run["verbose"])
     prepare_process(run)
     try:
-        verdict = _try(run, world, request, folder)
+        tokenizer = load_tokenizer(run)
+        known, _ = with_model(run, tokenizer)
+        data = load_data(known, tokenizer, known_classes(known, tokenizer))
+        with process_group(run, world):
+            try:
+                _train_on_longest(known, world, tokenizer, data, request["limit_bytes"])
+            except Exception as error:
+                if not memory.ran_out(error):
+                    raise
+                words, peak = memory.shortage(error), memory.peak(run.hardware.cuda)
+                processes.answer(folder, {"kind": "out_of_memory", "peak_bytes": peak, "words": words})
+                os._exit(1)
+        verdict = {"kind": "fits", "peak_bytes": memory.peak(run.hardware.cuda)}
     except UserError as error:
-        verdict = _mistaken(run, error)
+        verdict = {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
     processes.answer(folder, verdict)
-
-
-def _mistaken(run: RunSpec, error: UserError) -> Json:
-    return {"kind": "mistake", "problems": [vars(run.with_source(problem)) for problem in error.problems]}
 
 
 def _requested(request: Json, world: World, folder: str) -> RunSpec:
@@ -248,61 +247,18 @@ def _requested(request: Json, world: World, folder: str) -> RunSpec:
     return replace(run, batch=batch)
 
 
-def _try(run: RunSpec, world: World, request: Json, folder: str) -> Json:
-    """The verdict that it fits. Raises all that is not about memory.
-
-    If memory runs out, the process answers and exits here: leaving the process group would wait for
-    ranks that wait for this one.
-    """
-    from launch.data.load import load_data
-    from launch.training.model import known_classes, load_tokenizer, with_model
-
-    tokenizer = load_tokenizer(run)
-    known, _ = with_model(run, tokenizer)
-    data = load_data(known, tokenizer, known_classes(known, tokenizer))
-    with process_group(run, world):
-        try:
-            _train_on_longest(known, world, tokenizer, data, request)
-        except Exception as error:
-            if not memory.ran_out(error):
-                raise
-            words, peak = shortage_in_words(memory.shortage(error)), memory.peak(run.hardware.cuda)
-            short = {"kind": "out_of_memory", "peak_bytes": peak, "words": words}
-            processes.answer(folder, _mistaken(run, error) if isinstance(error, UserError) else short)
-            os._exit(1)
-        if run.hardware.cuda and world.is_local_main:
-            with contextlib.suppress(Exception):  # only the next plan would gain by it
-                keep_own_context(run.hardware.gpus[0].name, world.size > 1)
-    return {"kind": "fits", "peak_bytes": memory.peak(run.hardware.cuda)}
-
-
-def _train_on_longest(run: RunSpec, world: World, tokenizer, data: Data, request: Json) -> None:
-    """Two steps, and a batch of an evaluation if the run evaluates, on the longest example alone.
-
-    Raises `UserError` if memory runs out in the evaluation: no micro-batch makes that smaller.
-    """
+def _train_on_longest(run: RunSpec, world: World, tokenizer, data, limit_bytes: int) -> None:
+    """Two steps on the longest example alone."""
     from launch.data.load import repeated_longest
     from launch.training.build import build_arguments, build_trainer
     from launch.training.callbacks import StopOnNotANumber
     from launch.training.model import load_model
 
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
-    memory.limit(request["limit_bytes"], run.hardware.cuda)
+    memory.limit(limit_bytes, run.hardware.cuda)
     model = load_model(run, tokenizer, data)
-    rows, data.train = data.train, repeated_longest(data.train, _STEPS * run.batch.total)
+    data.train = repeated_longest(data.train, _STEPS * run.batch.total)
     trainer = build_trainer(run, world, args, model, tokenizer, data, terminal.console(is_main=False))
     trainer.remove_callback(StopOnNotANumber)  # the same example over and over: its loss means nothing
-    steps = trainer.train().global_step
-    if steps != _STEPS:
-        raise RuntimeError(f"the probe ended after {steps} of {_STEPS} steps")
-    if request["evaluates"]:
-        try:
-            trainer.evaluate(repeated_longest(rows, args.eval_batch_size * run.data_parallel_size))
-        except Exception as error:
-            if not memory.ran_out(error):
-                raise
-            batch, size = run["per_device_eval_batch_size"], memory_size(request["limit_bytes"])
-            fix = f"--per_device_eval_batch_size {batch // 2}" if batch > 1 else "--eval_strategy no"
-            what = f"{batch} examples do not fit in {size}, after steps that do"
-            raise mistake("per_device_eval_batch_size", what, fix) from error
+    trainer.train()
     trainer.accelerator.free_memory()

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from recipes.errors import UserError
 
-_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-
 
 def write_whole(file: Path, content: bytes) -> None:
     """Write or replace a file in one step: after a crash it is the old one or the new one.
@@ -54,7 +52,7 @@ def flush(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in _CANNOT_FLUSH:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
             raise
     finally:
         os.close(handle)
@@ -71,15 +69,13 @@ def make_folder(folder: Path) -> None:
 
 def require_writable(folder: Path, size: int = 1) -> None:
     """Raises `OSError` if no file of `size` bytes can be written into a folder, or into the
-    innermost one around it if it is missing. Nothing is left there.
+    innermost one around it if it is missing.
 
     A file is really written: permissions say nothing of a read-only disk, or of root.
     """
-    for place in (folder, *folder.parents):
-        with contextlib.suppress(FileNotFoundError):
-            place.lstat()
-            break
-    with tempfile.NamedTemporaryFile(dir=place, prefix=".writable-") as probe:
+    while not folder.exists():
+        folder = folder.parent
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
         probe.write(bytes(size))
 
 
@@ -106,24 +102,14 @@ def print_without_reader() -> None:
 
 # --- The machine takes no more --------------------------------------------------------------------
 
-# No mistake in a program ends like this. With the start of a sentence that says what to do; empty
-# if a user can do nothing.
-_OF_MACHINE = {
-    errno.ENOSPC: "Make room",  # of inodes too (`df -i`)
-    errno.EDQUOT: "Make room",
-    errno.EFBIG: "Run `ulimit -f unlimited`",
-    errno.EMFILE: "Run `ulimit -n 4096`",
-    **dict.fromkeys((errno.ENFILE, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOLCK), ""),
-}
-_REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-_ANOTHER_CACHE = "Set HF_HOME (or TORCH_EXTENSIONS_DIR, TRITON_CACHE_DIR) to a writable folder with room"
 _NO_SHARED_MEMORY = ("out of shared memory", "unable to allocate shared memory", "shared memory segment")
 # torch's words when `end_workers_that_cannot_send` has ended a worker.
 _WORKER_ENDED = re.compile(r"exited unexpectedly with exit code (\d+)\.")
+_FEW_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class StorageFailure(NamedTuple):
-    """`what` happened, and the `remedy` as the start of a sentence; empty if a user has none."""
+    """`what` happened, and the `remedy` as the start of a sentence."""
 
     what: str
     remedy: str
@@ -132,26 +118,22 @@ class StorageFailure(NamedTuple):
 def storage_failure(error: BaseException, folder: Path | None = None) -> StorageFailure | None:
     """The machine's part in an error with a file. None if it had none: then it is another error.
 
-    `folder` is one that was written to before. If it takes no file now, that is the machine's doing
-    too, whatever a library makes of it: torch only says that its stream has failed.
+    If `folder`, which the run has written to, takes no file now, that is the machine's doing too,
+    whatever a library makes of it: torch only says that its stream has failed.
     """
     for failed in _causes(error):
         code = _code_of_sending(failed)
         if code == errno.ENOSPC:
             return StorageFailure("/dev/shm is full", "Make it larger or take --dataloader_num_workers 0")
-        code, file = code or _code(failed), os.fsdecode(getattr(failed, "filename", None) or folder or "a file")
-        remedy = _ANOTHER_CACHE if code in _REFUSED and _is_of_a_cache(Path(file)) else _OF_MACHINE.get(code)
-        if remedy is not None:
-            return StorageFailure(f"{file} cannot be read or written: {os.strerror(code)}", remedy)
-    if folder and not isinstance(error, UserError):
+        if code:
+            return StorageFailure(os.strerror(code), "Run `ulimit -n 4096`")
+    if folder and folder.exists() and not isinstance(error, UserError):
         try:
-            # Until a run has made it, only an error that names it is of that folder.
-            if folder.exists() or any(str(folder) in str(failed) for failed in _causes(error)):
-                folder.lstat()
-                require_writable(folder, size=2**20)  # a full disk may still take a byte
+            require_writable(folder, size=2**20)  # a full disk may still take a byte
         except OSError as refusal:
+            is_full = refusal.errno in (errno.ENOSPC, errno.EDQUOT)  # of inodes too (`df -i`)
             what = f"{folder} cannot be written any more: {refusal.strerror}"
-            return StorageFailure(what, _OF_MACHINE.get(refusal.errno or 0, "Make it writable"))
+            return StorageFailure(what, "Make room" if is_full else "Make it writable")
     return None
 
 
@@ -190,25 +172,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _code_of_sending(error: BaseException) -> int:
-    """Why a worker's batch could not be sent, in the worker as in the process that waits for it; 0
-    if it is another error.
+    """The system's reason why a worker's batch could not be sent, in the worker as in the process
+    that waits for it; 0 if it is another error.
     """
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_SHARED_MEMORY):
+    if any(words in str(error) for words in _NO_SHARED_MEMORY):
         return errno.ENOSPC
-    ended = _WORKER_ENDED.search(str(error))
-    code, full = (int(ended[1]), errno.ENOSPC) if ended else (_code(error), 0)
-    return code if code in (errno.EMFILE, errno.ENFILE, full) else 0
-
-
-def _code(error: BaseException) -> int:
-    """The system's error number: Python's own, or by its words in a message; 0 if there is none."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    return next((code for code, remedy in _OF_MACHINE.items() if remedy and os.strerror(code) in str(error)), 0)
-
-
-def _is_of_a_cache(file: Path) -> bool:
-    """Libraries write below the home folder, or where these say: read-only in many containers."""
-    named = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
-    folders = [folder for name in named if (folder := os.environ.get(name))]
-    return bool({".cache", ".triton"} & {*file.parts}) or any(map(file.is_relative_to, folders))
+    if ended := _WORKER_ENDED.search(str(error)):
+        return int(ended[1]) if int(ended[1]) in (errno.ENOSPC, *_FEW_FILES) else 0
+    return error.errno or 0 if isinstance(error, OSError) and error.errno in _FEW_FILES else 0

@@ -1,9 +1,8 @@
-"""Names the rank that the others wait for in vain: one that hangs, or that a signal has stopped.
+"""Waits of ranks for each other, with an end and a name.
 
-A thread of each rank gives signs of life in the store of torch.distributed, and says where its main
-thread is: through an evaluation, a save or a compilation too, and at no cost for a step. Without it
-gloo only says that it timed out, and a GPU's rank that is stopped is missed after half an hour, by
-no name.
+A thread of each rank gives signs of life in a store of torch.distributed: through an evaluation, a
+save or a compilation too, and at no cost for a step. Without them gloo only says that it timed out,
+and a GPU's rank that is stopped is missed after half an hour, by no name.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import pickle
 import socket
@@ -19,11 +19,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recipes.errors import Failure
-from recipes.run import Json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -47,7 +45,7 @@ class RankHangs(Failure):
 
 @contextlib.contextmanager
 def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
-    """Tell the other ranks of `size` that this one is alive, and note if the next one is not.
+    """In a process group: tell the other ranks that this one is alive, and note if the next is not.
 
     Raises `RankHangs`, which names the ranks that did not answer, for an error that means that an
     exchange took longer than `timeout` seconds.
@@ -57,42 +55,25 @@ def heartbeat(rank: int, size: int, timeout: int) -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d
 
-    with _beating(distributed_c10d._get_default_store(), rank, (rank + 1) % size) as store:
+    with beating(distributed_c10d._get_default_store(), rank, (rank + 1) % size) as store:
         try:
             yield
         except RuntimeError as error:
             if not any(words in str(error) for words in _TIMED_OUT):
                 raise
-            raise _explained(store, rank, size, f"within {timeout} s (ddp_timeout)") from error
+            missing = _missing(store, size)
+            who = " and ".join(missing.values()) or "the network between the ranks"
+            reporter = min({*range(size)} - {*missing}, default=rank)
+            raise RankHangs(f"{who} did not answer within {timeout} s (ddp_timeout)", rank == reporter) from error
 
 
-@contextlib.contextmanager
-def meeting(rank: int, size: int, timeout: float) -> Iterator[None]:
-    """Before the process group: each rank does in it what may take hours longer than on another,
-    and then waits for all of them.
-
-    They meet in the store of torchrun or `accelerate launch`; without one it does nothing. Raises
-    `Failure` if a rank gives no sign of life for `timeout` seconds.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        yield
-        return
-    with _beating(early_store("meeting", rank, size), rank) as store:
-        yield
-        store.set(f"here/{rank}", "")
-        for other in range(size):
-            last, since = Json(), time.monotonic()
-            while not store.check([f"here/{other}"]):
-                time.sleep(0.5)
-                if (beat := _last(store, other)) != last:
-                    last, since = beat, time.monotonic()
-                elif time.monotonic() - since > timeout:
-                    raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
+# --- Before the process group ---------------------------------------------------------------------
 
 
-def early_store(name: str, rank: int, size: int) -> Store:
-    """A store for all ranks before their process group: the launcher's; without one, rank 0's at
-    the address where the training will meet.
+@functools.cache  # rank 0's also serves the training that follows, at the same address
+def early_store(rank: int, size: int) -> Store:
+    """A store for all ranks before their process group: that of torchrun or `accelerate launch`;
+    without one, rank 0's at the address where the training will meet.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
 
@@ -102,19 +83,27 @@ def early_store(name: str, rank: int, size: int) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what a failed one has left there is not of this one
-    return PrefixStore(f"{name}/{attempt}", store)
+    return PrefixStore(f"early/{attempt}", store)
 
 
 _exchanges = itertools.count()
-_kept = functools.cache(early_store)  # rank 0's also serves the training that follows, at the same address
 
 
-def exchange(own: T, rank: int, size: int) -> list[T]:
-    """What every rank passes here, in the order of ranks, before their process group."""
-    store, number = _kept("exchange", rank, size), next(_exchanges)
+def exchange(own: T, rank: int, size: int, timeout: float = math.inf) -> list[T]:
+    """What every rank passes here, in the order of ranks, before their process group.
+
+    Raises `Failure` if a rank neither comes nor gives a sign of life for `timeout` seconds.
+    """
+    store, number = early_store(rank, size), next(_exchanges)
     store.set(f"{number}/{rank}", pickle.dumps(own))
-    while not store.check([f"{number}/{other}" for other in range(size)]):
-        time.sleep(0.05)  # no signal interrupts a wait inside the store
+    for other in range(size):
+        last, since = list[Any](), time.monotonic()
+        while not store.check([f"{number}/{other}"]):
+            time.sleep(0.05)  # no signal interrupts a wait inside the store
+            if (beat := _last(store, other)) != last:
+                last, since = beat, time.monotonic()
+            elif time.monotonic() - since > timeout:
+                raise Failure(f"rank {other} has given no sign of life for {timeout:.0f} s (ddp_timeout)")
     found = [pickle.loads(store.get(f"{number}/{other}")) for other in range(size)]
     store.add(f"{number}/heard", 1)
     while rank == 0 and store.add(f"{number}/heard", 0) < size:
@@ -126,7 +115,7 @@ def exchange(own: T, rank: int, size: int) -> list[T]:
 
 
 @contextlib.contextmanager
-def _beating(store: Store, rank: int, watched: int | None = None) -> Iterator[Store]:
+def beating(store: Store, rank: int, watched: int | None = None) -> Iterator[Store]:
     """Give signs of life in the block, and watch another rank's. A store for both threads."""
     store, left = store.clone(), threading.Event()  # the main thread may wait in the original
     thread = threading.Thread(target=_beat, args=(store, rank, watched, left), daemon=True)
@@ -140,50 +129,40 @@ def _beating(store: Store, rank: int, watched: int | None = None) -> Iterator[St
 
 def _beat(store: Store, rank: int, watched: int | None, left: threading.Event) -> None:
     """Until this rank leaves, or its launcher ends, which holds the store."""
-    parent, number, last, since = os.getppid(), 0, Json(), time.monotonic()
+    parent, last, since = os.getppid(), list[Any](), time.monotonic()
     name = f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})"
     with contextlib.suppress(RuntimeError):
-        while not left.is_set() and os.getppid() == parent:
-            number += 1
-            store.set(f"heartbeat/{rank}", json.dumps({"number": number, "name": name, "place": _place()}))
-            seen = _last(store, watched) if watched is not None else {}
+        for number in itertools.count():
+            if left.wait(_BEAT_SECONDS if number else 0) or os.getppid() != parent:
+                break
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            place = f"{frame.f_code.co_name}, {frame.f_code.co_filename} line {frame.f_lineno}"
+            store.set(f"heartbeat/{rank}", json.dumps([number, f"{name} in {place}"]))
+            seen = [] if watched is None else _last(store, watched)
             if seen != last or not seen:
                 last, since = seen, time.monotonic()
             elif time.monotonic() - since > _SILENT_SECONDS:
-                line = f"{seen['name']} has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?"
+                line = f"{seen[1]}: no answer for {_SILENT_SECONDS:.0f} s. Is it stopped?"
                 print(line, file=sys.stderr, flush=True)
-                since = float("inf")  # said once in a silence
-            left.wait(_BEAT_SECONDS)
-        store.set(f"heartbeat/{rank}", "{}")  # it has left
+                since = math.inf  # said once in a silence
+        store.set(f"heartbeat/{rank}", "[]")  # it has left
 
 
-def _place() -> str:
-    """Where the main thread is: the function, and the line of its file."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    file = Path(frame.f_code.co_filename)
-    return f"{frame.f_code.co_name}, {file.parent.name}/{file.name} line {frame.f_lineno}"
-
-
-def _last(store: Store, rank: int) -> Json:
-    """The last sign of life of a rank, empty if it has given none or has left."""
-    key = f"heartbeat/{rank}"
-    return json.loads(store.get(key)) if store.check([key]) else {}
-
-
-def _explained(store: Store, rank: int, size: int, limit: str) -> RankHangs:
-    """Look at all ranks twice: one that is alive has answered in between."""
+def _missing(store: Store, size: int) -> dict[int, str]:
+    """The ranks that the others wait for, with their names and where they are: those that give no
+    sign of life between two looks, or else those that do not wait themselves.
+    """
     try:
-        beats = {other: beat for other in range(size) if (beat := _last(store, other))}
+        beats = {rank: beat for rank in range(size) if (beat := _last(store, rank))}
         time.sleep(2 * _BEAT_SECONDS + 1)
-        silent = [other for other, beat in beats.items() if _last(store, other) == beat]
+        silent = [rank for rank, beat in beats.items() if _last(store, rank) == beat]
     except RuntimeError:  # the store is gone
-        return RankHangs(f"another rank did not answer {limit}", True)
-    busy = [other for other, beat in beats.items() if not any(part in beat["place"] for part in _WAITING)]
-    message = f"an exchange between the ranks did not end {limit}, though all of them are alive and wait for it"
-    if silent:
-        who = " and ".join(beats[other]["name"] for other in silent)
-        message = f"{who} did not answer {limit}: stopped, or on a machine that is"
-    elif busy:
-        who = " and ".join("{name} in {place}".format(**beats[other]) for other in busy)
-        message = f"the other ranks waited in vain {limit} for {who}"
-    return RankHangs(message, rank == min({*range(size)} - {*(silent or busy)}, default=rank))
+        return {}
+    busy = [rank for rank, beat in beats.items() if not any(part in beat[1] for part in _WAITING)]
+    return {rank: beats[rank][1] for rank in silent or busy}
+
+
+def _last(store: Store, rank: int) -> list[Any]:
+    """The last sign of life of a rank, its number and words; empty if it has given none or left."""
+    key = f"heartbeat/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else []

@@ -9,7 +9,6 @@ failed first.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -19,12 +18,13 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 # Run as a script: import the packages beside launch/, not the files of this folder.
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from launch.host.own_packages import import_own_packages
+    from launch.host.processes import import_own_packages
 
     import_own_packages()
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 LAUNCHER = Path(__file__)
 THREADS = "OMP_NUM_THREADS"
-_LATE_SECONDS = 10
 _LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 _KILLED = {
     signal.SIGKILL: ": the kernel does that when RAM runs out (`dmesg` tells)",
@@ -51,118 +50,93 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: that of the first rank that failed, 128 + n if signal n killed it, 130 after
     Ctrl-C; 2 for a mistake in accelerate's own arguments or YAML.
     """
-    signals = Signals()
-    signals.listen()
+    listen()
     from accelerate.commands import launch  # seconds: it imports torch
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
     from yaml import YAMLError
 
-    elastic = logging.getLogger("torch.distributed.elastic")
-    elastic.propagate = False
-    elastic.addHandler(logging.NullHandler())
+    logging.disable(logging.CRITICAL)  # torch elastic logs every end of a rank
     args = launch.launch_command_parser().parse_args(argv)
     args.quiet = False  # it would turn every exit code into 1
     args.signals_to_handle = "none"  # or torch elastic takes the signals, and forgets how the ranks end
     try:
         launch.launch_command(args)
     except ChildFailedError as error:
-        return signals.exit_code_of(*_root_cause(error))
+        return _exit_code_of(*_root_cause(error))
     except subprocess.CalledProcessError as error:  # of a single process
-        return signals.exit_code_of(0, error.returncode)
-    except (DistError, RendezvousError, ConnectionError) as error:
-        _say(f"accelerate launch: the processes cannot be started together: {one_line(error)}")
-        return 1
-    except (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError) as error:
-        _say(f"accelerate launch: {one_line(error)}")  # a mistake in its arguments or its YAML
-        return 2
+        return _exit_code_of(0, error.returncode)
+    except Exception as error:
+        _say(f"accelerate launch: {one_line(error)}")
+        its_own = (ValueError, YAMLError, FileNotFoundError, ImportError, AttributeError, TypeError, OverflowError)
+        return 2 if isinstance(error, its_own) else 1  # or the processes cannot be started together
     return 0
 
 
-class Signals:
-    """Passes signals on to the ranks. A second Ctrl-C kills them, and SIGQUIT does at once.
+# --- Signals --------------------------------------------------------------------------------------
 
-    accelerate passes nothing on to a single process, and dies of SIGUSR1. A thread does it: while
-    the main thread waits for another node inside torch, Python calls no handler.
+_received: set[int] = set()
+
+
+def listen() -> None:
+    """Pass signals on to the ranks. A second Ctrl-C kills them, and SIGQUIT does at once.
+
+    accelerate passes nothing on to a single process, and dies of SIGUSR1.
     """
-
-    def __init__(self) -> None:
-        self.received: set[int] = set()
-        self._arriving, arrived = os.pipe()
-        os.set_blocking(arrived, False)
-        signal.set_wakeup_fd(arrived)
-
-    def listen(self) -> None:
-        for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in a shell's background
-                signal.signal(number, lambda number, frame: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked them
-        threading.Thread(target=self._pass_on, daemon=True).start()
-
-    def _pass_on(self) -> None:
-        while True:
-            number = os.read(self._arriving, 1)[0]
-            kills = number == signal.SIGQUIT or (number == signal.SIGINT and number in self.received)
-            self.received.add(number)
-            ranks = psutil.Process().children()
-            if not ranks:  # nothing has started yet
-                os._exit(self._without_a_word())
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    if kills or number == signal.SIGHUP:
-                        os.kill(rank.pid, signal.SIGKILL if kills else signal.SIGTERM)
-                    elif number != signal.SIGINT or os.getsid(rank.pid) != os.getsid(0):
-                        os.kill(rank.pid, number)  # a terminal interrupts its whole session itself
-            if number == signal.SIGINT and not kills:
-                # `kill -INT` tells this process alone: a rank that goes on is told to stop.
-                late = threading.Timer(_LATE_SECONDS, _end, (ranks,))
-                late.daemon = True
-                late.start()
-
-    def exit_code_of(self, rank: int, code: int) -> int:
-        """The exit code of the launcher. A rank that was killed could not print anything itself."""
-        if code >= 0:
-            return code
-        if -code in {*self.received, *SIGNALS}:  # it did not handle the signal yet
-            return self._without_a_word()
-        if not self.received:
-            how = signal.Signals(-code)
-            _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
-            return 128 - code
-        return self._exit_code
-
-    def _without_a_word(self) -> int:
-        """The exit code of a run whose ranks were ended before they could say why: this says it."""
-        interrupted = self._exit_code == 130
-        _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
-        return self._exit_code
-
-    @property
-    def _exit_code(self) -> int:
-        return 130 if self.received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
+    for number in PASSED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in a shell's background
+            signal.signal(number, _pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)  # `recipes train` has blocked them
 
 
-def _end(ranks: list[psutil.Process]) -> None:
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    kills = number == signal.SIGQUIT or (number == signal.SIGINT and number in _received)
+    _received.add(number)
+    ranks = psutil.Process().children()
+    if not ranks:  # nothing has started yet
+        os._exit(_without_a_word())
     for rank in ranks:
-        with contextlib.suppress(psutil.Error):
-            rank.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            if kills:
+                os.kill(rank.pid, signal.SIGKILL)
+            elif number != signal.SIGINT or os.getsid(rank.pid) != os.getsid(0):
+                os.kill(rank.pid, number)  # a terminal interrupts its whole session itself
+
+
+def _exit_code_of(rank: int, code: int) -> int:
+    """The exit code of the launcher. A rank that was killed could not print anything itself."""
+    if code >= 0:
+        return code
+    if -code in {*_received, *SIGNALS}:  # it did not handle the signal yet
+        return _without_a_word()
+    if _received:
+        return _when_told()
+    how = signal.Signals(-code)
+    _say(f"rank {rank} was killed by {how.name}{_KILLED.get(how, '')}")
+    return 128 - code
+
+
+def _without_a_word() -> int:
+    """The exit code of a run whose ranks were ended before they could say why: this says it."""
+    interrupted = _when_told() == 130
+    _say("interrupted" if interrupted else "told to stop before the training began: run the same command again")
+    return _when_told()
+
+
+def _when_told() -> int:
+    return 130 if _received & {signal.SIGINT, signal.SIGQUIT} else EXIT_CODE
 
 
 def _root_cause(error: ChildFailedError) -> tuple[int, int]:
     """The rank whose failure made the others fail, and its exit code.
 
-    One that a signal killed comes first, then one with a message: the others have lost their
-    connection to it, perhaps before torch saw its end. torch itself ends them by SIGTERM, and after
-    30 seconds by SIGKILL.
+    torch itself ends the others by SIGTERM, unless they have lost their connection to it: then
+    their exit code is 1, perhaps before torch saw its end.
     """
     failures = error.failures
-    first = min(failure.timestamp for failure in failures.values())
 
-    def order(rank: int) -> tuple[bool, bool, bool, int]:
-        failure = failures[rank]
-        ended = failure.exitcode == -signal.SIGTERM or failure.timestamp > first + 20
-        return ended, not isinstance(failure.error_file_data["message"], dict), failure.exitcode > 0, failure.timestamp
+    def order(rank: int) -> tuple[bool, bool, int]:
+        code = failures[rank].exitcode
+        return code == -signal.SIGTERM, code == 1, failures[rank].timestamp
 
     rank = min(failures, key=order)
     return rank, failures[rank].exitcode
@@ -175,9 +149,7 @@ def _say(line: str) -> None:
 # --- What a rank knows of its launcher ------------------------------------------------------------
 
 _parent = os.getpid(), os.getppid()  # this process, and what started it
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PATIENCE_SECONDS = 10
-_LOOK_SECONDS = 1.0
 
 
 def launcher_argv() -> list[str]:
@@ -221,24 +193,11 @@ def own_threads() -> int | None:
     return None
 
 
-def write_error_file(text: str, since: float | None = None) -> None:
-    """Have the box that torch elastic prints at the end hold this text. Nothing happens without it.
-
-    torch's root cause is the earliest failure, in whole seconds. `since` is the time of this one
-    [now], which is dated earlier than that of a rank without a file.
-    """
-    if file := os.environ.get(_ERROR_FILE):
-        failed = str(int(since or time.time()) - 1)
-        message = {"message": text, "extraInfo": {"py_callstack": f"\n{text}", "timestamp": failed}}
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
-
-
 def is_spoken_for(met_by_all: bool = False) -> bool:
     """True if this rank, which has failed, need not say why: torch elastic ends all ranks as soon
     as one has failed, which has said it. Without it only an error that is `met_by_all` is.
     """
-    if _ERROR_FILE not in os.environ:
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return met_by_all
     until = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < until and not is_being_ended():
@@ -246,7 +205,7 @@ def is_spoken_for(met_by_all: bool = False) -> bool:
     return is_being_ended()
 
 
-def end_with_launcher(stop: StopRequest, rank: int) -> None:
+def end_with_launcher(stop: StopRequest) -> None:
     """From now on: when the launcher ends, complete the step, save and end as if told to stop.
 
     No launcher that is killed tells its ranks, and `accelerate launch` dies of SIGUSR1. Nothing
@@ -256,24 +215,13 @@ def end_with_launcher(stop: StopRequest, rank: int) -> None:
     is_orphan = own == os.getpid() and os.getppid() != parent  # it has ended since this process began
     if launcher_argv() or (is_orphan and {"RANK", "ACCELERATE_MIXED_PRECISION"} & set(os.environ)):
         end_with_parent(signal.SIGCONT)  # a rank that is stopped would never see it
-        threading.Thread(target=_watch, args=(stop, rank), daemon=True).start()
+        threading.Thread(target=_watch, args=(stop,), daemon=True).start()
 
 
-def _watch(stop: StopRequest, rank: int) -> None:
-    """A step that does not end is given up: the ranks that it waits for may have been killed too,
-    and nobody is left who would end it.
-    """
+def _watch(stop: StopRequest) -> None:
     while os.getppid() == _parent[1]:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(1)
     stop.request("the end of its launcher")
-    step, since = stop.step, time.monotonic()
-    while time.monotonic() - since <= stop.patience:
-        time.sleep(_LOOK_SECONDS)
-        if stop.step != step:
-            step, since = stop.step, time.monotonic()
-    what = f"the launcher has ended, and nothing after step {step} within {stop.patience} s (ddp_timeout)"
-    _say(f"rank {rank}: {what}")
-    os._exit(1)
 
 
 if __name__ == "__main__":

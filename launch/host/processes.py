@@ -72,13 +72,10 @@ class Child:
         file = self.folder / _ANSWER
         return json.loads(file.read_text()) if file.exists() else None
 
-    def last_lines(self, count: int) -> list[str]:
-        return last_lines(self.folder / _LOG, count)
-
     def end(self, lines: int = 1) -> str:
         """The last lines of its log and, once it has ended, how."""
         code = self.process.poll()
-        return "\n".join([*self.last_lines(lines), *([] if code is None else [how_it_ended(code)])])
+        return "\n".join([*last_lines(self.folder / _LOG, lines), *([] if code is None else [how_it_ended(code)])])
 
 
 @contextlib.contextmanager
@@ -138,10 +135,21 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def import_own_packages() -> None:
+    """Import our packages, whose folder is first on sys.path, and move that folder to the end.
+
+    Another `launch` on PYTHONPATH (ROS 2 has one) must not hide ours. But a library that the user
+    has put there must hide an installed one.
+    """
+    for name in ("recipes", "launch"):
+        importlib.import_module(name)
+    del sys.path[0]
+    if str(_ROOT) not in sys.path:  # a clone that is not installed
+        sys.path.append(str(_ROOT))
+
+
 def _run_module(parent: str, module: str, folder: str) -> int | None:
     sys.path.insert(0, str(_ROOT))
-    from launch.host.own_packages import import_own_packages
-
     import_own_packages()
     from launch.host.signals import end_with_parent
 

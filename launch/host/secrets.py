@@ -17,7 +17,7 @@ SECRET = re.compile(
     r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{15,}|\bsk-[\w-]{20,}"
     r"|\bAKIA[A-Z0-9]{16}\b|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}|[?&]sig=[\w%]{20,}|AccountKey=\S{20,}|://[^\s/:@]+:[^\s/@]+@"
 )
-# Variables that hold one, or several. Not TOKENIZERS_PARALLELISM.
+# Names of variables and keys that hold one, or several. Not TOKENIZERS_PARALLELISM.
 _NAME = r"(?:TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTHORIZATION|[_-]KEYS?\b|APIKEY|ACCESSKEY)"
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 # Files also count tokens, name special ones such as `pad_token`, and columns such as `text_key`.
@@ -25,14 +25,11 @@ _HARMLESS_NAME = re.compile(
     r"TOKENS|TOKEN_(?:TYPE|ID)|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|SPECIAL)_TOKEN|(?:SORT|TEXT|LABEL|INPUT|COLUMN)[_-]KEY",
     re.IGNORECASE,
 )
-# A name and then a value in quotes, in its line or the next; outside of Python also without quotes,
-# but no number: files count tokens. A value in capitals is a variable's name. Each part is bounded,
-# or a file of one long word would take minutes.
+# Such a name with a value: `hub_token: x`, `API_KEY=x`, `{"name": "API_KEY", "value": "x"}`. Each
+# part is bounded, or a file of one long word would take minutes.
 _ASSIGNED = re.compile(
     rf"""(?<![\w.-])([\w.-]{{0,60}}{_NAME}[\w.-]{{0,60}})["']?\]?(?:,?\s{{0,20}}["']?value["']?)?"""
-    r"""\s{0,20}(?:[:,]|\+?=(?!=))(?:(?=[\s\\]{0,20}[^\n]{0,200}?["'](?![A-Z_]+["'])[^\s"'<\[\])},:;.])"""
-    r"""|(?P<plain>(?=[ \t\[{|>]{0,20}(?:\n[ \t-]{1,20})?"""
-    r"""(?!(?:null|none|true|false|[-+\d._]+)\s*(?:[,\]}\n]|$))[^\s"'#,\[\](){}<>|$]{2,})))""",
+    r"""\s{0,20}(?:[:,]|\+?=(?!=))\s{0,20}(?!(?:null|none|true|false|[-+\d._]+)\b)\S""",
     re.IGNORECASE,
 )
 _SHORTEST = 8  # a variable's value that is shorter hides half of a text, and is no key
@@ -50,9 +47,8 @@ class Unpickled(str):
 
 def in_environment(environment: Mapping[str, str] = os.environ) -> set[str]:
     """The values of environment variables whose names say that they are secret."""
-    return {
-        value for name, value in environment.items() if SECRET_NAME.search(name) and len(value.strip()) >= _SHORTEST
-    }
+    named = {value for name, value in environment.items() if SECRET_NAME.search(name)}
+    return {value for value in named if len(value.strip()) >= _SHORTEST}
 
 
 def hide(content: Any, secrets: Collection[str] = ()) -> Any:
@@ -68,10 +64,9 @@ def hide(content: Any, secrets: Collection[str] = ()) -> Any:
     return SECRET.sub(HIDDEN, content)
 
 
-def recorded_text(text: str, is_python: bool = False) -> str:
+def recorded_text(text: str) -> str:
     """The text of a file, or its hash behind `***` if it seems to hold a secret."""
-    found = (match[1] for match in _ASSIGNED.finditer(text) if match["plain"] is None or not is_python)
-    assigned = any(not _HARMLESS_NAME.search(name) for name in found)
+    assigned = any(not _HARMLESS_NAME.search(found[1]) for found in _ASSIGNED.finditer(text))
     return hashed(text) if assigned or hide(text, in_environment()) != text else text
 
 

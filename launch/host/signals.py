@@ -32,12 +32,10 @@ class StopRequest:
     """A request to stop this process. `signal` is the one that came, or None until then.
 
     `step` is the last optimizer step that has ended, of this run or of the one that it resumed.
-    Once the launcher has ended, the next step has `patience` seconds.
     """
 
     signal: str | None = None
     step: int = 0
-    patience: float = 1800  # ddp_timeout's default
     _deferred = False
 
     def __init__(self) -> None:
@@ -55,14 +53,14 @@ class StopRequest:
                     signal.signal(number, self._handle)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
-    def defer(self, patience: float) -> None:
+    def defer(self) -> None:
         """From now on only remember a signal: the current step or save is completed first.
 
         Raises `Preempted` for an earlier signal: a C extension that was being imported may have
         dropped the exception of its handler.
         """
         self._end_if_requested()
-        self._deferred, self.patience = True, patience
+        self._deferred = True
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._interrupt)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
-import re
 import sys
 import time
 import traceback
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from filelock import FileLock
 
-from launch.host.heartbeat import exchange, heartbeat, meeting
-from launch.host.launcher import launcher_argv, threads_per_process
+from launch.host.heartbeat import beating, early_store, exchange, heartbeat
+from launch.host.launcher import threads_per_process
 from launch.host.processes import free_port
 from launch.host.signals import ending_children
-from recipes.errors import Failure, Problem, UserError, mistake, one_line
+from recipes.errors import Failure, UserError, mistake, one_line
 from recipes.quiet import quiet_imported
 from recipes.run import RunSpec, Settings, here, resolve, with_fit
 from recipes.run.engine_sources import launch_environment
@@ -50,12 +50,20 @@ class World:
         """True on the first rank of a node: a mistake may exist on one node only."""
         return self.rank % self.local_size == 0
 
-    def meeting(self, timeout: float) -> contextlib.AbstractContextManager[None]:
-        """Nodes may take longer than `timeout` seconds in it, each for itself, and leave together.
+    @contextlib.contextmanager
+    def meeting(self, timeout: float) -> Iterator[None]:
+        """Before the process group: nodes may take hours longer in it than others, and leave
+        together.
 
         The ranks of one node need no meeting: they read the same data, and are ready at once.
+        Raises `Failure` if a rank gives no sign of life for `timeout` seconds.
         """
-        return contextlib.nullcontext() if self.nodes == 1 else meeting(self.rank, self.size, timeout)
+        if self.nodes == 1:
+            yield
+            return
+        with beating(early_store(self.rank, self.size), self.rank):
+            yield
+            exchange(None, self.rank, self.size, timeout)
 
     def decide(self, decision: Callable[[], T]) -> T:
         """Rank 0 calls `decision`; every rank returns its result or raises its `UserError`.
@@ -79,9 +87,7 @@ class World:
         return decided[0]
 
     def gather(self, own: T) -> list[T]:
-        """What every rank passes here, in the order of ranks, once all have come. Before their
-        process group they meet in the store where it will be joined.
-        """
+        """What every rank passes here, in the order of ranks, once all have come."""
         if self.size == 1:
             return [own]
         import torch.distributed as dist
@@ -101,25 +107,14 @@ def launched(environment: Mapping[str, str] = os.environ) -> World:
     return World(size, int(environment["RANK"]), int(environment.get("LOCAL_WORLD_SIZE", size)))
 
 
-def require_launcher(world: World, environment: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Raises `UserError` if several processes were started that cannot find each other. Returns
-    advice if `accelerate launch --num_processes N` has started one process without a word.
-    """
-    if world.size > 1 and "MASTER_ADDR" not in environment:
-        what = f"is not set, and {world.size} processes (WORLD_SIZE) have to find each other"
-        raise mistake("MASTER_ADDR", what, "accelerate launch sets it; for one process unset RANK and WORLD_SIZE")
+def require_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises `UserError` if several processes were started that would not find each other."""
     starters = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
     for variable, starter in starters.items():
         count = int(environment.get(variable, "1") or 1)
         if count > 1 and not {"RANK", "WORLD_SIZE"} <= set(environment):
             what = f"{starter} started {count} processes that would each train a model of their own"
             raise mistake(variable, what, f"start one process per node with {starter}, and `accelerate launch` in it")
-    asked = re.search(r"--num[_-]processes[ =](\d+)", " ".join(launcher_argv()))
-    if world.size > 1 or "ACCELERATE_MIXED_PRECISION" not in environment or not asked or int(asked[1]) < 2:
-        return []
-    what = f"accelerate launch has started 1 process, not {asked[1]}: it needs --multi_gpu or a YAML to start more"
-    fix = f"accelerate launch --multi_gpu --num_processes {asked[1]}, on a CPU too and without --cpu"
-    return [Problem("num_processes", what, fix, "accelerate launch", "advice")]
 
 
 def resolve_launched(argv: Sequence[str], world: World, settings: Settings | None = None) -> RunSpec:
@@ -259,32 +254,24 @@ def _require_same_micro_batch(run: RunSpec, world: World) -> None:
 # --- torch's compiler of C++, which DeepSpeed's operators need once -------------------------------
 
 
+@functools.cache  # once in a process
 def compile_safely() -> None:
     """From now on an interrupted compilation, which takes minutes, ends with all its processes, and
-    no lock that a killed process left there is waited for.
+    no later one waits for the lock of a process that was killed.
+
+    torch's lock is a file that says by being there that it is locked. The kernel takes ours back.
     """
     from torch.utils import cpp_extension
 
-    cpp_extension.load = ending_children()(cpp_extension.load)
-    cpp_extension.FileBaton = _Baton  # type: ignore[misc, assignment]
+    compiles = cpp_extension.load
 
+    def load(name: str, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(kwargs.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not any(folder.glob("*.so")):
+            line = "this takes minutes, and only once; if another process does, until it has"
+            print(f"compiling {name} into {folder}: {line}", file=sys.stderr, flush=True)
+        with ending_children(), FileLock(folder / "flock"):
+            (folder / "lock").unlink(missing_ok=True)  # torch's
+            return compiles(name, *args, **kwargs)
 
-class _Baton:
-    """torch's lock of a compilation, which the kernel takes back from a process that was killed:
-    a file that says by being there that it is locked holds up every later run.
-
-    Who waited for it compiles too, which takes no time if that was done.
-    """
-
-    def __init__(self, file: str, *waiting: object) -> None:
-        self.folder, self.lock = Path(file).parent, FileLock(f"{file}.flock")
-
-    def try_acquire(self) -> bool:
-        if os.environ.get("LOCAL_RANK", "0") == "0" and not any(self.folder.glob("*.so")):
-            name, line = self.folder.name, "this takes minutes, and only once; if another process does, until it has"
-            print(f"compiling {name} into {self.folder}: {line}", file=sys.stderr, flush=True)
-        self.lock.acquire()
-        return True
-
-    def release(self) -> None:
-        self.lock.release()
+    cpp_extension.load = load

@@ -328,7 +328,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     if yaml:
         paths.append(_deepspeed_file(yaml))
     contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
-    return {path: recorded_text(text, path.endswith(".py")) for path, text in contents.items() if text is not None}
+    return {path: recorded_text(text) for path, text in contents.items() if text is not None}
 
 
 def _deepspeed_file(yaml: str) -> str | None:

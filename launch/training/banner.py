@@ -15,16 +15,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from launch.doctor.measured import keep_own_context
-from launch.host.launcher import THREADS, own_threads
 from launch.host.world import World
 from launch.output.card import write_card
-from launch.terminal import console, duration, memory_size, plural, print_note
+from launch.terminal import console, duration, memory_size, plural, print_note, print_problems
 from launch.training.failure import only_noted
 from recipes import legal
 from recipes.catalog import RECIPES
+from recipes.errors import Problem
 from recipes.rules.facts import mixed_precision
 from recipes.run import FIT, Json, RunSpec, shown
-from recipes.run.metrics import METRICS, PER_CLASS
+from recipes.run.metrics import METRICS
 
 if TYPE_CHECKING:
     import torch
@@ -40,16 +40,12 @@ usage: recipes train [--num_processes N] [--recipe NAME|FILE] [--config FILE] [m
 
 With no model and data it trains a small byte-level decoder on the Python standard library's own source.
 Precedence: command line > --config file > recipe > library default.
-
-To stop a run with all saved, send SIGTERM, SIGUSR1 or SIGHUP to `recipes train`, to `recipes submit local` or to any
-rank. `accelerate launch` and torchrun take SIGTERM and SIGHUP, and kill a rank that needs more than 30 seconds for its
-step and its save (TORCH_ELASTIC_SHUTDOWN_TIMEOUT says how many); they die of SIGUSR1, and their ranks still save.
+SIGTERM, SIGUSR1 or SIGHUP to `recipes train` or to any rank saves a checkpoint and stops the run.
 """
 _OWN = """\
   mine.yaml     one of your own: `base: fast`, a `purpose`, and `changes` with lines such as
                 learning_rate: [5.0e-5, "the reason"]; `engine` and `micro_batch_cap` are optional
   mine.py:name  a function of your file that returns a recipes.catalog.Recipe"""
-_MOST_CLASSES = 12  # in the table at the end
 
 
 def train_help() -> str:
@@ -77,8 +73,7 @@ def train_help() -> str:
 
 def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> None:
     """What is about to train: the run, and the model and data as loaded."""
-    from launch.training.batches import has_batch_norm
-    from launch.training.model import parameter_count
+    from launch.training.model import has_batch_norm, parameter_count
 
     total, trainable = parameter_count(model), parameter_count(model, trained_only=True)
     share = "" if trainable == total else f", {trainable:,} of them trained ({trainable / total:.2%})"
@@ -89,7 +84,7 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
             "recipe": f"{run.recipe.name}: {run.recipe.purpose}",
             "model": f"{name}{from_scratch}, {total:,} parameters{share}",
             "data": data.description,
-            "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}{_threads(run)}",
+            "engine": f"{run.engine.title}, {plural(run.world_size, 'process')} on {run.hardware}",
             "batch": batch(run),
             "precision": precision(run),
             "output": run["output_dir"],
@@ -104,17 +99,15 @@ def banner(run: RunSpec, model: torch.nn.Module, data: Data, out: Console) -> No
             table.add_row(heading, escape(f"{name} = {value} ({setting.source})"))
             heading = ""
     out.print(table)
-    if (idle := len(run.hardware.gpus) - run.local_world_size) > 0:
-        are_idle = f"{plural(idle, 'visible GPU')} {'is' if idle == 1 else 'are'} idle"
-        _advise(f"{are_idle}: --num_processes {len(run.hardware.gpus)} uses all", out)
+    advice = {}
+    if run.local_world_size < len(run.hardware.gpus):
+        what = f"{run.local_world_size} of {plural(len(run.hardware.gpus), 'visible GPU')} in use"
+        advice["num_processes"] = (what, f"--num_processes {len(run.hardware.gpus)}")
     if run.world_size > 1 and has_batch_norm(model):
         what = f"BatchNorm sees the {plural(run.batch.micro, 'example')} of each process, not the global batch"
         fix = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), in a script of your own before Trainer gets it"
-        _advise(f"{what}. Fix: {fix}", out)
-
-
-def _advise(line: str, out: Console) -> None:
-    out.print(f"[yellow]advice[/yellow]  {line}", highlight=False)
+        advice["per_device_train_batch_size"] = (what, fix)
+    print_problems((Problem(name, *words, severity="advice") for name, words in advice.items()), out)
 
 
 def batch(run: RunSpec) -> str:
@@ -126,17 +119,6 @@ def batch(run: RunSpec) -> str:
     if sharing > 1:
         words += f" (world {run.world_size}: each group of {sharing} processes shares its examples)"
     return words + (f", {split.reason}" if run.batch.source == FIT else "")
-
-
-def _threads(run: RunSpec) -> str:
-    """The threads of each process on a CPU, unless one process has a thread for each core."""
-    import torch
-
-    threads, own = torch.get_num_threads(), own_threads()
-    if run.hardware.cuda or (run.world_size == 1 and threads == run.hardware.cores and not own):
-        return ""
-    each = " each" if run.world_size > 1 else ""
-    return f": {plural(threads, 'thread')}{each}" + (f" ({THREADS})" if own else "")
 
 
 def precision(run: RunSpec) -> str:
@@ -155,8 +137,6 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
     if earlier.finished:
         where = f"{run['output_dir']} holds a finished run of {earlier.step} steps"
         out.print(f"{escape(where)}: nothing to train. --fresh starts over, a larger --max_steps goes on.")
-        if run["measure"]:
-            out.print(_table(_measured(run, False)))
     elif earlier.checkpoint:
         out.print(f"resuming from {escape(str(earlier.checkpoint))}, step {earlier.step}", highlight=False)
 
@@ -165,65 +145,29 @@ def print_earlier(earlier: Earlier, run: RunSpec, out: Console) -> None:
 
 
 def show_results(results: Json, run: RunSpec, world: World, trainer: RecipeTrainer) -> None:
-    """Add the row of `--measure`, print the summary, and free what DDP and DeepSpeed hold.
+    """Print the summary, add the row of `--measure`, and free what DDP and DeepSpeed hold.
 
     All ranks call it, once the run is recorded as finished. A failure here does not change that.
     """
-    lines: dict[str, str] = {}
-    if run["measure"]:
-        from launch.training.timing import add_timings_row
-
-        with only_noted(f"adding a row to {run['measure']}", world):
-            lines = _measured(run, add_timings_row(run, world, trainer, results))
+    out = console(world.is_main)
+    with only_noted(world):
+        out.print()
+        lines = {**dict(_summary(results, run)), "written to": run["output_dir"]}
+        out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
     if world.is_main:
-        with only_noted("writing its model card", world):
+        with only_noted(world):
             write_card(run, results)
-    with only_noted("printing its summary", world):
-        _summary(results, run, lines, console(world.is_main))
-    if run.hardware.cuda and world.is_local_main:
-        with only_noted("keeping what CUDA takes, for the next plan,", world):
-            keep_own_context(run.hardware.gpus[0].name, world.size > 1)
-    with only_noted("freeing its memory", world):
-        trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
+    with only_noted(world):
+        if run["measure"]:
+            from launch.training.timing import add_timings_row
 
-
-def show_sample(run: RunSpec, world: World) -> None:
-    """A few lines by the demonstration's model. Rank 0 prints them after the process group."""
-    from launch.data.demo import saved_sample
-
-    if not world.is_main:
-        return
-    with only_noted("reading a sample from its model", world):
-        if text := saved_sample(run["output_dir"]):
-            console().print("\n[bold]a sample from the trained model[/bold]")
-            console().print(escape(text), highlight=False)
-
-
-def _summary(results: Json, run: RunSpec, more: dict[str, str], out: Console) -> None:
-    """The end of a run. `results` are the numbers that run.json holds."""
-    out.print()
-    lines = {**dict(_summary_lines(results, run)), "written to": run["output_dir"], **more}
-    out.print(_table({**lines, "next": "\n".join(_next_commands(run))}))
-    per_class = results.get("per_class")
-    if not per_class:
-        return
-    shown = sorted(per_class, key=lambda name: per_class[name]["f1"])[:_MOST_CLASSES]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("class", *PER_CLASS):
-        table.add_column(heading, justify="left" if heading == "class" else "right", overflow="fold")
-    for name in (name for name in per_class if name in shown):
-        *shares, examples = (per_class[name][figure] for figure in PER_CLASS)
-        table.add_row(escape(name), *(f"{share:.4f}" for share in shares), f"{examples:,}")
-    out.print()
-    out.print(table)
-    if len(per_class) > len(shown):
-        out.print(f"of {len(per_class):,} classes, those with the lowest F1; run.json has all", highlight=False)
-
-
-def _measured(run: RunSpec, added: bool) -> dict[str, str]:
-    """The line of the table about `--measure`. `added`: it has a new row."""
-    result = "a row was added" if added else "no step was measured, so no row was added"
-    return {"timings": f"{run['measure']}: {result}"}
+            added = add_timings_row(run, world, trainer, results)
+            result = "a row was added" if added else "no step was measured, so no row was added"
+            out.print(_table({"timings": f"{run['measure']}: {result}"}))
+    with only_noted(world):
+        if run.hardware.cuda and world.is_local_main:
+            keep_own_context(run.hardware.gpus[0].name, world.size > 1)  # for the next plan
+    trainer.accelerator.free_memory()  # before the process group, which gloo aborts otherwise
 
 
 def _table(lines: Mapping[str, object]) -> Table:
@@ -235,7 +179,8 @@ def _table(lines: Mapping[str, object]) -> Table:
     return table
 
 
-def _summary_lines(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
+def _summary(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
+    """The lines at the end of a run, from the numbers that run.json holds."""
     yield "steps", f"{results['global_step']:,}, in {duration(results['train_runtime'])}"
     if results.get("first_loss") is not None:
         yield "loss", f"{results['first_loss']:.3f} at first, {results['final_loss']:.3f} at the end"
@@ -256,7 +201,7 @@ def _summary_lines(results: Json, run: RunSpec) -> Iterable[tuple[str, str]]:
 
 
 def _next_commands(run: RunSpec) -> Iterable[str]:
-    """What a person does with a trained model, as commands."""
+    """The commands that a person gives once a model is trained."""
     folder = shlex.quote(run["output_dir"])
     if run["task"] == "causal_lm":
         yield f'recipes generate {folder} "PROMPT"'

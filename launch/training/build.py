@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from transformers import TrainingArguments
+from transformers import EarlyStoppingCallback, TrainingArguments
 
 from launch.data.load import Data
 from launch.host.files import end_workers_that_cannot_send
@@ -15,7 +15,7 @@ from launch.host.signals import StopRequest
 from launch.host.world import World
 from launch.output.other_world import AnyWorld
 from launch.terminal import print_note
-from launch.training.callbacks import EarlyStopping, Progress, StopOnNotANumber, StopWhenRequested
+from launch.training.callbacks import Progress, StopOnNotANumber, StopWhenRequested
 from launch.training.objective import MeanOverExamples, Metrics
 from launch.training.trainer import RecipeTrainer
 from recipes.errors import mistake, one_line
@@ -91,7 +91,7 @@ def build_trainer(
         identity=identity,
     )
     if run["early_stopping_patience"]:
-        trainer.add_callback(EarlyStopping(run["early_stopping_patience"]))
+        trainer.add_callback(EarlyStoppingCallback(run["early_stopping_patience"]))
     if stop is not None:
         trainer.add_callback(StopWhenRequested(stop, world, trainer.finish_saving))
     return trainer

@@ -1,4 +1,4 @@
-"""Callbacks: stop early or when told to, time the steps, show progress."""
+"""Callbacks: stop when told to or at a loss that is not a number, show progress, time the steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from tqdm import tqdm
-from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from launch.host.signals import Preempted, StopRequest
 from launch.host.world import World
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 _STRETCHES = 8  # of a run, whose step times are compared
 _MICRO_STEP = "micro-step"
 _SHOWN = ("loss", "learning_rate", "eval_loss", *(f"eval_{metric}" for metric in IN_SHORT))
-
-
-class EarlyStopping(EarlyStoppingCallback):
-    """Early stopping that stays stopped when the run is resumed from where it stopped."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_training_stop = True
 
 
 class StopOnNotANumber(TrainerCallback):
@@ -264,15 +255,12 @@ class StepTiming(TrainerCallback):
 
 
 def _due(state: TrainerState, control: Any) -> str:
-    """The part that follows a step: what every run logs and saves at its end is one only if due."""
+    """The part that follows a step. What every run logs and saves at its end is in none."""
+    if state.global_step >= state.max_steps:
+        return "end"
     if control.should_save or control.should_evaluate:
-        part, intervals = "saving", [state.save_steps, state.eval_steps]
-    elif control.should_log:
-        part, intervals = "logging", [state.logging_steps]
-    else:
-        return "other"
-    is_due = any(steps and state.global_step % steps == 0 for steps in intervals)
-    return part if is_due or state.global_step < state.max_steps else "end"
+        return "saving"
+    return "logging" if control.should_log else "other"
 
 
 def _counted(profiler: profile) -> tuple[int, int, int]:

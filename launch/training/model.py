@@ -29,8 +29,7 @@ from launch.data.demo import demo_config, demo_tokenizer
 from launch.data.load import Data
 from launch.host.memory import ran_out
 from launch.terminal import console, print_note
-from launch.training.batches import require_batches_for_batch_norm
-from launch.training.separate import require_separate_examples, with_separate_examples
+from launch.training.separate import with_separate_examples
 from recipes.errors import Problem, UserError, mistake, one_line
 from recipes.planner.memory import optimizer_bytes_per_parameter
 from recipes.rules.check import new_problems
@@ -38,13 +37,6 @@ from recipes.rules.data_and_model import refused_by_class, what_peft_accepts
 from recipes.run import Json, RunSpec, Settings
 from recipes.run.files import existing_path, expanded
 from recipes.run.local_model import is_classifier, max_positions
-
-# A library's own words for a model that it cannot load, the flag that they are about, and the Fix.
-_HEADLESS = "a model without a head for other classes, or the config.json that was saved with these weights"
-_CANNOT_LOAD = (
-    ("trust_remote_code", "trust_remote_code", "read the Python code that it comes with, then --trust_remote_code"),
-    ("ignore_mismatched_sizes", "model_name_or_path", _HEADLESS),
-)
 
 
 def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
@@ -61,7 +53,7 @@ def load_tokenizer(run: Settings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
+def load_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> torch.nn.Module:
     """The model to train: a PreTrainedModel, or a PeftModel around it. Raises `UserError` if it
     cannot be loaded.
     """
@@ -78,7 +70,7 @@ def load_model(run: Settings, tokenizer: PreTrainedTokenizerBase, data: Data) ->
     # pictures asks the part about text.
     model.config.use_cache = _text_config(model.config).use_cache = False
     if not waits:
-        require_separate_examples(run, model)
+        with_separate_examples(run, model.config, model)
         require_batches_for_batch_norm(run, model, data.examples)
     return with_adapters(run, model) if run["use_peft"] else model
 
@@ -103,6 +95,9 @@ def with_model(run: RunSpec, tokenizer: PreTrainedTokenizerBase) -> tuple[RunSpe
     known = known.limited("max_length", max_positions(content), "the longest sequence of this model")
     cls = auto_class(run)._model_mapping.get(type(config), None)  # None: its code comes with its weights
     found = [*new_problems(known, run), *(refused_by_class(known, cls) if cls else ())]
+    if run["gradient_checkpointing"] and cls and not cls.supports_gradient_checkpointing:
+        what, fix = f"{cls.__name__} does not support it", "--gradient_checkpointing false"
+        found.append(run.with_source(Problem("gradient_checkpointing", what, fix)))
     errors = [problem for problem in found if problem.severity == "error"]
     if errors:
         raise UserError(*errors)
@@ -151,7 +146,7 @@ def checkpoint_bytes(model: torch.nn.Module, run: RunSpec) -> int:
     return round(model_bytes(model) + parameter_count(model, trained_only=True) * of_optimizer)
 
 
-# --- Loading -------------------------------------------------------------------------------------
+# --- Loading --------------------------------------------------------------------------------------
 
 
 def load_config(
@@ -185,26 +180,18 @@ def _of_these_files(run: Settings, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        chosen = run["model_name_or_path"] or run["attn_implementation"]
-        if ran_out(error) or isinstance(error, UserError) or not chosen:
+        name, attention = run["model_name_or_path"], run["attn_implementation"]
+        if ran_out(error) or isinstance(error, UserError) or not (name or attention):
             raise
-        raise _unloadable(run, what, error) from None
-
-
-def _unloadable(run: Settings, what: str, error: Exception) -> UserError:
-    """The library's message about a model or a tokenizer, under the flag that it is about."""
-    name, text = run["model_name_or_path"], str(error)
-    for words, flag, fix in _CANNOT_LOAD:
-        if words in text:
-            return mistake(flag, f"{name}: {one_line(error)}", fix)
-    if run["attn_implementation"] and re.search("ttention|attn|`kernels`", text):
-        return mistake("attn_implementation", one_line(error), "leave it out, for the best one that the model supports")
-    if existing_path(name) is None:
-        what = f"{what}: it is neither a local folder nor a model that can be read from the Hub"
-        fix = "check the spelling, the network and `hf auth login`, and that the model fits --task"
-    else:
-        fix = "a folder that save_pretrained of model and tokenizer wrote, whole, for this --task"
-    return mistake("model_name_or_path", f"{name} cannot be loaded as a {what} ({one_line(error)})", fix)
+        flag, fix = "model_name_or_path", "a folder that save_pretrained of model and tokenizer wrote, for this --task"
+        if "trust_remote_code" in str(error):
+            flag, fix = "trust_remote_code", "read the Python code that it comes with, then --trust_remote_code"
+        elif attention and re.search("ttention|attn|`kernels`", str(error)):
+            flag, fix = "attn_implementation", "leave it out, for the best one that the model supports"
+        elif existing_path(name) is None:
+            fix = "a local folder; or for the Hub, check the spelling, the network and `hf auth login`"
+        cannot = f"{name or 'the demonstration'} cannot be loaded as a {what}: {one_line(error)}"
+        raise mistake(flag, cannot, fix) from None
 
 
 def _from_scratch(run: Settings, config: PreTrainedConfig, vocabulary: int) -> PreTrainedModel:
@@ -281,7 +268,31 @@ def _attention(run: Settings) -> dict[str, object]:
     return {"attn_implementation": run["attn_implementation"]} if run["attn_implementation"] else {}
 
 
-# --- 4 bits and adapters -------------------------------------------------------------------------
+# --- BatchNorm ------------------------------------------------------------------------------------
+
+
+def has_batch_norm(model: torch.nn.Module) -> bool:
+    """True if a layer normalises over the micro-batch of its own process."""
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    return any(not isinstance(norm, torch.nn.SyncBatchNorm) for norm in norms)
+
+
+def require_batches_for_batch_norm(run: Settings, model: PreTrainedModel, examples: int) -> None:
+    """BatchNorm fails on a single example, or learns nothing of how examples differ."""
+    micro, world = run["per_device_train_batch_size"], int(os.environ.get("WORLD_SIZE", 1))
+    # On several processes accelerate fills the last batch of an epoch up.
+    is_reached = run["max_steps"] < 1 or run["max_steps"] * run["global_batch_size"] >= examples
+    leaves_one = world == 1 and examples % micro == 1 and is_reached and not run["dataloader_drop_last"]
+    if not (micro == 1 or leaves_one) or not has_batch_norm(model):
+        return
+    setting, fix = "dataloader_drop_last", "--dataloader_drop_last, or a --dataset_train_split of one example less"
+    if micro == 1:
+        setting = "per_device_train_batch_size"
+        fix = f"--per_device_train_batch_size 2, and a --global_batch_size that {2 * world} divides"
+    raise mistake(setting, "leaves a micro-batch of 1 example, and this model's BatchNorm needs 2", fix)
+
+
+# --- 4 bits and adapters --------------------------------------------------------------------------
 
 
 def _in_4_bits(run: Settings) -> BitsAndBytesConfig:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +61,7 @@ def countable(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"labels": torch.where(left_out, IGNORED, 0)}
 
 
-# --- Metrics -------------------------------------------------------------------------------------
+# --- Metrics --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,23 +83,25 @@ class Metrics:
         return self._of_classes(logits.argmax(axis=-1), labels, ("macro", "weighted"))
 
     def _of_classes(self, predicted: np.ndarray, right: np.ndarray, averages: tuple[str, ...]) -> dict[str, Any]:
-        from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+        from sklearn.metrics import accuracy_score, classification_report
 
-        known, occurs = np.unique([predicted, right]), itertools.repeat(True)
-        if right.ndim == 2:
-            known, occurs = np.arange(len(self.names)), (predicted | right).any(axis=0)
+        known = range(len(self.names)) if right.ndim == 2 else np.unique([predicted, right])
         # Of a class without examples or predictions all is 0, without a warning.
-        figures = partial(precision_recall_fscore_support, right, predicted, labels=known, zero_division=0.0)
-        averaged = {how: figures(average=how) for how in averages}
+        figures: dict[str, Any] = classification_report(
+            right,
+            predicted,
+            labels=list(known),
+            target_names=[str(number) for number in known],  # no class can be called `macro avg`
+            output_dict=True,
+            zero_division=0.0,
+        )
         return {
             "accuracy": float(accuracy_score(right, predicted)),
-            **{f"f1_{how}": float(f1) for how, (_, _, f1, _) in averaged.items()},
-            "precision_macro": float(averaged["macro"][0]),
-            "recall_macro": float(averaged["macro"][1]),
+            **{f"f1_{how}": figures[f"{how} avg"]["f1-score"] for how in averages},
+            "precision_macro": figures["macro avg"]["precision"],
+            "recall_macro": figures["macro avg"]["recall"],
             "per_class": {
-                self.names[number]: dict(zip(PER_CLASS, (*map(float, shares), int(examples)), strict=True))
-                for number, *shares, examples, is_there in zip(known, *figures(), occurs, strict=False)
-                if is_there
+                self.names[number]: dict(zip(PER_CLASS, figures[str(number)].values(), strict=True)) for number in known
             },
         }
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from launch.data.batches import Stack
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import Problem, mistake
 from recipes.quiet import silence
 from recipes.run import RunSpec, Settings
 
@@ -34,49 +34,36 @@ _MOST = {"vocab": 64, "token_id$": 0, "experts$": 16, "chunk": 16}
 _FLASH = "flash_attention_on_cpu"
 
 
-def with_separate_examples(run: RunSpec, config: PreTrainedConfig) -> tuple[RunSpec, list[Problem]]:
-    """The run without packing unless its model keeps examples apart, if nobody asked for packing;
-    and the advice that says so. Raises `UserError` if somebody asked.
+def with_separate_examples(
+    run: RunSpec, config: PreTrainedConfig, model: PreTrainedModel | None = None
+) -> tuple[RunSpec, list[Problem]]:
+    """The run without packing if its model mixes examples and nobody asked for packing; and the
+    advice that says so. Raises `UserError` if somebody asked, or if the `model` is loaded already.
     """
     if not _packs_apart(run) and not run["padding_free"]:
         return run, []
-    is_asked_for = run["padding_free"] or run.explicit("packing")
-    mixes = _twin_mixes(run, config, AutoModelForCausalLM._model_mapping.get(type(config), None))
-    if mixes is False or (mixes is None and is_asked_for):  # the model itself is tried, once it is loaded
+    kind = type(model) if model else AutoModelForCausalLM._model_mapping.get(type(config), None)
+    mixes, is_asked_for = _twin_mixes(run, config, kind), run["padding_free"] or run.explicit("packing")
+    if mixes is None and model is None and is_asked_for:
+        return run, []  # the model itself is tried, once it is loaded
+    # Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference.
+    in_pieces = is_deepspeed_zero3_enabled() or getattr(model, "is_quantized", False)
+    if mixes is None and model and not in_pieces and "flash" not in (config._attn_implementation or ""):
+        mixes = _mixes(model)
+    if mixes is False:
         return run, []
-    if is_asked_for:
-        raise _mixed(run, config, mixes)
-    reason = _reason(config, mixes)
+    what = f"a {config.model_type} model lets the examples of a row see each other"
+    reason = what if mixes else f"whether {what} cannot be tried"
+    if run["padding_free"]:
+        raise mistake("padding_free", reason, "--padding_free false")
+    if model or is_asked_for:
+        raise mistake("packing", reason, "--packing_strategy wrapped, or --packing false")
     fix = "--packing_strategy wrapped, to join them"
     return run.limited("packing", False, reason), [Problem("packing", f"is off: {reason}", fix, severity="advice")]
 
 
-def require_separate_examples(run: Settings, model: PreTrainedModel) -> None:
-    """Raises `UserError` if the run relies on separate examples, and the model mixes them."""
-    if not _packs_apart(run) and not run["padding_free"]:
-        return
-    mixes = _twin_mixes(run, model.config, type(model))
-    # Shards of weights compute nothing here, and bitsandbytes repacks 4-bit ones for inference.
-    in_pieces = is_deepspeed_zero3_enabled() or getattr(model, "is_quantized", False)
-    if mixes is None and not in_pieces and "flash" not in (model.config._attn_implementation or ""):
-        mixes = _mixes(model)
-    if mixes is not False:
-        raise _mixed(run, model.config, mixes)
-
-
-def _mixed(run: Settings, config: PreTrainedConfig, mixes: bool | None) -> UserError:
-    name = "padding_free" if run["padding_free"] else "packing"
-    fix = "--padding_free false" if run["padding_free"] else "--packing_strategy wrapped, or --packing false"
-    return mistake(name, _reason(config, mixes), fix)
-
-
 def _packs_apart(run: Settings) -> bool:
     return run["task"] == "causal_lm" and run["packing"] and run["packing_strategy"] == "bfd"
-
-
-def _reason(config: PreTrainedConfig, mixes: bool | None) -> str:
-    what = f"a {config.model_type} model lets the examples of a row see each other"
-    return what if mixes else f"whether {what} cannot be tried"
 
 
 def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
@@ -109,7 +96,7 @@ def _mixes(model: PreTrainedModel, rows: int = 1) -> bool | None:
         model.train(was_training)
 
 
-# --- The twin ------------------------------------------------------------------------------------
+# --- The twin -------------------------------------------------------------------------------------
 
 
 def _twin_mixes(run: Settings, config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool | None:

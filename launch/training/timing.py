@@ -31,10 +31,8 @@ from recipes.run.spec import BATCH_FIELDS
 from recipes.scaling.causes import wire_time
 from recipes.scaling.timings import PARTS, Timing, append, name_of
 
-_FEWEST_PAIRS, _MOST_PAIRS = 3, 6
 # The shorter a step, the more a disturbance changes it: as many pairs as fit into a second.
-_PAIRS_OF_SHORT_STEPS, _SECONDS_OF_PAIRS = 40, 1.0
-_LINK_TRIES = 5
+_TRIES, _MOST_PAIRS, _SECONDS_OF_PAIRS = 5, 40, 1.0
 _FEW_BYTES = 8
 # Jobs of one training may differ in these: where they write, how long they train and the batch.
 _OF_ONE_JOB = {*record.NO_DIFFERENCE, *BATCH_FIELDS, "measure", "recipe", "max_steps", "num_train_epochs"}
@@ -152,8 +150,7 @@ def _repeated(trainer: RecipeTrainer, step_time: float) -> list[list[list[float]
             trainer.training_step(model if syncs else bare, dict(batch), items)
         wrapped.zero_grad()
 
-    pairs = min(_MOST_PAIRS, max(_FEWEST_PAIRS, timing.timed_steps // 4))  # about half of the timed steps' time
-    pairs = max(pairs, min(_PAIRS_OF_SHORT_STEPS, round(_SECONDS_OF_PAIRS / (2 * step_time))))
+    pairs = max(_TRIES, min(_MOST_PAIRS, round(_SECONDS_OF_PAIRS / (2 * step_time))))
     return _compared([partial(step, wrapped), partial(step, bare)], pairs, trainer.args.device)
 
 
@@ -171,7 +168,7 @@ def _pass_overhead(trainer: RecipeTrainer, size: int) -> float | None:
         trainer.training_step(model, {name: tensor[:examples] for name, tensor in batch.items()}, items)
         model.zero_grad()
 
-    tries = _compared([partial(once, size), partial(once, size // 2)], _MOST_PAIRS, trainer.args.device)
+    tries = _compared([partial(once, size), partial(once, size // 2)], _TRIES, trainer.args.device)
     long, short = (median(map(median, ranks)) for ranks in tries)
     return max(0.0, long - size * (long - short) / (size - size // 2))
 
@@ -185,7 +182,7 @@ def _link(size: int, world: int, device: torch.device) -> tuple[float, float]:
     tensors = (torch.zeros(max(1, size // 4), device=device), torch.zeros(_FEW_BYTES // 4, device=device))
     for tensor in tensors:
         dist.all_reduce(tensor)  # the first sets up connections
-    large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _LINK_TRIES, device)
+    large, small = _compared([partial(dist.all_reduce, tensor) for tensor in tensors], _TRIES, device)
     return size / median(_slowest(large)) * 2 * (world - 1) / world, median(_slowest(small))
 
 

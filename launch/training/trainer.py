@@ -22,11 +22,17 @@ from launch.host.memory import ran_out
 from launch.output.other_world import AnyWorld, read_by
 from launch.output.saving import CommittingTrainer
 from launch.terminal import console, print_note
-from launch.training.batches import GroupedByLength, example_numbers, examples_in_last_round, set_epoch, tokens_of
+from launch.training.batches import (
+    GroupedByLength,
+    Places,
+    example_numbers,
+    examples_in_last_round,
+    set_epoch,
+    tokens_of,
+)
 from launch.training.callbacks import StepTiming, StoppedInEvaluation
-from launch.training.failure import NotANumber, untrainable
+from launch.training.failure import NotANumber
 from launch.training.objective import countable, filler
-from launch.training.streaming import Places
 from recipes.errors import Failure, mistake, one_line
 from recipes.run import Settings
 
@@ -72,7 +78,9 @@ class RecipeTrainer(CommittingTrainer):
         self.per_class: dict[int, dict[str, dict[str, float]]] = {}  # step -> class -> figures
         if run is not None:
             apply_ddp_settings(self, run)
-        _mend_fsdp(self)
+        if self.accelerator.is_fsdp2 and (policy := self.accelerator.state.fsdp_plugin.mixed_precision_policy):
+            # accelerate 1.15 rounds all that the model returns to 16 bits, the loss among it.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
     # --- Training --------------------------------------------------------------------------------
 
@@ -83,7 +91,7 @@ class RecipeTrainer(CommittingTrainer):
             with read_by(self.any_world):
                 output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except _MISFIT as error:
-            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error) or untrainable(error)
+            other = isinstance(error, (torch.distributed.DistError, Failure)) or ran_out(error)
             if resume_from_checkpoint is None or self.timing.steps_trained or other:
                 raise
             what = f"{resume_from_checkpoint} does not fit this model: {one_line(error)}"
@@ -334,23 +342,3 @@ def apply_ddp_settings(trainer: Trainer, run: Settings) -> None:
     if handler := trainer.accelerator.ddp_handler:
         handler.gradient_as_bucket_view = run["gradient_as_bucket_view"]
         handler.comm_hook = DDPCommunicationHookType(run["ddp_comm_hook"])
-
-
-def _mend_fsdp(trainer: Trainer) -> None:
-    """Mend two things of FSDP2 in accelerate 1.15, before it shards the model.
-
-    It rounds all that the model returns to 16 bits, the loss among it. And it shards the input
-    embeddings on their own, which fails where a module that is kept whole holds them, as in BERT.
-    """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.fsdp_version != 2:
-        return
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
-    if plugin.transformer_cls_names_to_wrap is None:
-        model = trainer.model
-        names = [name for name, module in model.named_modules() if module is model.get_input_embeddings()]
-        classes = {
-            type(module).__name__ for name, module in model.named_modules() if not f"{names[0]}.".startswith(f"{name}.")
-        }
-        plugin.transformer_cls_names_to_wrap = sorted(classes & set(model._no_split_modules or ()))

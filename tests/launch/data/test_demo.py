@@ -1,11 +1,10 @@
-"""The demonstration's tokenizer and model, and the sample that it writes."""
+"""The demonstration's tokenizer and model."""
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from launch.data.demo import saved_sample
-from tests.support.models import load, loss_of, run_with, save
+from tests.support.models import load, loss_of, run_with
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -36,13 +35,3 @@ def test_demonstration_starts_the_same_each_time():
 def test_demonstration_begins_at_the_loss_of_chance():
     """ln(260) is 5.56: a start far above it wastes the first steps."""
     assert loss_of(load(run_with(max_length=256))).item() == pytest.approx(5.56, abs=0.6)
-
-
-def test_a_finished_run_shows_what_it_saved(tokenizer, tmp_path):
-    save(load(run_with(max_length=256)), tmp_path)
-    sample = saved_sample(str(tmp_path))
-    assert sample.startswith("def ") and saved_sample(str(tmp_path)) == sample
-
-
-def test_a_run_that_did_not_save_a_whole_model_shows_no_sample(tmp_path):
-    assert saved_sample(str(tmp_path)) == ""

@@ -3,45 +3,41 @@
 import multiprocessing
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from torch.utils import cpp_extension
 
 from launch.host.world import compile_safely
 from tests.support.stopping import Run
 from tests.support.waiting import PATIENCE, wait_for
 
 
-def test_a_compilation_waits_for_another_ones_lock_until_that_is_killed(tmp_path, monkeypatch):
-    from torch.utils import cpp_extension
-
-    for name in ("FileBaton", "load"):
-        monkeypatch.setattr(cpp_extension, name, getattr(cpp_extension, name))
-    compile_safely()
-    file = tmp_path / "lock"
-    file.touch()  # torch's own lock, which a program that was killed has left: it holds nobody up
+def test_a_compilation_waits_for_another_until_that_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpp_extension, "load", lambda name, build_directory: name)
+    compile_safely.__wrapped__()
+    torchs = tmp_path / "lock"
+    torchs.touch()  # left by a program that was killed: torch would wait for its removal
 
     def hold(taken):
-        held = cpp_extension.FileBaton(str(file))
-        taken.set() if held.try_acquire() else None
-        time.sleep(10 * PATIENCE)
+        with FileLock(tmp_path / "flock"):
+            taken.set()
+            time.sleep(10 * PATIENCE)
 
     fork = multiprocessing.get_context("fork")
     taken = fork.Event()
     process = fork.Process(target=hold, args=(taken,), daemon=True)
     process.start()
-    assert taken.wait(PATIENCE)
-    own = cpp_extension.FileBaton(str(file))
-    waiting = threading.Thread(target=own.try_acquire, daemon=True)
-    waiting.start()
-    waiting.join(1)
-    assert waiting.is_alive()
-    process.kill()
-    waiting.join(PATIENCE)
-    assert not waiting.is_alive()
-    own.release()
+    with ThreadPoolExecutor() as pool:
+        assert taken.wait(PATIENCE)
+        compiled = pool.submit(cpp_extension.load, "adam", build_directory=str(tmp_path))
+        time.sleep(1)
+        waits = not compiled.done()
+        process.kill()
+        assert waits and compiled.result(PATIENCE) == "adam" and not torchs.exists()
 
 
 @pytest.mark.slow

@@ -1,101 +1,70 @@
-"""A rank that does not answer is named, by the ranks that wait for it."""
+"""A rank that does not answer is named by those that wait for it, in a process group and before."""
 
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from launch.host.processes import free_port, group, start
-from tests.support.running import fork_ranks
+from tests.support.running import run_ranks
 
-WORLD = """\
+RANK = """\
 import os, signal, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed
 from launch.host import heartbeat
+from launch.host.world import World
+from recipes.errors import Failure
+
+rank, (where, what, note) = int(os.environ["RANK"]), sys.argv[1:]
+heartbeat._BEAT_SECONDS, heartbeat._SILENT_SECONDS = 0.2, 1
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 def read_slowly():
-    time.sleep(60)
+    time.sleep(60 if where == "group" else 6)
 
-rank = int(os.environ["RANK"])
-heartbeat._BEAT_SECONDS, heartbeat._SILENT_SECONDS = 0.2, 1
-distributed.init_process_group("gloo", timeout=timedelta(seconds=4))
-try:
+def delay():
+    if rank == 1:
+        open(note, "w").write(str(os.getpid()))
+        globals()[what]()
+
+def group():
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=4))
     with heartbeat.heartbeat(rank, 2, 4):
         distributed.all_reduce(torch.ones(1))
-        if rank == 1:
-            open(sys.argv[2], "w").write(str(os.getpid()))
-            globals()[sys.argv[1]]()
+        delay()
         distributed.all_reduce(torch.ones(1))
-except heartbeat.RankHangs as error:
-    print(f"rank {rank}, {error.is_reporter}: {error}", flush=True)
-    os.kill(int(open(sys.argv[2]).read()), signal.SIGKILL)
+
+def meeting():
+    began = time.monotonic()
+    with World(2, rank, 1).meeting(timeout=3):
+        delay()
+    print(f"rank {rank} has waited: {time.monotonic() - began > 5}\\n", end="", flush=True)
+
+try:
+    globals()[where]()
+except Failure as error:
+    print(f"rank {rank}: {error}\\n", end="", flush=True)
+    os.kill(int(open(note).read()), signal.SIGKILL)
     os._exit(1)
 """
+TIMED_OUT = "did not answer within 4 s (ddp_timeout)"
+NOTED = "no answer for 1 s. Is it stopped?"
 
 
 @pytest.mark.parametrize(
-    ("what", "noted", "lines"),
+    ("where", "what", "said"),
     [
-        ("stop", 1, ["rank 0, True: rank 1 (pid ", "did not answer within 4 s (ddp_timeout)"]),
-        ("read_slowly", 0, ["the other ranks waited in vain within 4 s (ddp_timeout) for rank 1", "in read_slowly, "]),
+        ("group", "stop", ["rank 0: rank 1 (pid ", TIMED_OUT, NOTED]),
+        ("group", "read_slowly", ["rank 0: rank 1 (pid ", ") in read_slowly, ", TIMED_OUT]),
+        ("meeting", "stop", ["rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)"]),
+        ("meeting", "read_slowly", ["rank 0 has waited: True", "rank 1 has waited: True"]),
     ],
 )
-def test_a_rank_that_others_wait_for_is_named_and_a_silence_noted_before(what, noted, lines, tmp_path):
-    script, log = tmp_path / "rank.py", tmp_path / "log"
-    script.write_text(WORLD)
-    with log.open("wb") as stream:
-        codes = fork_ranks(2, dict(os.environ), [str(script), what, str(tmp_path / "pid")], stream.fileno())
-    output = log.read_text()
-    assert codes == [1, -signal.SIGKILL], output
-    assert all(line in output for line in lines), output
-    assert output.count("has not answered for 1 s: is it stopped?") == noted
-
-
-# --- Before the process group ---------------------------------------------------------------------
-
-NODE = """\
-import os, signal, sys, time
-from launch.host import heartbeat
-from launch.host.signals import end_with_parent
-from recipes.errors import Failure
-
-end_with_parent()
-rank, what = int(os.environ["RANK"]), sys.argv[1]
-heartbeat._BEAT_SECONDS = 0.2
-try:
-    with heartbeat.meeting(rank, 2, timeout=3):
-        if rank == 1 and what == "slow":
-            time.sleep(7)
-            open(sys.argv[2], "w").close()
-        if rank == 1 and what == "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-    print(f"rank {rank} goes on, all have read: {os.path.exists(sys.argv[2])}", flush=True)
-except Failure as error:
-    print(f"rank {rank}: {error}", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "printed"),
-    [
-        ("slow", "rank 0 goes on, all have read: True"),
-        ("stopped", "rank 0: rank 1 has given no sign of life for 3 s (ddp_timeout)"),
-    ],
-)
-def test_a_node_that_reads_longer_than_the_timeout_is_waited_for_unless_it_is_stopped(what, printed, tmp_path):
-    script, port = tmp_path / "node.py", str(free_port())
-    script.write_text(NODE)
-    common = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", port]
-    with group() as started:
-        for number in "01":
-            words = [sys.executable, "-m", "torch.distributed.run", *common, "--node_rank", number]
-            started.append(start([*words, str(script), what, str(tmp_path / "read")], subprocess.PIPE))
-        assert started[0].stdout.readline().decode() == f"{printed}\n"
+def test_a_rank_that_others_wait_for_is_named(where, what, said, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    codes, output = run_ranks(2, dict(os.environ), [str(tmp_path / "rank.py"), where, what, str(tmp_path / "pid")])
+    assert all(words in output for words in said), output
+    assert (NOTED in output) == (NOTED in said)
+    assert (codes == [0, 0]) == ("has waited" in said[0])

@@ -69,8 +69,8 @@ def main(folder):
 
 def test_the_end_of_the_block_ends_what_its_processes_started(module):
     with pytest.raises(KeyboardInterrupt), processes.ask(module(FAMILY), [None]) as (child,):
-        wait_for("the process to start a child", lambda: child.last_lines(1))
-        pids = [int(word) for word in child.last_lines(1)[0].split()]
+        wait_for("the process to start a child", child.end)
+        pids = [int(word) for word in child.end().split()]
         raise KeyboardInterrupt
     wait_for("the end of both", lambda: not any(map(alive, pids)))
 
@@ -78,8 +78,8 @@ def test_the_end_of_the_block_ends_what_its_processes_started(module):
 def test_a_process_dies_with_the_one_that_started_it(module):
     script = "import sys, time; from launch.host import processes\n"
     script += "with processes.ask(sys.argv[1], [None]) as (child,):\n"
-    script += "    while not (lines := child.last_lines(1)): time.sleep(0.1)\n"
-    script += "    print(*lines, flush=True)\n    time.sleep(600)"
+    script += "    while not (line := child.end()): time.sleep(0.1)\n"
+    script += "    print(line, flush=True)\n    time.sleep(600)"
     search = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT)])
     words = [sys.executable, "-c", script, module(FAMILY)]
     with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": search}, stdout=subprocess.PIPE) as parent:

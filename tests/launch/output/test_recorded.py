@@ -256,29 +256,20 @@ HOLD_A_SECRET = [
     'AWS_SECRET_ACCESS_KEY = "wJalr/XUtn"', 'os.environ["API_KEY"] = f"wJalr/XUtn"', '{"api_key": "wJalr/XUtn"}',
     'api_keys = ["wJalr/XUtn"]', '{"name": "API_KEY", "value": "wJalr/XUtn"}', 'api_key: Optional[str] = "wJalr/XUtn"',
     'token = environ.get("HF_TOKEN") or "wJalr/XUtn"', "f(eos_token=None, hub_token='wJalr/XUtn')",
-    'link = "https://it:wJalr@host"',
-]  # fmt: skip
-HOLD_A_SECRET_IN_YAML = [
-    "hub_token: [wJalr/XUtn, ours]", "DB_PASSWORD=wJalr/XUtn", "db_password: |\n  wJalr/\n  XUtn\n",
-    "hub_token:\n- wJalr/XUtn\n- ours", "- name: API_KEY\n  value: wJalr/XUtn",
+    'link = "https://it:wJalr@host"', "hub_token: [wJalr/XUtn, ours]", "DB_PASSWORD=wJalr/XUtn",
+    "db_password: |\n  wJalr/\n  XUtn\n", "hub_token:\n- wJalr/XUtn\n- ours", "- name: API_KEY\n  value: wJalr/XUtn",
 ]  # fmt: skip
 HARMLESS = [
-    'pad_token = "<pad>"', "num_tokens: 123456789", 'token == "wJalr/XUtn"', "hub_token: null",
-    "label_key: sentiment_label", "token =" + " " * 10**6, "# token: " + "a " * 10**5, "token=," * 10**5,
+    'pad_token = "<pad>"', "num_tokens: 123456789", 'token == "wJalr/XUtn"', "hub_token: null", "import token",
+    "label_key: sentiment_label", "token =" + " " * 10**6,
 ]  # fmt: skip
-HARMLESS_IN_PYTHON = ['token = environ["HF_TOKEN"]', "token = settings.hub_token", "def f(token: TokenOfOurs) -> str:"]
 
 
-@pytest.mark.parametrize(
-    "text", [*HOLD_A_SECRET, *HOLD_A_SECRET_IN_YAML, *HARMLESS, *HARMLESS_IN_PYTHON], ids=lambda text: text[:30]
-)
+@pytest.mark.parametrize("text", [*HOLD_A_SECRET, *HARMLESS], ids=lambda text: text[:30])
 def test_of_a_file_that_seems_to_hold_a_secret_the_hash_is_recorded(text):
-    is_secret = text in (*HOLD_A_SECRET, *HOLD_A_SECRET_IN_YAML)
-    kinds = [False] if text in HOLD_A_SECRET_IN_YAML else [True] if text in HARMLESS_IN_PYTHON else [False, True]
-    for is_python in kinds:
-        recorded = secrets.recorded_text(text, is_python)
-        assert recorded[:100] == (secrets.hashed(text) if is_secret else text)[:100]  # and does not take hours
-        assert not is_secret or "Jal" not in recorded
+    recorded = secrets.recorded_text(text)  # and does not take hours
+    assert recorded[:100] == (secrets.hashed(text) if text in HOLD_A_SECRET else text)[:100]
+    assert text not in HOLD_A_SECRET or "Jal" not in recorded
 
 
 # --- The fields -----------------------------------------------------------------------------------

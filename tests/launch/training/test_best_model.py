@@ -34,29 +34,15 @@ def same(first, second) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.fixture(scope="module")
-def first_is_best(tiny_model, texts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("best")
+def test_the_best_weights_are_saved_with_their_own_metrics_and_the_summary_says_so(tiny_model, texts, tmp_path):
     flags = [*EVERY_SECOND, *FIRST_IS_BEST, "--max_steps", "5", "--save_total_limit", "9"]
-    return folder, train_here(tiny_model, texts, folder, *flags)
-
-
-def test_the_summary_says_which_step_was_loaded(first_is_best):
-    _, outcome = first_is_best
+    outcome = train_here(tiny_model, texts, tmp_path, *flags)
     assert (outcome.record["model_step"], outcome.record["global_step"]) == (2, 5)
     assert "of step 2, the best by eval_loss" in outcome.output
-
-
-def test_the_best_weights_are_saved_with_their_own_metrics(first_is_best):
-    folder, outcome = first_is_best
-    assert same(weights(folder), weights(folder / "checkpoint-2"))
-    assert not same(weights(folder), weights(folder / "checkpoint-5"))
+    assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
+    assert not same(weights(tmp_path), weights(tmp_path / "checkpoint-5"))
     assert outcome.record["eval_loss"] == evaluated(outcome)[2][0] > evaluated(outcome)[5][0]
-
-
-def test_no_model_is_evaluated_twice(first_is_best):
-    _, outcome = first_is_best
-    assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}
+    assert {step: len(found) for step, found in evaluated(outcome).items()} == {2: 1, 4: 1, 5: 1}  # none twice
 
 
 def test_a_last_model_that_was_never_evaluated_is(tiny_model, texts, tmp_path):
@@ -85,20 +71,13 @@ def test_a_best_model_that_was_not_saved_is_announced_and_admitted(tiny_model, t
     assert same(weights(tmp_path), weights(tmp_path / "checkpoint-2"))
 
 
-# --- What a run decides ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "strategy", "steps"),
     [
         ("--eval_strategy steps --eval_steps 30", "steps", 30),
-        ("--eval_strategy steps --logging_steps 7", "steps", 7),
-        ("--eval_strategy steps --eval_steps 0.1", "steps", 0.1),
-        ("--eval_strategy steps --eval_steps 30 --save_strategy steps", "steps", 30),
         ("--eval_strategy steps --eval_steps 30 --save_steps 60", "steps", 60),
         ("--eval_strategy steps --eval_steps 30 --save_strategy best", "best", 500),
         ("--eval_strategy epoch", "epoch", 500),
-        ("--eval_strategy epoch --save_steps 9", "steps", 9),
     ],
 )
 def test_saving_follows_evaluation_unless_somebody_says_when(flags, strategy, steps):

@@ -16,18 +16,13 @@ def test_what_fails_after_the_training_is_one_note(monkeypatch, tiny_model, text
     def fail(*_):
         raise RuntimeError("something broke\nin many lines")
 
-    broken = {
-        "launch.training.banner._summary": "printing its summary",
-        "launch.training.timing.add_timings_row": f"adding a row to {tmp_path / 'timings.jsonl'}",
-    }
-    for name in broken:
-        monkeypatch.setattr(name, fail)
+    for broken in ("launch.training.banner._summary", "launch.training.timing.add_timings_row"):
+        monkeypatch.setattr(broken, fail)
     measured = ["--max_steps", "4", "--measure", str(tmp_path / "timings.jsonl")]
     outcome = train_here(tiny_model, texts, tmp_path / "out", *measured)
     assert (outcome.code, outcome.record["status"]) == (0, "finished"), outcome.output
-    says = "note  the run is finished, but {} failed: RuntimeError: something broke in many lines"
-    notes = [" ".join(line.split()) for line in outcome.output.splitlines() if line.startswith("note")]
-    assert set(notes) == {" ".join(says.format(doing).split()) for doing in broken.values()}
+    note = "note  the run is finished, but not all of its report: RuntimeError: something broke in many lines"
+    assert outcome.output.count(note) == 2
 
 
 def test_a_mistake_names_the_limit_as_the_source_of_the_length(tiny_model, tmp_path, capsys):
@@ -36,19 +31,6 @@ def test_a_mistake_names_the_limit_as_the_source_of_the_length(tiny_model, tmp_p
     words = [word for word in model_flags(tiny_model, data) if word not in ("--max_length", "64")]
     assert main([*words, "--output_dir", str(tmp_path), "--packing", "--packing_strategy", "wrapped"]) == 2
     assert f"too few for one packed sequence of {POSITIONS} (limit)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("says", "mistaken"),
-    [
-        ("AutoTP not supported for model. Please provide policy.", "tensor_parallel"),
-        ("expected m1 and m2 of mixed dtype (CPU)", "dtype"),
-        ("Own does not support gradient checkpointing.", "gradient_checkpointing"),
-    ],
-)
-def test_a_model_that_a_library_cannot_train_is_one_line(says, mistaken, capsys):
-    assert report(AssertionError(says), World()) == 2
-    assert f"{mistaken}: {says.rstrip('.')}" in capsys.readouterr().err
 
 
 def test_a_bug_keeps_its_traceback():

@@ -59,20 +59,10 @@ def test_the_repository_that_trainer_pushes_to_is_there_before_the_run(hub, tmp_
     assert hub.asked == ["team/new", "ann/my-run"]
 
 
-@pytest.mark.parametrize(
-    ("name", "token", "address", "says"),
-    [
-        ("bob/his", "hf_write", None, "403"),
-        ("new", "hf_nobody", None, "401"),
-        ("new", "hf_write", "http://127.0.0.1:9", ""),  # where nobody listens
-    ],
-)
-def test_what_the_hub_refuses_is_its_own_sentence_with_a_fix(name, token, address, says, hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address or hub.address)
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize(("name", "token", "says"), [("bob/his", "hf_write", "403"), ("new", "hf_nobody", "401")])
+def test_what_the_hub_refuses_is_its_own_sentence_with_a_fix(name, token, says, hub):
+    with pytest.raises(UserError, match=f"push_to_hub: .*{says}.* Fix: `hf auth login`"):
         asked(name, token)
-    (problem,) = caught.value.problems
-    assert problem.subject == "push_to_hub" and says in problem.what and "hf auth login" in problem.fix
 
 
 def test_a_run_ends_before_it_reads_its_data(hub, tiny_model, texts, tmp_path):

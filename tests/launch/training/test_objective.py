@@ -110,7 +110,7 @@ def test_the_averages_are_those_of_scikit_learn():
 
 
 @pytest.mark.parametrize(("right", "seen", "f1"), [([0, 1], "ab", 1 / 3), ([0, 0], "a", 1.0)])
-def test_a_class_that_nobody_predicts_counts_nothing_and_one_that_never_occurs_is_left_out(right, seen, f1):
+def test_a_class_that_nobody_predicts_counts_as_0_and_one_that_never_occurs_is_left_out(right, seen, f1):
     outcome = of_classes(np.array([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]]), np.array(right), "abc")
     assert set(outcome["per_class"]) == {*seen} and outcome["f1_macro"] == pytest.approx(f1)
     assert outcome["per_class"].get("b", {}).get("f1", 0.0) == 0.0

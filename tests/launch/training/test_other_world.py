@@ -9,9 +9,8 @@ import collections
 import json
 
 import pytest
-from safetensors.torch import load_file
+import yaml
 
-from launch.output.checkpoints import numbered
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 pytestmark = pytest.mark.slow
@@ -27,41 +26,6 @@ ZERO = {
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
 }
-
-# A classifier whose code comes with it.
-CODE = """
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import SequenceClassifierOutput
-
-
-class Config(PreTrainedConfig):
-    model_type = "own"
-
-    def __init__(self, vocab_size=260, hidden_size=8, **kwargs):
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        super().__init__(**kwargs)
-
-
-class Classifier(PreTrainedModel):
-    config_class = Config
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-        self.norm = torch.nn.BatchNorm1d(config.hidden_size)
-        self.classifier = torch.nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-    def get_input_embeddings(self):
-        return self.embedding
-
-    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-        logits = self.classifier(self.norm(self.embedding(input_ids).mean(1)))
-        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
-"""
-AUTO_MAP = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Classifier"}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +123,26 @@ def test_a_sampler_without_a_seed_loses_the_order_and_is_advised_against(train):
     assert "a resume after the first epoch trains other examples" in " ".join(outcome.output.split())
 
 
+@pytest.mark.parametrize("packing", [["--max_length", "64"], ["--packing", "--max_length", "32"]], ids=str)
+def test_a_mixture_goes_on_with_the_next_example(packing, tiny_model, tmp_path):
+    """Of three parts the two smaller are repeated."""
+    parts = []
+    for name, (size, weight) in {"large": (60, 2), "small": (11, 2), "tiny": (3, 1)}.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": f"{name} {row}"}) + "\n" for row in range(size)))
+        parts.append({"name": str(file), "weight": weight})
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump({"dataset_name": parts}))
+    words = f"--recipe standard --model_name_or_path {tiny_model} --config {tmp_path / 'settings.yaml'}".split()
+    words += [*"--global_batch_size 12 --max_steps 20 --logging_steps 1".split(), *packing]
+    for folder, worlds in {"whole": [(2, None)], "parts": [(2, 3), (4, 11), (1, 16), (2, None)]}.items():
+        for processes, stop in worlds:
+            told = {"STOP_AT_STEP": str(stop)} if stop else {}
+            outcome = launch_quickly(*words, output=tmp_path / folder, processes=processes, script=SCRIPT, env=told)
+        assert outcome.record["status"] == "finished", outcome.output
+    assert "large.jsonl: 60 examples, 40.0% of all" in " ".join(outcome.output.split())
+    assert examples(tmp_path / "parts") == examples(tmp_path / "whole")
+
+
 def test_packed_rows_go_on_in_the_second_epoch(train):
     whole, there = train("fast", "--packing", worlds=(2,))
     outcome, here = train("fast", "--packing", worlds=(2, 1), stops=(3,))
@@ -186,24 +170,6 @@ def test_the_best_model_may_be_of_another_world(train):
     assert not list(folder.glob("converted-*"))
 
 
-def test_what_batch_norm_has_seen_is_carried_over(tmp_path):
-    model, data = tmp_path / "model", tmp_path / "rows.jsonl"
-    _save_classifier(model)
-    data.write_text("".join(json.dumps({"text": f"row {n} of all", "label": n % 2}) + "\n" for n in range(48)))
-    flags = "--recipe memory --task sequence_classification --trust_remote_code --global_batch_size 12".split()
-    flags += [*model_flags(model, data), "--num_train_epochs", "2", *FP32, *STEADY]
-    flags += "--per_device_train_batch_size 2 --gradient_checkpointing false".split()  # BatchNorm needs two
-    seen = []
-    for processes, stop in ((2, {"STOP_AT_STEP": "4"}), (1, {})):
-        how = dict(processes=processes, config="memory.yaml", script=SCRIPT, env=stop)
-        outcome = launch_quickly(*flags, output=tmp_path / "out", **how)
-        assert outcome.record["status"] == ("preempted" if stop else "finished"), outcome.output
-        newest = numbered(tmp_path / "out")[0]
-        seen.append(load_file(newest / "model.safetensors")["norm.num_batches_tracked"].item())
-    accumulation = outcome.record["settings"]["gradient_accumulation_steps"]["value"]
-    assert seen[1] == seen[0] + 4 * accumulation, outcome.output
-
-
 def test_an_optimizer_that_deepspeed_cannot_convert_is_refused_with_what_works(train, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({**ZERO, "zero_optimization": {"stage": 2}}))
@@ -213,16 +179,3 @@ def test_an_optimizer_that_deepspeed_cannot_convert_is_refused_with_what_works(t
     assert "--num_processes 2" in outcome.output and "Adam only" in outcome.output
     outcome, _ = train("standard", *sgd, worlds=(2,), output=folder)
     assert outcome.record["global_step"] == 15
-
-
-def _save_classifier(folder) -> None:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    from launch.data.demo import demo_tokenizer
-
-    folder.mkdir()
-    (folder / "own.py").write_text(CODE)
-    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": AUTO_MAP}))
-    demo_tokenizer().save_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    AutoModelForSequenceClassification.from_config(config, trust_remote_code=True).save_pretrained(folder)

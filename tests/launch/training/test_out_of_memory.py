@@ -2,15 +2,13 @@
 
 import json
 import re
-import shlex
 import sys
 
 import pytest
 import torch
 
 from launch.host import memory
-from launch.host.memory import Shortage
-from launch.training.failure import next_attempt, other_ways, shortage_in_words
+from launch.training.failure import next_attempt, other_ways
 from recipes.run import here, resolve, with_flags
 from recipes.run.hardware import Gpu, Hardware
 from tests.support.running import ROOT, launch_quickly, losses, run
@@ -37,30 +35,18 @@ def flags(data) -> list[str]:
     return [*words.split(), "--train_sampling_strategy", "sequential", "--per_device_train_batch_size"]
 
 
-@pytest.fixture(scope="module")
-def ran_out(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ran-out")
-    limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
-    return folder, launch_quickly(*limited, output=folder, processes=1, config="single.yaml")
-
-
 # --- The report ----------------------------------------------------------------------------------
 
 
-def test_it_says_what_was_short_what_was_planned_and_which_attempt_is_next(ran_out, flags):
-    folder, outcome = ran_out
+def test_it_says_what_was_short_and_which_attempt_is_next(flags, tmp_path):
+    limited = ["--recipe", "standard", *flags, "8", "--memory_limit", str(AMONG_8)]
+    outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
     assert (outcome.code, outcome.record["status"]) == (1, "out_of_memory") and "Traceback" not in outcome.output
-    assert re.search(r"^out of memory after step 5: asked for [\d.]+ \wiB", outcome.output, flags=re.M), outcome.output
-    planned = re.search(r"^planned   ([\d.]+) GiB at micro-batch 8: .*logits [\d.]+ GiB", outcome.output, flags=re.M)
-    assert 1 < float(planned[1]) < 2
+    said = r"^out of memory after step 5: .*you tried to allocate \d+ bytes"
+    assert re.search(said, outcome.output, flags=re.M), outcome.output
     assert re.search(r"^measured  ([\d.]+) (\wiB) at most.*, limited to 1.63 GiB$", outcome.output, flags=re.M)
-    assert f"saved     {folder / 'checkpoint-5'}" in outcome.output
-    assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint:" in outcome.output
-    command = next(line for line in outcome.output.splitlines() if "--per_device_train_batch_size 4" in line)
-    python, script, *argv = shlex.split(command)
-    assert python == sys.executable and script.endswith("launch/train.py")
-    before, after = resolve(["--recipe", "standard", *flags, "8"]), resolve(argv)
-    assert after.batch.total == before.batch.total == 8 and after["output_dir"] == str(folder)
+    assert f"saved     {tmp_path / 'checkpoint-5'}" in outcome.output
+    assert "4 x 2 x 1 = 8, the same global batch, from that checkpoint: the same command with " in outcome.output
 
 
 @pytest.mark.slow
@@ -73,15 +59,6 @@ def test_a_rank_that_runs_out_alone_is_the_one_that_reports_it(flags, tmp_path):
     note = json.loads((tmp_path / "out_of_memory.json").read_text())
     assert (note["rank"], note["step"], note["next"]) == (1, 5, {"per_device_train_batch_size": 2})
     assert note["checkpoint"] == str(tmp_path / "checkpoint-5") and 0 < note["peak_bytes"] < AMONG_4 * 1.1e9
-
-
-@pytest.mark.slow
-def test_less_memory_than_the_libraries_take_is_reported_as_well(flags, tmp_path):
-    limited = ["--recipe", "standard", *flags, "1", "--memory_limit", "0.2"]
-    outcome = launch_quickly(*limited, output=tmp_path, processes=1, config="single.yaml")
-    assert outcome.code == 1 and "Traceback" not in outcome.output, outcome.output
-    assert "out of memory before the first step was done" in outcome.output and "no checkpoint yet" in outcome.output
-    assert "--gradient_checkpointing true" in outcome.output
 
 
 # --- The next attempt ----------------------------------------------------------------------------
@@ -146,30 +123,14 @@ def test_beyond_the_attempts_another_engine_takes_less_from_the_start(recipe, pr
 # --- How it is recognised ------------------------------------------------------------------------
 
 
-def error_of(act) -> BaseException:
-    with pytest.raises(BaseException) as raised:
-        act()
-    return raised.value
-
-
-def test_failures_to_allocate_are_known_from_others():
-    too_much = 1 << 60
-    error = error_of(lambda: torch.empty(too_much, dtype=torch.uint8))
-    assert memory.ran_out(error) and memory.shortage(error).asked_bytes == too_much
-    assert memory.ran_out(error_of(lambda: bytearray(too_much)))
-    assert not memory.ran_out(error_of(lambda: torch.zeros(2) @ torch.zeros(3)))
-    assert not memory.ran_out(OSError(28, "No space left on device"))
-
-
-def test_what_cuda_says_is_read():
-    """As torch 2.13 words it, without and with a limit of the process."""
-    said = (
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.50 GiB is "
-        "free. Process 1 has 77.60 GiB memory in use. {}Of the allocated memory 70.00 GiB is allocated by PyTorch, and "
-        "6.00 GiB is reserved by PyTorch but unallocated."
-    )
-    free = torch.OutOfMemoryError(said.format(""))
-    limited = torch.OutOfMemoryError(said.format("76.50 GiB allowed; "))
-    assert memory.ran_out(free) and memory.shortage(free) == Shortage(2 << 30, 3 << 29)
-    assert memory.shortage(limited) == Shortage(2 << 30, 1 << 29)
-    assert shortage_in_words(memory.shortage(limited)) == "asked for 2.00 GiB, 512.0 MiB was free"
+@pytest.mark.parametrize(
+    ("allocate", "words"),
+    [
+        (lambda: torch.empty(1 << 60, dtype=torch.uint8), f"you tried to allocate {1 << 60} bytes"),
+        (lambda: bytearray(1 << 60), "MemoryError"),
+    ],
+)
+def test_failures_to_allocate_are_known(allocate, words):
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        allocate()
+    assert memory.ran_out(raised.value) and words in memory.shortage(raised.value)

@@ -23,10 +23,10 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from launch.training import separate
-from launch.training.separate import require_separate_examples, with_separate_examples
+from launch.training.separate import with_separate_examples
 from recipes.errors import UserError
 from tests.support.models import SMALL, load, problem, run_with, save
-from tests.support.running import launch_quickly, train_here
+from tests.support.running import train_here
 
 CONVOLUTIONS = dict(layer_types=["conv", "full_attention"])
 LFM2 = Lfm2Config(**SMALL, **CONVOLUTIONS, intermediate_size=64, num_key_value_heads=2)
@@ -60,7 +60,7 @@ def zero_3():
 
 def accepts(model, **settings) -> bool:
     try:
-        require_separate_examples(run_with("somebody/model", **settings), model)
+        with_separate_examples(run_with("somebody/model", **settings), model.config, model)
     except UserError as error:
         assert "see each other" in error.problems[0].what
         return False
@@ -125,11 +125,3 @@ def test_fast_trains_a_model_that_mixes_without_packing_and_says_so(tmp_path, te
     assert "advice " in outcome.output and "error " not in outcome.output
     assert outcome.code == 0 and "a falcon model lets the examples of a row see each other" in outcome.output
     assert outcome.record["settings"]["packing"]["value"] is False
-
-
-@pytest.mark.slow
-def test_zero_3_refuses_to_pack_for_a_model_with_states(tmp_path, texts):
-    model = save(CausalLM.from_config(JAMBA), tmp_path / "jamba")
-    words = f"--recipe memory_zero3 --packing --model_name_or_path {model} --dataset_name {texts} --max_steps 2"
-    outcome = launch_quickly(*words.split(), output=tmp_path / "out", processes=1, config="memory_zero3.yaml")
-    assert outcome.code and "a jamba model lets the examples of a row see each other" in outcome.output

@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.training import model
-from tests.support.models import SMALL, load, run_with, save
+from tests.support.models import load, run_with, save
 from tests.support.running import ROOT, launch_quickly, losses, model_flags
 
 SCRIPT = ROOT / "tests" / "support" / "fsdp_on_cpu.py"
@@ -29,30 +29,24 @@ def flags(tiny_model, texts):
 def sharded(flags, tmp_path_factory):
     """Trains with FSDP2; returns the outcome and its folder."""
 
-    def start(*more: str, steps: int = 4, processes: int = 2, output=None, env=None):
-        folder = output or tmp_path_factory.mktemp("sharded")
+    def start(*more: str, steps: int = 4):
+        folder = tmp_path_factory.mktemp("sharded")
         words = ["--recipe", "sharded", *flags, *STEADY, "--max_steps", str(steps), *more]
-        how = dict(processes=processes, config="sharded.yaml", script=SCRIPT, env=env)
-        return launch_quickly(*words, output=folder, **how), folder
+        return launch_quickly(*words, output=folder, config="sharded.yaml", script=SCRIPT), folder
 
     return start
 
 
 @pytest.fixture(scope="module")
-def replicated(flags, tmp_path_factory):
-    """Trains the same with DDP."""
+def both(flags, sharded, tmp_path_factory):
+    """The outcomes and folders of the same training with FSDP2 and with DDP."""
 
     def start(*more: str):
         folder = tmp_path_factory.mktemp("ddp")
         words = ["--recipe", "standard", *flags, *STEADY, "--max_steps", "4", *more]
-        return launch_quickly(*words, output=folder), folder
+        return sharded(*more), (launch_quickly(*words, output=folder), folder)
 
     return start
-
-
-@pytest.fixture(scope="module")
-def both(sharded, replicated):
-    return sharded(), replicated()
 
 
 def held(folder, what: str) -> list[int]:
@@ -60,7 +54,7 @@ def held(folder, what: str) -> list[int]:
 
 
 def test_it_trains_what_ddp_trains_in_shards_and_saves_one_whole_model(both):
-    (outcome, folder), (ddp, other) = both
+    (outcome, folder), (ddp, other) = both()
     assert (outcome.code, outcome.record["engine"]) == (0, "FSDP2"), outcome.output
     assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-6)
     parameters = 4 * outcome.record["num_parameters"]
@@ -77,19 +71,9 @@ def test_it_trains_what_ddp_trains_in_shards_and_saves_one_whole_model(both):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapters", [(), ("--use_peft",), ("--use_peft", "--use_dora")], ids=["whole", "lora", "dora"])
-def test_a_resume_goes_on_bit_for_bit(adapters, sharded):
-    _, folder = sharded(*adapters)
-    resumed, _ = sharded(*adapters, steps=8, output=folder)
-    whole, _ = sharded(*adapters, steps=8)
-    assert "resuming from" in resumed.output
-    assert losses(resumed)[4:] == losses(whole)[4:]
-
-
-@pytest.mark.slow
-def test_in_bf16_the_loss_is_not_rounded(sharded, replicated):
+def test_in_bf16_the_loss_is_not_rounded(both):
     """Under FSDP2 the libraries round the count of tokens, and then the loss itself, to bf16."""
-    (outcome, _), (ddp, _) = sharded("--bf16"), replicated("--bf16")
+    (outcome, _), (ddp, _) = both("--bf16")
     assert losses(outcome)[0] == pytest.approx(losses(ddp)[0], rel=2e-4)
     assert losses(outcome) == pytest.approx(losses(ddp), rel=2e-3)
 
@@ -97,33 +81,12 @@ def test_in_bf16_the_loss_is_not_rounded(sharded, replicated):
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [(), ("--use_dora",)], ids=["lora", "dora"])
 @pytest.mark.parametrize("four_bits", [(), ("--load_in_4bit",)], ids=["whole", "4 bits"])
-def test_adapters_train_as_under_ddp(four_bits, dora, sharded, replicated):
-    flags = ("--use_peft", *four_bits, *dora)
-    (outcome, folder), (ddp, other) = sharded(*flags), replicated(*flags)
+def test_adapters_train_as_under_ddp(four_bits, dora, both):
+    (outcome, folder), (ddp, other) = both("--use_peft", *four_bits, *dora)
     assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5)
     weights, expected = (load_file(place / "adapter_model.safetensors") for place in (folder, other))
     assert weights.keys() == expected.keys()
     assert all(weights[name].allclose(expected[name], atol=1e-5) for name in expected)
-
-
-@pytest.mark.slow
-def test_embeddings_in_a_module_of_their_own_are_sharded_once(tmp_path):
-    bert = save(BertForMaskedLM(BertConfig(**SMALL, intermediate_size=64)), tmp_path / "bert")
-    data = tmp_path / "labelled.jsonl"
-    rows = [{"text": f"Row {n} " + "good " * (n % 3), "label": ["bad", "fair", "good"][n % 3]} for n in range(128)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--task", "sequence_classification", *model_flags(bert, data), *STEADY, "--max_steps", "3"]
-    outcome = launch_quickly(
-        "--recipe", "sharded", *flags, output=tmp_path / "sharded", config="sharded.yaml", script=SCRIPT
-    )
-    ddp = launch_quickly("--recipe", "standard", *flags, output=tmp_path / "ddp")
-    assert losses(outcome) == pytest.approx(losses(ddp), rel=1e-5), outcome.output
-
-
-@pytest.mark.slow
-def test_activation_checkpointing_changes_nothing_but_memory(both, sharded):
-    outcome, _ = sharded("--gradient_checkpointing")
-    assert losses(outcome) == losses(both[0][0])
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from tests.support.rows import jsonl, texts
@@ -60,30 +59,6 @@ def test_a_resume_goes_on_at_the_next_example(flags, gpt2_with_dropout, data, tm
         assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-@pytest.fixture
-def mixture(data, tmp_path):
-    """Flags for parts of other formats and numbers of shards. Both end in every window."""
-    questions = [{"prompt": f"{row}+1=", "completion": str(row + 1)} for row in range(7)]
-    parts = [{"name": str(data), "weight": 2}, {"name": jsonl(tmp_path, questions, "questions.jsonl"), "weight": 1}]
-    (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"dataset_name": parts}))
-    return ["--config", str(tmp_path / "mixture.yaml")]
-
-
-@pytest.mark.parametrize("flags", ["--dataloader_num_workers 2", "--packing"])
-def test_a_resume_of_a_mixture_goes_on_at_the_next_example(flags, mixture, gpt2_with_dropout, tmp_path, watched):
-    """Its steps are in two windows if they are packed."""
-    words = [*mixture, *EIGHT_STEPS, "--global_batch_size", "64", *flags.split()]
-    whole = train_here(gpt2_with_dropout, None, tmp_path / "whole", *words)
-    assert whole.code == 0, whole.output
-    assert "questions.jsonl: 33.3% of all, 1 shard" in " ".join(whole.output.split())
-    examples, watched["examples"], watched["stop"] = watched["examples"], [], 7
-    assert train_here(gpt2_with_dropout, None, tmp_path / "two", *words).code == 130
-    watched["examples"], watched["stop"] = [], None
-    resumed = train_here(gpt2_with_dropout, None, tmp_path / "two", *words)
-    assert watched["examples"] == examples[6:]
-    assert losses(resumed) == losses(whole)
-
-
 @pytest.fixture(scope="module")
 def gpt2_with_dropout(tmp_path_factory):
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -125,17 +100,9 @@ def test_a_row_that_breaks_it_leaves_the_checkpoint_and_goes_on_once_mended(tiny
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixes", [False, True])
-def test_two_ranks_see_other_examples_and_resume(mixes, tiny_model, data, mixture, tmp_path):
-    flags = [
-        *(mixture if mixes else []),
-        *model_flags(tiny_model, None if mixes else data),
-        *STREAM,
-        "--dataloader_num_workers",
-        "2",
-        "--lr_scheduler_type",
-        "constant",
-    ]
+def test_two_ranks_see_other_examples_and_resume(tiny_model, data, tmp_path):
+    more = "--dataloader_num_workers 2 --lr_scheduler_type constant"
+    flags = [*model_flags(tiny_model, data), *STREAM, *more.split()]
     whole = launch_quickly(*flags, "--max_steps", "8", output=tmp_path / "whole")
     assert whole.code == 0, whole.output
     launch_quickly(*flags, "--max_steps", "6", output=tmp_path / "two")

@@ -1,29 +1,83 @@
-"""Every engine really trains on a CPU: two ranks of DDP, ZeRO-2 and ZeRO-3 with offload."""
+"""Every engine trains on CPU ranks what one process trains, and saves one whole model.
+
+FSDP trains there too (tests/support/fsdp_on_cpu.py).
+"""
 
 import json
-import re
 
 import pytest
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.launch.training.test_every_recipe import NEEDS_COMPILER
-from tests.support.running import launch, launch_quickly, losses, model_flags, train_here
+from tests.support.running import ROOT, launch, launch_quickly, losses, model_flags, train_here
 
-STEPS = "--max_steps 6 --learning_rate 5e-3 --lr_scheduler_type constant --logging_steps 1".split()
+# Two epochs whose last global batch is not full, with evaluations.
+UNEVEN = (
+    "--num_train_epochs 2 --learning_rate 1e-2 --eval_strategy epoch --logging_steps 1 --global_batch_size 8 "
+    "--per_device_train_batch_size 2 --dataset_train_split train[:43] --dataset_test_split train[43:53] --bf16 false"
+).split()
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+BY_JSON = {
+    "ZeRO-2": {"zero_optimization": {"stage": 2}},
+    "ZeRO-3": {"zero_optimization": {"stage": 3}},
+    "tensor parallel": {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
+}
+REPLICAS_OF_SHARDS = """
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 2
+"""
+ENGINES = [  # its title in the record, the recipe or an engine from above, and the processes
+    ("DDP", "standard", 2),
+    *(
+        pytest.param(*case, marks=[pytest.mark.slow, *(NEEDS_COMPILER * case[1].startswith("memory"))])
+        for case in (
+            ("DeepSpeed ZeRO-2, optimizer offload", "memory", 2),
+            ("DeepSpeed ZeRO-3, optimizer and parameter offload", "memory_zero3", 2),
+            ("DeepSpeed ZeRO-2", "ZeRO-2", 2),
+            ("DeepSpeed ZeRO-3", "ZeRO-3", 2),
+            ("tensor parallel", "tensor parallel", 2),
+            ("tensor parallel", "tensor parallel", 4),
+            ("2 replicas of 2 shards", "sharded", 4),
+        )
+    ),
+]
 
 
 @pytest.fixture(scope="module")
 def one_process(tiny_model, texts, tmp_path_factory):
-    """The same training in one process, at the same global batch."""
-    return train_here(tiny_model, texts, tmp_path_factory.mktemp("one"), "--recipe", "standard", *STEPS)
+    return train_here(tiny_model, texts, tmp_path_factory.mktemp("one"), "--recipe", "standard", *UNEVEN)
 
 
-def test_two_ranks_are_one_world_and_train_what_one_process_trains(one_process, tiny_model, texts, tmp_path):
-    outcome = launch_quickly("--recipe", "standard", *model_flags(tiny_model, texts), *STEPS, output=tmp_path)
-    assert (outcome.code, outcome.record["world_size"], outcome.record["status"]) == (0, 2, "finished")
-    assert losses(outcome) == pytest.approx(losses(one_process), rel=1e-4)
-    engine = next(line for line in outcome.output.splitlines() if line.startswith("engine "))
-    assert re.search(r"DDP, 2 processes on CPU, \d+ cores?: \d+ threads? each", engine), engine
+@pytest.mark.parametrize(("title", "engine", "processes"), ENGINES)
+def test_an_engine_trains_what_one_process_trains(title, engine, processes, one_process, tiny_model, texts, tmp_path):
+    flags, how = [*model_flags(tiny_model, texts), *UNEVEN], {"processes": processes}
+    if engine in BY_JSON:
+        content = {**AUTO, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, **BY_JSON[engine]}
+        (tmp_path / "ds.json").write_text(json.dumps(content))
+        flags += ["--deepspeed", str(tmp_path / "ds.json")]
+    elif engine == "sharded":
+        yaml = (ROOT / "accelerate_configs" / "sharded.yaml").read_text()
+        (tmp_path / "hsdp.yaml").write_text(yaml + REPLICAS_OF_SHARDS)
+        how |= {"config": str(tmp_path / "hsdp.yaml"), "script": ROOT / "tests" / "support" / "fsdp_on_cpu.py"}
+    else:
+        flags, how["config"] = ["--recipe", engine, *flags], f"{engine}.yaml"
+    outcome = launch_quickly(*flags, output=tmp_path / "out", **how)
+    assert (outcome.code, outcome.record["world_size"]) == (0, processes), outcome.output
+    assert title in outcome.record["engine"]
+    assert losses(outcome) == pytest.approx(losses(one_process), abs=1e-4)
+    for name in ("eval_loss", "num_parameters"):
+        assert outcome.record[name] == pytest.approx(one_process.record[name], abs=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sum(parameter.numel() for parameter in model.parameters()) == one_process.record["num_parameters"]
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER[0]
+def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, texts, tmp_path):
+    flags = ["--recipe", "memory", *model_flags(tiny_model, texts), "--max_steps", "2"]
+    outcome = launch(*flags, output=tmp_path, processes=1, config="standard.yaml")
+    assert outcome.record["engine"] == "DeepSpeed ZeRO-2, optimizer offload"
 
 
 @pytest.mark.slow
@@ -35,45 +89,3 @@ def test_an_evaluation_weighs_every_token_the_same_however_ranks_share_them(end,
     expected = launch_quickly(*flags, output=tmp_path / "summed").record["eval_loss"]
     own = launch_quickly(*flags, "--average_tokens_across_devices", "false", output=tmp_path / "own")
     assert own.record["eval_loss"] == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [pytest.param(name, marks=NEEDS_COMPILER) for name in ("memory", "memory_zero3")])
-def test_zero_with_offload_trains_what_fp32_trains_saves_a_whole_model_and_resumes(
-    recipe, one_process, tiny_model, texts, tmp_path
-):
-    flags = ["--recipe", recipe, *model_flags(tiny_model, texts), *STEPS]
-    how = dict(processes=2, config=f"{recipe}.yaml")
-    start = launch if recipe == "memory_zero3" else launch_quickly  # one of the two through the launcher itself
-    outcome = start(*flags, output=tmp_path / "run", **how)
-    assert (outcome.code, outcome.record["world_size"]) == (0, 2), outcome.output
-    assert losses(outcome) == pytest.approx(losses(one_process), rel=0.02)
-    assert all(weight.numel() for weight in load_file(tmp_path / "run" / "model.safetensors").values())
-    longer = [word if word != "6" else "8" for word in flags]
-    whole = launch_quickly(*longer, output=tmp_path / "whole", **how)
-    resumed = launch_quickly(*longer, output=tmp_path / "run", **how)
-    assert "resuming from" in resumed.output
-    # A fresh optimizer would take a first step of full size.
-    assert losses(resumed)[6:] == pytest.approx(losses(whole)[6:], rel=2e-3)
-
-
-@pytest.mark.slow
-@NEEDS_COMPILER[0]
-def test_a_memory_recipe_under_plain_torchrun_starts_its_own_engine(tiny_model, texts, tmp_path):
-    flags = ["--recipe", "memory", *model_flags(tiny_model, texts), *STEPS]
-    outcome = launch(*flags, output=tmp_path, processes=1, config="standard.yaml")
-    assert outcome.record["engine"] == "DeepSpeed ZeRO-2, optimizer offload"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_deepspeed_json_under_plain_ddp_trains_what_one_process_trains(
-    stage, one_process, tiny_model, texts, tmp_path
-):
-    """On a CPU nobody else tells ZeRO-3 of the processes before the model is loaded."""
-    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    config = {"zero_optimization": {"stage": stage}, **dict.fromkeys(sizes, "auto")}
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    flags = [*model_flags(tiny_model, texts), *STEPS, "--deepspeed", str(tmp_path / "ds.json")]
-    outcome = launch_quickly(*flags, output=tmp_path / "out", processes=2, config="standard.yaml")
-    assert losses(outcome) == pytest.approx(losses(one_process), rel=1e-4)

@@ -6,6 +6,7 @@ There is one table of what differs. `rerun` compares a record with the same run 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -86,8 +87,8 @@ class Row(NamedTuple):
 
 
 def differences(records: Sequence[Json]) -> list[Row]:
-    """Settings, the most deliberate first. Then engine, world, contents of data and model, code,
-    machine, versions and environment.
+    """Settings, the most deliberate first. Then engine, world, contents of data and model, files
+    such as a recipe of the user's own, code, machine, versions and environment.
 
     Where a run writes and what it prints is no difference, and neither is another path to the same
     contents. What one record does not hold cannot differ; a setting, package or variable can.
@@ -122,6 +123,7 @@ def _around(record: Json) -> dict[tuple[str, str], Json]:
     parts = {
         "launch": launch | {"nodes": nodes},
         "contents": {what: record.get(what) for what in MATERIAL.values()},
+        "files": {Path(path).name: _hash(content) for path, content in (record.get("files") or {}).items()},
         "code": {"code": code.get("source")},
         "machine": hardware | {"gpus": gpus and [gpu["name"] for gpu in gpus]},
         "versions": record.get("versions") or {},
@@ -134,6 +136,10 @@ def _around(record: Json) -> dict[tuple[str, str], Json]:
         for part, name, value in rows
         if value is not None or part == "versions"
     }
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _differ(values: Sequence[Any]) -> bool:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from launch.commands.compare import ABSENT, Row, differences, print_settings
 from launch.flags import Commands
-from launch.host.secrets import hashed
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
-from launch.output.record import MATERIAL, by_accelerate, read, started, text_of
+from launch.output.record import MATERIAL, by_accelerate, read, started
 from launch.terminal import console, plural, print_note
 from recipes.errors import Problem, UserError, mistake
 from recipes.mixture import title
@@ -54,10 +53,10 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     words, yaml = with_flags(argv, changed), options.accelerate_config or _yaml(record, processes)
     run = resolve(["--recipe", recipe, *words] if recipe else words, here(processes, accelerate_config=yaml))
 
-    here_now = recorded.plain(started(run, run.world_size))
+    here_now = recorded.plain(started(run, run.world_size, yaml=yaml))
     if record.get("engine") != run.engine.title:
         here_now["engine"] = run.engine_title
-    rows = [row for row in differences([record, here_now]) if _matters(row, record, run)] + _changed_files(record)
+    rows = [row for row in differences([record, here_now]) if _matters(row, record, run)]
     out, then = console(stderr=True), f"{record['status']}, {record.get('started', 'unknown when')}"
     title_line = f"again {file.parent} ({then}): {'what' if rows else 'nothing'} differs here"
     out.print(title_line, highlight=False, markup=False)
@@ -116,35 +115,16 @@ def _yaml(record: Json, processes: int) -> str:
 
     Raises `UserError` if it names a DeepSpeed JSON by a path from another folder.
     """
-    path = record.get("accelerate_config")
-    if path is None:
-        return str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
-    section = read_yaml(_place(path), "accelerate_config").get("deepspeed_config")
+    path = record.get("accelerate_config") or str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
+    if not existing_path(path) and shipped(Path(path).name).is_file():  # that of another environment
+        path = str(shipped(Path(path).name))
+    section = read_yaml(path, "accelerate_config").get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     folder = Path(record.get("folder") or ".")
     if named and not expanded(named).is_absolute() and folder.resolve() != Path.cwd():
         what = f"{path} names {named} by its path from the folder where the run was started"
         raise mistake("RUN", what, f"cd {folder}, and the same command there")
-    return _place(path)
-
-
-def _place(path: str) -> str:
-    """Where a recorded file is now: a shipped YAML may lie in another environment."""
-    here = shipped(Path(path).name)
-    return str(here) if here.is_file() and not existing_path(path) else path
-
-
-def _changed_files(record: Json) -> list[Row]:
-    """The recorded files that are not as they were. One that held a secret is recorded by its
-    hash.
-    """
-    rows = []
-    for path, then in (record.get("files") or {}).items():
-        now = text_of(Path(_place(path)))
-        if now is None or then not in (now, hashed(now)):
-            is_now = "missing" if now is None else "changed"
-            rows.append(Row("files", path, [{"value": "as recorded"}, {"value": is_now}]))
-    return rows
+    return path
 
 
 def _left_out(record: Json) -> list[str]:

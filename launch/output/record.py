@@ -238,12 +238,13 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
 # --- What a run is, and what is around it ---------------------------------------------------------
 
 
-def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Json:
+def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml: str | None = None) -> Json:
     """The record of a run that begins now, without secrets: its settings, and all else that it
-    depends on. `data_commit` is that of data from the Hub.
+    depends on. `data_commit` is that of data from the Hub, `yaml` the Accelerate YAML of a run that
+    is not launched yet.
     """
     launcher = launcher_words()
-    yaml = _accelerate_config(launcher)
+    yaml = yaml or _accelerate_config(launcher)
     settings = {name: run.setting(name) for name in sorted(run)}
     content = {
         "status": "running",
@@ -352,7 +353,7 @@ def _files(run: RunSpec, yaml: str | None) -> dict[str, str]:
     paths += [run[name] for name in ("deepspeed", "fsdp_config", "accelerator_config") if isinstance(run[name], str)]
     if yaml:
         paths.append(_deepspeed_file(yaml))
-    contents = {str(expanded(path).resolve()): text_of(expanded(path)) for path in paths if path}
+    contents = {str(expanded(path).resolve()): _text(expanded(path)) for path in paths if path}
     return {path: recorded_text(text, path.endswith(".py")) for path, text in contents.items() if text is not None}
 
 
@@ -364,8 +365,7 @@ def _deepspeed_file(yaml: str) -> str | None:
     return None
 
 
-def text_of(file: Path) -> str | None:
-    """What a file holds; None if it cannot be read, or is too large to say what a run is."""
+def _text(file: Path) -> str | None:
     try:
         return file.read_text(encoding="utf-8") if file.stat().st_size <= _LARGEST_FILE else None
     except (OSError, ValueError):

@@ -88,13 +88,6 @@ def test_a_record_resolves_to_the_run_that_wrote_it(written, recipe, world, hard
     assert_same(resolve(words, here(world, hardware=hardware, environment={})), run)
 
 
-def test_the_command_line_wins_over_the_record(tmp_path):
-    file = recorded(tmp_path, resolve(["--learning_rate", "1e-3", "--seed", "7"], here(hardware=CPU)))
-    again = resolve(["--config", file, "--seed", "8"], here(hardware=CPU))
-    assert (again["seed"], again["learning_rate"]) == (8, 1e-3)
-    assert again.setting("learning_rate").source == file
-
-
 def test_the_folder_of_the_run_is_not_taken_over(tmp_path):
     run = resolve(["--output_dir", str(tmp_path), "--run_name", str(tmp_path)], here(hardware=CPU))
     again = resolve(["--config", recorded(tmp_path, run)], here(hardware=CPU))

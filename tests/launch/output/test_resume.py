@@ -109,16 +109,6 @@ def replace(folder, step, other):
 # --- It goes on -----------------------------------------------------------------------------------
 
 
-def test_the_record_says_what_trained_and_how_it_ended(whole_run):
-    outcome, _ = whole_run
-    assert [outcome.record[name] for name in ("status", "world_size", "global_step")] == ["finished", 1, 6]
-    settings = outcome.record["settings"]
-    assert settings["adam_beta1"] == {"value": 0.9, "source": "library default", "reason": ""}
-    assert settings["max_steps"] == {"value": 6, "source": "command line", "reason": ""}
-    assert settings["ddp_bucket_cap_mb"]["source"] == "recipe standard"
-    assert "micro 4 x accumulation 4 x world 1 = global 16" in outcome.output
-
-
 def test_the_losses_are_those_of_the_uninterrupted_run(whole_run, another_run, stopped, tiny_model, texts):
     """From the newest checkpoint of its own that is whole. What a resume keeps is recorded."""
     replace(stopped, 6, another_run)

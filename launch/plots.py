@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recipes.errors import mistake
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -24,12 +22,7 @@ def installed() -> bool:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of `width` x `height` inches, for files only: no display is needed.
+    """An empty figure of `width` x `height` inches, for files only: no display is needed."""
+    from matplotlib.figure import Figure
 
-    Raises `UserError` if matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise mistake("plot", "draws with matplotlib, which is not installed", "pip install matplotlib") from None
     return Figure(figsize=(width, height), layout="constrained")

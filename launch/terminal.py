@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from functools import cache
 from typing import TYPE_CHECKING
 
 from recipes.errors import Problem
@@ -52,25 +51,16 @@ def finish_printing() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@cache
-def _console_class() -> type[Console]:
-    from rich.console import Console
-
-    class PipedConsole(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich itself ends the program, with code 1
-
-    return PipedConsole
-
-
 def console(is_main: bool = True, stderr: bool = False) -> Console:
     """Where rank 0 prints. Output to a file or a pipe is not wrapped at 80 columns, and the `:b:`
     of a file's name stays as it is.
     """
+    from rich.console import Console
+
     stream = sys.stderr if stderr else sys.stdout
     wraps = stream.isatty()
     width = None if wraps else _WIDTH
-    return _console_class()(file=stream, quiet=not is_main, width=width, soft_wrap=not wraps, emoji=False)
+    return Console(file=stream, quiet=not is_main, width=width, soft_wrap=not wraps, emoji=False)
 
 
 def print_table(headings: list[str], rows: list[list[str]], stderr: bool = False, whole: bool = False) -> None:

@@ -37,6 +37,7 @@ from recipes.run import RunSpec
 
 if TYPE_CHECKING:
     from launch.data.load import Data
+    from launch.output.resume import Earlier
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,10 +89,10 @@ def load_and_train(run: RunSpec, argv: list[str], world: World, stop: StopReques
         run, advice = recognised(run, data.problem_type)
         print_problems(advice, out)
         with process_group(run, world), output_folder(run, world), failure.catch_out_of_memory(run, argv, world, stop):
-            train_and_record(run, world, stop, tokenizer, data)
+            train_and_record(run, world, stop, tokenizer, data, foreseen)
 
 
-def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data) -> None:
+def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, data: Data, foreseen: Earlier) -> None:
     """Model, Trainer, training, run.json; nothing if an earlier run has left nothing to train."""
     from launch.host import memory
     from launch.output.resume import find_earlier_run, make_room
@@ -102,7 +103,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     out = console(world.is_main)
     args = build_arguments(run)  # before the model: ZeRO-3 looks for them while weights load
     data.require_same(world)
-    earlier = world.decide(lambda: find_earlier_run(run, world))
+    earlier = world.decide(lambda: find_earlier_run(run, foreseen, data.commit))
     banner.print_earlier(earlier, run, out)
     if earlier.finished:
         return
@@ -110,7 +111,7 @@ def train_and_record(run: RunSpec, world: World, stop: StopRequest, tokenizer, d
     if run["memory_limit"]:  # after loading data: libraries handle MemoryError unpredictably there
         memory.limit(round(run["memory_limit"] * 1e9), run.hardware.cuda)
     model = load_model(run, tokenizer, data)
-    world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model), data.steps(run)))
+    world.decide(lambda: make_room(run, checkpoint_bytes(model, run), model_bytes(model)))
     trainer = build_trainer(run, world, args, model, tokenizer, data, out, earlier.identity, stop)
     banner.banner(run, model, data, out)
     trainer.make_readable(earlier.checkpoint)

@@ -6,6 +6,7 @@ There is one table of what differs. `rerun` compares a record with the same run 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -15,13 +16,13 @@ from typing import Any, NamedTuple
 
 from launch.commands.catalogue import run_as_json
 from launch.flags import Commands
-from launch.output.record import FIELDS, NO_DIFFERENCE
+from launch.output.record import FIELDS, MATERIAL, NO_DIFFERENCE
 from launch.terminal import duration, memory_size, plural, print_table, value_text
 from recipes.catalog import RECIPES
 from recipes.errors import UserError, mistake
 from recipes.run import Json, here, nearest, recorded, resolve
 from recipes.run.metrics import smaller_is_better
-from recipes.run.spec import BATCH, BEST_MODEL, COMMAND_LINE, FIT, LIBRARY, RunSpec, shown
+from recipes.run.spec import COMMAND_LINE, LIBRARY, RunSpec, shown
 
 _SHOW = """
 NAME                   a recipe, shipped or your own: mine.yaml, mine.py:function; or a run: its folder, or run.json
@@ -55,13 +56,7 @@ def add_parser(commands: Commands) -> None:
 
 # --- What differs ---------------------------------------------------------------------------------
 
-MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}  # their contents count, not their paths
 ABSENT = {"value": None, "source": LIBRARY}  # of a version that did not have this setting
-# Where a setting can come from, the most deliberate first.
-_SOURCES = (
-    COMMAND_LINE, "argument", "file", FIT, BATCH, "hardware", "limit", "data", "default", "recipe", "demonstration",
-    BEST_MODEL, LIBRARY,
-)  # fmt: skip
 # Runs that differ in one of these, or in what data and model hold, did not train the same.
 _TRAINING = (
     "task problem_type model_name_or_path model_revision from_scratch dataset_name dataset_config dataset_train_split "
@@ -88,12 +83,12 @@ class Row(NamedTuple):
 
     @property
     def is_setting(self) -> bool:
-        return self.part in _SOURCES
+        return "source" in self.entries[0]
 
 
 def differences(records: Sequence[Json]) -> list[Row]:
-    """Settings, the most deliberate first. Then engine, world, contents of data and model, code,
-    machine, versions and environment.
+    """Settings, the most deliberate first. Then engine, world, contents of data and model, files
+    such as a recipe of the user's own, code, machine, versions and environment.
 
     Where a run writes and what it prints is no difference, and neither is another path to the same
     contents. What one record does not hold cannot differ; a setting, package or variable can.
@@ -103,8 +98,8 @@ def differences(records: Sequence[Json]) -> list[Row]:
         row = Row(LIBRARY, name, [record["settings"].get(name, ABSENT) for record in records])
         contents = [record.get(MATERIAL.get(name, "")) for record in records]
         if _differ(row.values) and (None in contents or _differ(contents)):
-            rows.append(row._replace(part=min(map(_source_of, row.entries), key=_SOURCES.index)))
-    rows.sort(key=lambda row: _SOURCES.index(row.part))
+            rows.append(row._replace(part=min((entry["source"] for entry in row.entries), key=_derivation)))
+    rows.sort(key=lambda row: _derivation(row.part))
     tables = [_around(record) for record in records]
     for part, name in dict.fromkeys(key for table in tables for key in table):
         row = Row(part, name, [table.get((part, name), {}) for table in tables])
@@ -114,10 +109,9 @@ def differences(records: Sequence[Json]) -> list[Row]:
     return rows
 
 
-def _source_of(entry: Json) -> str:
-    """The kind of source: recipes and files have names."""
-    source = entry["source"]
-    return "recipe" if source.startswith("recipe ") else source if source in _SOURCES else "file"
+def _derivation(source: str) -> tuple[bool, bool, bool]:
+    """How far a setting's source is from what its user typed for this run: to sort by."""
+    return source != COMMAND_LINE, recorded.is_derived(source), source == LIBRARY
 
 
 def _around(record: Json) -> dict[tuple[str, str], Json]:
@@ -129,6 +123,7 @@ def _around(record: Json) -> dict[tuple[str, str], Json]:
     parts = {
         "launch": launch | {"nodes": nodes},
         "contents": {what: record.get(what) for what in MATERIAL.values()},
+        "files": {Path(path).name: _hash(content) for path, content in (record.get("files") or {}).items()},
         "code": {"code": code.get("source")},
         "machine": hardware | {"gpus": gpus and [gpu["name"] for gpu in gpus]},
         "versions": record.get("versions") or {},
@@ -141,6 +136,10 @@ def _around(record: Json) -> dict[tuple[str, str], Json]:
         for part, name, value in rows
         if value is not None or part == "versions"
     }
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _differ(values: Sequence[Any]) -> bool:
@@ -173,14 +172,13 @@ def show(options: argparse.Namespace, rest: Sequence[str]) -> int:
             value, reason = run.recipe.fixed(name)
             by, _ = run.recipe.stated(name) or (run.recipe, None)
             chosen[name] = {"value": value, "source": by.source, "reason": reason}
-        chosen |= as_json["settings"]
+        chosen |= {name: entry for name, entry in as_json["settings"].items() if name != "recipe"}
     if options.json:
         _print_json(as_json)
         return 0
     print(heading)
     _print_table(["result", "value"], _result_rows([record]))
-    rows = [Row(entry["source"], name, [entry]) for name, entry in chosen.items() if name != "recipe" or record]
-    print_settings(["value"], rows)
+    print_settings(["value"], [Row(entry["source"], name, [entry]) for name, entry in chosen.items()])
     return 0
 
 
@@ -198,13 +196,11 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     recipes = {name: _recipe_run(name, processes, batch, by) for name in names if name not in records}
     for name, run in recipes.items():  # as much of a record as is known of a run that has not begun
         settings = {each: {**vars(run.setting(each)), "value": shown(each, run[each])} for each in run}
-        records[name] = {"settings": settings}
-        if not options.json:
-            records[name]["engine"] = run.engine_title if trained else run.recipe.engine
+        engine = run.engine_title if trained else run.recipe.engine
+        records[name] = {"settings": settings} | ({} if options.json else {"engine": engine})
     titles = names if recipes else _names_of(list(map(Path, names)))
     rows = differences([records[name] for name in names])
-    if recipes:  # that they are two recipes is known
-        rows = [row for row in rows if row.name != "recipe"]
+    rows = [row for row in rows if not recipes or row.name != "recipe"]  # that they are two recipes is known
     if options.json:
         _print_json(_by_name(titles, rows))
         return 0
@@ -222,34 +218,30 @@ def compare(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     paths = [Path(word) for word in (options.first, *options.others)]
     names, records = _names_of(paths), [recorded.read(path, "RUN") for path in paths]
-    rows = differences(records)
+    rows, table = differences(records), results(records)
     others = other_training(rows)
     targets = [_target(metric, value, records) for metric, value in options.target]
     met = [name for place, name in enumerate(names) if all(target["met"][place] for target in targets)]
-    code = 0 if met or not targets else 1
     if options.json:
         of_a_run = ("recipe", "status", "error")
         runs = [
             {"name": name, "path": str(path), **{key: record[key] for key in of_a_run if key in record}}
             for name, path, record in zip(names, paths, records, strict=True)
         ]
-        found = results(records)
-        marks = {name: [noise_can_make(name, records[0], record) for record in records] for name in found}
-        noise = {name: marked for name, marked in marks.items() if any(marked)}
-        tables = {"differences": _by_name(names, rows), "results": found, "noise_can_make": noise, "targets": targets}
-        _print_json({"runs": runs, "other_training": others, **tables, **({"meets_all": met} if targets else {})})
-        return code
-    if others:
-        print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
-    print_settings(names, rows)
-    table = _result_rows(records)
-    _print_table(["result", *names], [["status", *map(_status, records)], *table])
-    if any(cell.endswith(_BY_NOISE) for row in table for cell in row):
-        print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
-    _print_table(["target", *names], list(map(_target_row, targets)))
-    if targets:
-        print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
-    return code
+        content = {"runs": runs, "other_training": others, "differences": _by_name(names, rows), "results": table}
+        _print_json(content | {"targets": targets} | ({"meets_all": met} if targets else {}))
+    else:
+        if others:
+            print(f"not the same training, which changes the results too: another {', '.join(others)}\n")
+        print_settings(names, rows)
+        cells = _result_rows(records)
+        _print_table(["result", *names], [["status", *map(_status, records)], *cells])
+        if any(cell.endswith(_BY_NOISE) for row in cells for cell in row):
+            print(f"{_BY_NOISE.strip()} noise can make this difference: repeat both runs to tell\n")
+        _print_table(["target", *names], list(map(_target_row, targets)))
+        if targets:
+            print(f"all targets are met by {', '.join(met)}" if met else "no run meets all targets")
+    return 0 if met or not targets else 1
 
 
 # --- Runs and recipes -----------------------------------------------------------------------------

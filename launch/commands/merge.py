@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.flags import Commands
-from launch.output.checkpoints import numbered
+from launch.output.checkpoints import model_notes, numbered
 from launch.output.record import read
 from launch.terminal import console, memory_size, plural, print_note
 from recipes.errors import mistake, one_line
@@ -50,18 +50,21 @@ def merge(options: argparse.Namespace, rest: Sequence[str]) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where models are merged; DeepSpeed would look, and say what it saw
     out, folder = console(), Path(options.folder)
     output = Path(options.output or folder / "merged")
-    if not (folder / "adapter_config.json").is_file():
+    config = read_json(folder / "adapter_config.json")[0]
+    if config is None:
         newest = next(
             map(str, numbered(folder)), "the --output_dir of a run with --use_peft, or one of its checkpoints"
         )
         raise mistake("FOLDER", f"{folder} holds no adapter", newest)
     if output.exists():
         raise mistake("output", f"{output} is there already", "--output with a new folder")
-    config = read_json(folder / "adapter_config.json")[0] or {}
     run = read(folder) or read(folder.parent)  # of a checkpoint
     base = _base(options.model_name_or_path, config, run)
-    if fingerprints.differ(run.get("model"), fingerprints.of_model(base)):
+    revision = config.get("revision") or _value(run, "model_revision") or "main"
+    if fingerprints.differ(run.get("model"), fingerprints.of_model(base, revision)):
         print_note(f"{base} is not what the adapter was trained on: its files differ from those of that run", out)
+    for line in model_notes(folder, read(folder).get("model_files") or {}):
+        print_note(line, out)
     if _value(run, "load_in_4bit"):
         print_note("the adapter was trained on 4-bit weights: it is merged into the unquantised ones", out)
 
@@ -71,8 +74,9 @@ def merge(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except OSError as error:
         raise mistake("output", f"{output} cannot be written: {error.strerror}", "--output elsewhere") from None
     with beside:
+        origin = {"revision": revision, "trust_remote_code": options.trust_remote_code}
         with silence():  # of weights that the adapter brings, it would be said that they are missing
-            before, merged, tokenizer = _merged(folder, config, base, run, options.trust_remote_code)
+            before, merged, tokenizer = _merged(folder, config, base, run, origin)
         dtype = str(merged.dtype).removeprefix("torch.")
         difference = float((before - _logits(merged)).abs().max()) / (float(before.abs().max()) or 1.0)
         limit = TOLERANCE.get(dtype, TOLERANCE["float32"])
@@ -85,15 +89,9 @@ def merge(options: argparse.Namespace, rest: Sequence[str]) -> int:
         tokenizer.save_pretrained(whole)
         whole.rename(output)
     size = memory_size(sum(weight.nbytes for weight in merged.parameters()))
-    lines = f"""\
-merged   {folder} into {base}
-checked  logits of {compared} (at most {limit:g} in {dtype})
-written  {output}, {size} in {dtype}"""
-    out.print(lines, highlight=False, markup=False)
+    lines = [f"merged   {folder} into {base}", f"checked  logits of {compared} (at most {limit:g} in {dtype})"]
+    out.print("\n".join([*lines, f"written  {output}, {size} in {dtype}"]), highlight=False, markup=False)
     return 0
-
-
-# --- Adapter and base -----------------------------------------------------------------------------
 
 
 def _value(run: Json, name: str) -> Any:
@@ -111,7 +109,7 @@ def _base(wanted: str | None, config: Json, run: Json) -> str:
 # --- Models ---------------------------------------------------------------------------------------
 
 
-def _merged(folder: Path, config: Json, base: str, run: Json, trusted: bool) -> tuple[torch.Tensor, Any, Any]:
+def _merged(folder: Path, config: Json, base: str, run: Json, origin: Json) -> tuple[torch.Tensor, Any, Any]:
     """The logits of adapter plus base, the two in one, and their tokenizer.
 
     Raises `UserError` if they do not fit each other.
@@ -120,26 +118,19 @@ def _merged(folder: Path, config: Json, base: str, run: Json, trusted: bool) -> 
     from peft import PeftModel
 
     quiet_imported(verbose=False, deepspeed=False)
-    revision = config.get("revision") or _value(run, "model_revision") or "main"
-    origin = {"revision": revision, "trust_remote_code": trusted}
     try:
         task = config["task_type"]
-        model_class = getattr(transformers, _CLASSES[task])
         beside = (folder / "tokenizer_config.json").is_file()  # where train.py saves it
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder if beside else base, trust_remote_code=trusted)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder if beside else base, **origin)
         described = transformers.AutoConfig.from_pretrained(base, **origin)
-        if hasattr(described, "quantization_config"):
-            raise ValueError("it is stored quantised, and an adapter is merged into whole weights")
         if task == "SEQ_CLS":
             _as_trained(described, folder, run, tokenizer)
+        model_class = getattr(transformers, _CLASSES[task])
         model = model_class.from_pretrained(base, config=described, dtype="auto", **origin)  # as it is stored
         adapter = PeftModel.from_pretrained(model, str(folder)).eval()
-        loaded = adapter.load_adapter(str(folder), "default")  # again: only this returns what had no place
-        absent = [name for name in loaded.missing_keys if "lora_" in name]  # those of others may be shared
-        # peft drops the first without a word, and only warns of the second.
-        for names, what in ((loaded.unexpected_keys, "there is no place for"), (absent, "it has no weights for")):
-            if names:
-                raise ValueError(f"{what} {plural(len(names), 'tensor')} such as {names[0]}")
+        # Again: only this returns what had no place, which peft drops without a word.
+        if strange := adapter.load_adapter(str(folder), "default").unexpected_keys:
+            raise ValueError(f"there is no place for {plural(len(strange), 'tensor')} such as {strange[0]}")
         return _logits(adapter), adapter.merge_and_unload(), tokenizer
     except Exception as error:  # anything: a base that is not there, other shapes, a damaged file
         what = f"the adapter in {folder} does not fit {base}: {one_line(error)}"
@@ -152,9 +143,8 @@ def _as_trained(described: Any, folder: Path, run: Json, tokenizer: Any) -> None
 
     heads = ("score.weight", "classifier.weight", "out_proj.weight")
     weights = load_peft_weights(str(folder), device="cpu").items()
-    sizes = [len(weight) for name, weight in weights if name.endswith(heads)] or [described.num_labels]
-    names = run.get("classes") or [f"LABEL_{number}" for number in range(sizes[0])]
-    described.id2label = dict(enumerate(names))
+    classes = next((len(weight) for name, weight in weights if name.endswith(heads)), described.num_labels)
+    described.id2label = dict(enumerate(run.get("classes") or [f"LABEL_{number}" for number in range(classes)]))
     described.label2id = {name: number for number, name in described.id2label.items()}
     described.problem_type = _value(run, "problem_type")
     described.pad_token_id = getattr(described, "pad_token_id", None) or tokenizer.pad_token_id

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from launch import plots
 from launch.commands.train import in_own_yaml
 from launch.flags import Commands
 from launch.terminal import console, duration, print_problems, print_table
-from recipes.errors import mistake
 from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, Planned
 from recipes.planner.memory import EVALUATION
 from recipes.planner.plan import Plan, plan_memory
@@ -29,9 +25,6 @@ _HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "activ", "logits": "logits",
     "buffers": "buffers", "cached": "cached", "context": "context",
 }  # fmt: skip
-_COLOURS = (
-    plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.YELLOW, plots.PURPLE, plots.VERMILION, plots.GREY,
-)  # fmt: skip
 _EXPLANATION = f"""\
 batch: examples in a micro-batch x micro-batches in a step, on each GPU
 params: the weights, as this GPU keeps them or its share, and what is gathered of them at once
@@ -62,7 +55,6 @@ _FLAGS = """
 --accelerate_config FILE|NAME  instead of the recipe's own YAML
 --mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [as published for the card]
 --bandwidth GB/s               between GPUs: busbw of nccl-tests [NVLink's or PCIe's, in one node]
---plot FILE                    draw the recipes' memory as .png, .svg or .pdf
 --explain                      say what each column holds, and what is not counted
 --json                         print JSON: bytes, and whole milliseconds
 """
@@ -75,10 +67,6 @@ def add_parser(commands: Commands) -> None:
 
 
 def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    if options.plot is not None:
-        file = Path(options.plot)
-        if file.suffix not in (".png", ".svg", ".pdf") or not os.access(file.parent, os.W_OK):
-            raise mistake("plot", f"{file} cannot be drawn", "a .png, .svg or .pdf in a writable folder")
     processes = options.num_processes or in_own_yaml(options.accelerate_config) or 1
     asked = ("gpu", "gpu_memory", "host_memory", "nodes", "recipe", "accelerate_config", "mfu", "bandwidth")
     # Each micro-batch that is tried runs the model: a line on stderr if that takes a while.
@@ -90,28 +78,8 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
     finally:
         slow.cancel()
-    if options.plot:
-        _draw(plan, options.plot)
     print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.explain)
     return 0
-
-
-def _draw(plan: Plan, file: str) -> None:
-    """Each recipe is a stacked bar of the parts of its memory, with a line at what is usable."""
-    figure = plots.new_figure(8, 1.6 + 0.6 * len(plan.recipes))
-    axes = figure.subplots()
-    names = [f"{entry.name}\n{entry.micro_batch} x {entry.accumulation}" for entry in plan.recipes]
-    left = [0.0] * len(names)
-    for part, colour in zip(_HEADS, _COLOURS, strict=True):
-        sizes = [getattr(entry.components, part) / _GIB for entry in plan.recipes]
-        axes.barh(names, sizes, left=left, label=part, color=colour)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.axvline(plan.usable_bytes / _GIB, color="black", linestyle="--", label="usable")
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB on each GPU")
-    axes.set_title(f"{plan.model}, sequences of {plan.length:,} tokens, {plan.gpu}", loc="left")
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.savefig(file, dpi=150)
 
 
 # --- As JSON --------------------------------------------------------------------------------------

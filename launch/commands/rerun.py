@@ -1,29 +1,29 @@
-"""`recipes rerun`: a run that was recorded, once more: its settings, engine, processes, files."""
+"""`recipes rerun`: a run that was recorded, once more: its settings, engine and processes."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from itertools import count as count_from
 from pathlib import Path
 
-from launch.commands.compare import ABSENT, MATERIAL, Row, differences, print_settings
+from launch.commands.compare import ABSENT, Row, differences, print_settings
 from launch.flags import Commands
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
-from launch.output.record import read, started
-from launch.output.restore import restore
-from launch.terminal import console, plural, print_note, print_problems
+from launch.output.record import MATERIAL, by_accelerate, read, started
+from launch.terminal import console, plural, print_note
 from recipes.errors import Problem, UserError, mistake
 from recipes.mixture import title
 from recipes.run import COMMAND_LINE, HIDDEN, Json, RunSpec, Settings, here, recorded, resolve, with_flags
 from recipes.run.command_line import parse
+from recipes.run.files import existing_path, expanded, read_yaml, shipped
 
 _DESCRIPTION = """\
-Train a recorded run again, into another folder. What differs here (versions, GPUs or CPU, data, model, code,
-environment variables) is listed before the start. Files that have changed since, such as a recipe of your own, are
-restored from the record: a recipe in Python is code, so rerun only records that you trust.
+Train a recorded run again, into another folder. What differs here (versions, GPUs or CPU, data, model, code, files such
+as a recipe of your own, environment variables) is listed before the start. `files` in its run.json holds what such
+files were then.
 """
 
 
@@ -48,23 +48,22 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
         raise mistake("config", f"is {file} here", "only the flags that change something")
     output_dir = _output_dir(record, file, typed)
     processes = options.num_processes or record.get("world_size") or 1
-    restored = restore(record, output_dir, processes)
-    files = {name: path for name, path in restored.flags.items() if name not in typed}
-    recipe = typed.get("recipe") or files.get("recipe")  # a job has a place of its own for it
-    changed = {"config": file, **_commit(record, typed), **files, "output_dir": output_dir, "recipe": None}
-    words, yaml = with_flags(argv, changed), options.accelerate_config or restored.accelerate_config
+    recipe = typed.get("recipe")  # a job has a place of its own for it
+    changed = {"config": file, **_commit(record, typed), "output_dir": output_dir, "recipe": None}
+    words, yaml = with_flags(argv, changed), options.accelerate_config or _yaml(record, processes)
     run = resolve(["--recipe", recipe, *words] if recipe else words, here(processes, accelerate_config=yaml))
 
-    here_now = recorded.plain(started(run, run.world_size))
+    here_now = recorded.plain(started(run, run.world_size, yaml=yaml))
     if record.get("engine") != run.engine.title:
         here_now["engine"] = run.engine_title
-    rows = [row for row in differences([record, here_now]) if _matters(row, record, run, files)]
+    rows = [row for row in differences([record, here_now]) if _matters(row, record, run)]
     out, then = console(stderr=True), f"{record['status']}, {record.get('started', 'unknown when')}"
-    print_problems(restored.notes, out)
     title_line = f"again {file.parent} ({then}): {'what' if rows else 'nothing'} differs here"
     out.print(title_line, highlight=False, markup=False)
     if rows:
         print_settings(["then", "here"], rows, stderr=True)
+    if left_out := " ".join(_left_out(record)):
+        print_note(f"flags of the launcher are left out: {left_out}; a YAML for --accelerate_config can say it", out)
     for name, what in MATERIAL.items():
         if run[name] and None in (record.get(what), here_now[what]):
             print_note(f"whether {title(run[name])} is as it was cannot be told before it is loaded", out)
@@ -105,20 +104,47 @@ def _commit(record: Json, typed: Settings) -> Json:
     return {"model_revision": model.removeprefix("commit ")}
 
 
+# --- Its files ------------------------------------------------------------------------------------
+
+# The launcher's flags that rerun gives itself.
+_PLACEMENT = ("config_file num_processes num_machines machine_rank main_process_ip main_process_port multi_gpu").split()
+
+
+def _yaml(record: Json, processes: int) -> str:
+    """The Accelerate YAML of the run; without one, a shipped one for these processes.
+
+    Raises `UserError` if it names a DeepSpeed JSON by a path from another folder.
+    """
+    path = record.get("accelerate_config") or str(shipped("standard.yaml" if processes > 1 else "single.yaml"))
+    if not existing_path(path) and shipped(Path(path).name).is_file():  # that of another environment
+        path = str(shipped(Path(path).name))
+    section = read_yaml(path, "accelerate_config").get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    folder = Path(record.get("folder") or ".")
+    if named and not expanded(named).is_absolute() and folder.resolve() != Path.cwd():
+        what = f"{path} names {named} by its path from the folder where the run was started"
+        raise mistake("RUN", what, f"cd {folder}, and the same command there")
+    return path
+
+
+def _left_out(record: Json) -> list[str]:
+    """The flags of the run's launcher that rerun does not give again."""
+    launcher = record.get("launcher") or []
+    words = [word for word in launcher if word.startswith("--") and by_accelerate(launcher)]
+    return [word for word in words if word[2:].partition("=")[0].replace("-", "_") not in _PLACEMENT]
+
+
 # --- What differs ---------------------------------------------------------------------------------
 
 # Where the Hub is, and which GPUs are seen: model, data and GPUs are compared themselves.
 _SEEN_OTHERWISE = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 
 
-def _matters(row: Row, record: Json, run: RunSpec, restored: Collection[str]) -> bool:
-    """True if the difference can change what is trained: without it the run repeats exactly.
-
-    `restored` are settings whose files have their recorded content.
+def _matters(row: Row, record: Json, run: RunSpec) -> bool:
+    """True if the difference can change what is trained: without it the run repeats exactly. False
+    if it follows from another one, or a version does not have it.
     """
     name, then = row.name, row.values[0]
-    if row.is_setting:
-        return _is_another_setting(row, record, run, restored)
     if row.part == "contents":  # what is missing here is a problem of its own
         flag = next(flag for flag, what in MATERIAL.items() if what == name)
         return bool(run[flag] or not record["settings"].get(flag, {}).get("value"))
@@ -126,13 +152,9 @@ def _matters(row: Row, record: Json, run: RunSpec, restored: Collection[str]) ->
         return not name.startswith(_SEEN_OTHERWISE)
     if row.part == "machine":
         return name == "gpus" or (name in ("cpu", "cores") and not run.hardware.gpus)
-    return name != "peak_memory_of" and (row.part != "versions" or then is not None)
-
-
-def _is_another_setting(row: Row, record: Json, run: RunSpec, restored: Collection[str]) -> bool:
-    """False if the value follows from another difference, or a version does not have it."""
-    name, then = row.name, row.values[0]
-    if then == HIDDEN or ABSENT in row.entries or name in restored:
+    if not row.is_setting:
+        return name != "peak_memory_of" and (row.part != "versions" or then is not None)
+    if then == HIDDEN or ABSENT in row.entries:
         return False
     if name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         return record.get("world_size") in (None, run.world_size)

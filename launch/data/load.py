@@ -57,12 +57,6 @@ class Data:
         """How many there are to train on; 0 if unknown."""
         return 0 if isinstance(self.train, Stream) else len(self.train or ())
 
-    def steps(self, run: RunSpec) -> int:
-        """Optimizer steps of the whole run, at least: a last batch that is not full may count."""
-        if run["max_steps"] > 0:
-            return run["max_steps"]
-        return max(1, int(self.examples // run.batch.total * run["num_train_epochs"]))
-
     def require_same(self, world: World) -> None:
         """Each process asks the Hub for itself. Raises `UserError` on one that got another commit
         than rank 0.

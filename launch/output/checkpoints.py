@@ -1,38 +1,57 @@
-"""Checkpoints that a run can resume from: found, inspected, told apart and rotated.
+"""Checkpoints: written so that only a whole one counts, judged before a resume, and rotated.
 
 Trainer writes a checkpoint in place, file by file, and resumes from the highest number whether it
 is whole or not. If the optimizer state is missing, Trainer silently starts with a fresh optimizer.
-So we inspect the files ourselves: by the manifest that our own saves leave, or, in those of others,
-as far as the files tell. Nothing in them is executed. A damaged checkpoint is never deleted, only
-one whose save was cut short.
+
+So a manifest.json says what a checkpoint consists of. Before the first file, `begin` puts one
+without files into the folder. Once every process has written, `commit` flushes files and folders to
+the disk, and then replaces that manifest by one with the size and checksum of each file. A manifest
+also names its run: a run gets its id at its first start in an output folder, and keeps it in all
+later ones. A checkpoint without a manifest is not from here: its files must be there and readable.
+
+Nothing in a checkpoint is executed. A damaged one is never deleted, only one whose save was cut
+short.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import math
 import re
+import secrets
 import shutil
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
-from launch.host.files import read_regular
-from launch.output import manifest, record
+import xxhash
+
+from launch.host.files import flush
+from launch.output import record
 from launch.terminal import memory_size
 from recipes.errors import mistake
 from recipes.run import Json, RunSpec
+from recipes.run.files import read_json
 from recipes.run.fingerprints import MODEL_FILES
 
+MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
+# What Trainer's own saving on SIGTERM puts into the folder, and removes when all else is there.
+_TRAINERS_MARKER = "checkpoint-is-incomplete.txt"
 _REMOVED = "_removed-"  # Trainer does not push what begins with an underscore
 # How the names of a checkpoint's files begin.
 _WEIGHTS = ("model", "adapter_model", "pytorch_model")
 _SHARDED = ("global_step", "pytorch_model_fsdp", "optimizer_")  # of DeepSpeed and FSDP
 _STATES = ("optimizer", "scheduler.pt", "rng_state")
+_THREADS = 4
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -49,25 +68,141 @@ class Checkpoint:
         return not self.faults
 
 
-# --- Finding them ---------------------------------------------------------------------------------
+# --- Its manifest ---------------------------------------------------------------------------------
+
+
+def new_run(began_from: Path | None = None, began_at: int = -1) -> Json:
+    """The identity of a run that begins now, perhaps from a checkpoint that its user has named."""
+    named = str(began_from.resolve()) if began_from else None
+    return {"id": secrets.token_hex(8), "began_from": named, "began_at": began_at}
+
+
+def begin(folder: Path, step: int, engine: str, world_size: int, run: Json | None = None) -> None:
+    """Mark the checkpoint in `folder` as being written: by which engine, how many processes, and
+    which run.
+
+    The mark is on the disk when this returns, so that it is there whatever a crash leaves.
+    """
+    contents = {"version": 1, "step": step, "engine": engine, "world_size": world_size, "run": run}
+    # `begun` is different every time: a node that reads it looks at the same disk as its writer.
+    _write(folder, {**contents, "files": None, "begun": secrets.token_hex(8)})
+    flush(folder.parent)
+
+
+def commit(folder: Path, names: Collection[str]) -> bool:
+    """Complete the checkpoint: flush these files and their folders, then write the manifest.
+
+    `names` are paths in `folder`. Returns False, and commits nothing, if one of them has vanished
+    meanwhile: somebody has deleted the checkpoint. Raises `OSError` if the disk does not take it.
+    """
+    contents = manifest_of(folder)
+    contents.pop("begun", None)
+    try:
+        flush_files([folder / name for name in names])
+        _write(folder, {**contents, "files": described(folder, names)})
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _write(folder: Path, contents: Json) -> None:
+    record.write(folder, record.sealed(contents), MANIFEST)
+    flush(folder)
+
+
+def manifest_of(folder: Path) -> Json:
+    """What the manifest of a checkpoint says; empty if it is missing or damaged."""
+    return record.intact(folder / MANIFEST)
+
+
+def is_committed(folder: Path) -> bool:
+    """True if the checkpoint was completed. Its files are not looked at."""
+    return manifest_of(folder).get("files") is not None
+
+
+def is_foreign(folder: Path, run: Json | None) -> bool:
+    """True if another run than this one wrote the checkpoint; false if nobody can tell."""
+    writer = manifest_of(folder).get("run")
+    return run is not None and writer is not None and writer["id"] != run["id"]
+
+
+# --- Its files ------------------------------------------------------------------------------------
+
+
+def listed(folder: Path) -> list[str]:
+    """The files of a checkpoint as they are now, as paths in `folder`, without its manifest.
+
+    The only hidden file of a checkpoint is the index of FSDP's shards; others are the file
+    system's.
+    """
+    files = [path for path in folder.rglob("*") if path.name == ".metadata" or not path.name.startswith(".")]
+    own = (folder / MANIFEST, folder / _TRAINERS_MARKER)
+    return [str(file.relative_to(folder)) for file in files if file not in own and not file.is_dir()]
+
+
+def model_files(folder: Path) -> list[str]:
+    """The files of a model in an output folder: weights, configuration, tokenizer."""
+    found = (file for pattern in MODEL_FILES for file in folder.glob(pattern))
+    return sorted({file.name for file in found if file.is_file()})
+
+
+def flush_files(files: Collection[Path]) -> None:
+    """Have these files and their folders on the disk when this returns.
+
+    One process of a node flushes what all its processes wrote: the kernel knows files, not writers.
+    """
+    _in_parallel(flush, files)
+    # A name in a folder is not on the disk when its file is.
+    _in_parallel(flush, {file.parent for file in files} | {file.parent.parent for file in files})
+
+
+def described(folder: Path, names: Collection[str]) -> Json:
+    """Size and checksum of each of these files."""
+
+    def of_file(name: str) -> Json:
+        return {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)}
+
+    return dict(zip(sorted(names), _in_parallel(of_file, sorted(names)), strict=True))
+
+
+def changes(folder: Path, files: Json) -> list[str]:
+    """How these files, as `described`, differ from those in a folder, one line each: every byte is
+    read.
+    """
+
+    def of_file(name: str) -> str | None:
+        file, then = folder / name, files[name]
+        try:
+            if (size := file.stat().st_size) != then["bytes"]:
+                return f"{name} has {size} bytes, not {then['bytes']}"
+            return None if _checksum(file) == then["xxh3_128"] else f"{name} has changed since it was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+
+    return [line for line in _in_parallel(of_file, sorted(files)) if line]
+
+
+def _checksum(file: Path) -> str:
+    """XXH3 with 128 bits of what a file holds: as fast as memory, and sees any damage."""
+    with file.open("rb", buffering=0) as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+
+
+def _in_parallel(work: Callable[[T], R], on: Iterable[T]) -> list[R]:
+    """The results in order. One thread alone fills no fast disk, and no network's."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(work, on))
+
+
+# --- Finding and judging --------------------------------------------------------------------------
 
 
 def numbered(output_dir: str | Path) -> list[Path]:
     """The folders checkpoint-N in `output_dir`, newest first."""
     found = (path for path in Path(output_dir).glob("checkpoint-*") if _number(path) is not None and path.is_dir())
     return sorted(found, key=_step, reverse=True)
-
-
-def inspect(path: Path, run: Json | None = None) -> Checkpoint:
-    """The checkpoint in a folder with its faults. One of another run than `run` has that fault."""
-    if manifest.is_foreign(path, run):
-        return Checkpoint(path, _step(path), ("it is another run's",))
-    try:
-        found = tuple(faults(path))
-        step = _step(path) if found or _number(path) is not None else _state(path)["global_step"]
-        return Checkpoint(path, step, found, tuple(notes(path)))
-    except Exception as error:  # a damaged file may hold any byte
-        return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
 
 
 def newest_valid(output_dir: str | Path, after: int = -1) -> tuple[Checkpoint | None, list[Checkpoint]]:
@@ -91,8 +226,100 @@ def newest_complete(output_dir: str | Path) -> Path | None:
     resume reads every byte, and there may be no time for that.
     """
     run = record.read_intact(output_dir).get("run")
-    own = (path for path in numbered(output_dir) if not manifest.is_foreign(path, run))
-    return next((path for path in own if manifest.is_committed(path)), None)
+    own = (path for path in numbered(output_dir) if not is_foreign(path, run))
+    return next((path for path in own if is_committed(path)), None)
+
+
+def inspect(path: Path, run: Json | None = None) -> Checkpoint:
+    """The checkpoint in a folder with its faults. One of another run than `run` has that fault."""
+    if is_foreign(path, run):
+        return Checkpoint(path, _step(path), ("it is another run's",))
+    try:
+        names = listed(path)
+        if found := _faults(path, names):
+            return Checkpoint(path, _step(path), tuple(found))
+        return Checkpoint(path, _state(path)["global_step"], notes=tuple(_notes(path, names)))
+    except Exception as error:  # a damaged file may hold any byte
+        return Checkpoint(path, _step(path), (f"cannot be read ({type(error).__name__}: {error})",))
+
+
+def _faults(path: Path, names: list[str]) -> list[str]:
+    """What is missing, changed or broken, one line each. A manifest answers for every byte."""
+    if (path / _TRAINERS_MARKER).exists():
+        return ["marked incomplete"]
+    if not (path / MANIFEST).exists():
+        found = _faults_in_part(path, names)
+    elif contents := manifest_of(path):
+        files = contents["files"]
+        found = ["its save was not completed"] if files is None else changes(path, files)
+    else:
+        found = [f"{MANIFEST} is damaged"]
+    if found:
+        return found
+    step = _state(path).get("global_step")
+    if not isinstance(step, int):
+        return [f"{STATE} is not Trainer's"]
+    return [] if _number(path) in (None, step) else [f"{STATE} is that of step {step}"]
+
+
+def _faults_in_part(path: Path, names: list[str]) -> list[str]:
+    """The faults of a checkpoint without a manifest: files that are missing or cannot be read.
+
+    A resume needs those that Trainer would do without in silence. DeepSpeed and FSDP themselves
+    refuse a checkpoint that lacks a shard. Weights alone, as `save_only_model` leaves them, are
+    valid.
+    """
+    is_sharded = any(name.startswith(_SHARDED) for name in names)
+    needed: dict[str, str | tuple[str, ...]] = {} if is_sharded else {"model": _WEIGHTS}
+    if _hold_states(names):
+        needed |= {name: name for name in _STATES[2 if is_sharded else 0 :]}
+    missing = [what for what, start in needed.items() if not any(name.startswith(start) for name in names)]
+    unreadable = [name for name in names if not _is_readable(path / name)]
+    return [f"{name} is damaged or cannot be read" for name in unreadable] or [f"{what} is missing" for what in missing]
+
+
+def _is_readable(file: Path) -> bool:
+    """True if a file of weights or states is whole, as far as its format tells."""
+    from safetensors import safe_open
+
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="np"):  # the header, and that the file is as long as it says
+                pass
+        elif file.suffix in (".pt", ".pth", ".bin"):
+            with zipfile.ZipFile(file) as archive:  # each part has a checksum
+                return archive.testzip() is None
+    except Exception:  # whatever a damaged file can raise
+        return False
+    return True
+
+
+def _notes(path: Path, names: list[str]) -> list[str]:
+    """What a resume would start afresh because the checkpoint was never meant to hold it, and how
+    far the checkpoint could be judged.
+    """
+    result = []
+    if not _hold_states(names):
+        result = ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
+    if not (path / MANIFEST).exists():
+        result.append(f"{path.name} has no {MANIFEST}: it was judged in part, damaged weights may look whole")
+    return result
+
+
+def _hold_states(names: list[str]) -> bool:
+    """False if there is nothing beside the weights: a resume starts with a new optimizer."""
+    return any(name.startswith((*_STATES, *_SHARDED)) for name in names)
+
+
+def _state(path: Path) -> Json:
+    return read_json(path / STATE)[0] or {}
+
+
+def epoch_of(path: Path) -> float:
+    """How many epochs a checkpoint that has no faults has trained."""
+    return _state(path).get("epoch", 0.0)
 
 
 def _step(path: Path) -> int:
@@ -105,115 +332,14 @@ def _number(path: Path) -> int | None:
     return int(number.group(1)) if number else None
 
 
-# --- Inspecting one -------------------------------------------------------------------------------
-
-
-def faults(path: Path) -> list[str]:
-    """What is missing, changed or broken, one line each; empty for a checkpoint that resumes
-    exactly. A manifest answers for every byte.
-    """
-    if (path / manifest.TRAINERS_MARKER).exists():
-        return ["marked incomplete"]
-    found = manifest.differences(path) if manifest.exists(path) else _faults_in_part(path)
-    return found or _state_faults(path)
-
-
-def notes(path: Path) -> list[str]:
-    """What a resume would start afresh because the checkpoint was never meant to hold it, and how
-    far the checkpoint could be judged.
-    """
-    result = []
-    if not _holds_states(path):
-        result = ["it holds weights alone (save_only_model): optimizer, schedule and random state start afresh"]
-    if not manifest.exists(path):
-        result.append(f"{path.name} has no {manifest.NAME}: it was judged in part, damaged weights may look whole")
-    return result
-
-
-def epoch_of(checkpoint: Path) -> float:
-    """How many epochs a checkpoint that has no faults has trained."""
-    return _state(checkpoint).get("epoch", 0.0)
-
-
-def _state(checkpoint: Path) -> Json:
-    return json.loads(read_regular(checkpoint / STATE))
-
-
-def _state_faults(path: Path) -> list[str]:
-    """What is wrong with the state that Trainer resumes from. Its fields change by version."""
-    from transformers import TrainerState
-
-    try:
-        step = TrainerState(**_state(path)).global_step
-    except FileNotFoundError:
-        return [f"{STATE} is missing"]
-    except (OSError, ValueError, TypeError, AttributeError):
-        return [f"{STATE} is not Trainer's"]
-    return [] if _number(path) in (None, step) else [f"{STATE} is that of step {step}"]
-
-
-def _faults_in_part(path: Path) -> list[str]:
-    """The faults of a checkpoint without a manifest: files that are missing or cannot be read.
-
-    A resume needs those that Trainer would do without in silence. DeepSpeed and FSDP themselves
-    refuse a checkpoint that lacks a shard. Weights alone, as `save_only_model` leaves them, are
-    valid.
-    """
-    names = manifest.listed(path)
-    is_sharded = any(name.startswith(_SHARDED) for name in names)
-    needed: dict[str, str | tuple[str, ...]] = {} if is_sharded else {"model": _WEIGHTS}
-    if _holds_states(path):
-        needed |= {name: name for name in _STATES[2 if is_sharded else 0 :]}
-    unreadable = [fault for name in names if (fault := _fault(path / name))]
-    missing = [what for what, start in needed.items() if not any(name.startswith(start) for name in names)]
-    return unreadable or [f"{what} is missing" for what in missing]
-
-
-def _holds_states(path: Path) -> bool:
-    """False if there is nothing beside the weights: a resume starts with a new optimizer."""
-    return any(name.startswith((*_STATES, *_SHARDED)) for name in manifest.listed(path))
-
-
-def _fault(file: Path) -> str:
-    """Why a file cannot be read; empty if it can. DeepSpeed pickles classes of its own, and
-    training_args.bin is one: to load them would run what they name.
-    """
-    import torch
-    from safetensors import safe_open
-    from transformers.trainer_pt_utils import safe_globals
-
-    try:
-        if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-        elif file.suffix == ".safetensors":
-            with safe_open(file, framework="np"):  # the header, and that the file is as long as it says
-                pass
-        elif file.suffix in (".pt", ".pth", ".bin") and file.name != "training_args.bin":
-            with zipfile.ZipFile(file) as archive:  # each part has a checksum
-                if archive.testzip():
-                    raise zipfile.BadZipFile
-            if not file.name.endswith("_states.pt"):
-                with safe_globals():
-                    torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever a damaged file can raise
-        return f"{file.name} is damaged or cannot be loaded ({type(error).__name__})"
-    return ""
-
-
-def model_files(folder: Path) -> list[str]:
-    """The files of a model in an output folder: weights, configuration, tokenizer."""
-    found = (file for pattern in MODEL_FILES for file in folder.glob(pattern))
-    return sorted({file.name for file in found if file.is_file()})
-
-
 def model_notes(folder: Path, then: Json) -> list[str]:
     """How the model of a finished run differs from its recorded files, and where else it is."""
-    changed = manifest.changes(folder, then)
+    changed = changes(folder, then)
     if not changed:
         return []
     lost = {name: of_file for name, of_file in then.items() if any(line.startswith(f"{name} ") for line in changed)}
-    whole = filter(manifest.is_committed, numbered(folder))
-    same = next((path.name for path in whole if not manifest.changes(path, lost)), None)
+    whole = filter(is_committed, numbered(folder))
+    same = next((path.name for path in whole if not changes(path, lost)), None)
     remedy = f"copy {', '.join(lost)} from {same}, which holds the same" if same else "--fresh trains it again"
     return [f"{'; '.join(changed)}: {remedy}"]
 
@@ -237,8 +363,8 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     if limit is None or limit <= 0:
         return
     kept = {newest.resolve(), *([Path(best).resolve()] if best else [])}
-    run = manifest.run_of(newest)
-    own = [path for path in numbered(newest.parent) if not manifest.is_foreign(path, run)]
+    run = manifest_of(newest).get("run")
+    own = [path for path in numbered(newest.parent) if not is_foreign(path, run)]
     own.sort(key=lambda path: (_step(path) <= _step(newest), _step(path)))
     old = [path for path in own if path.resolve() not in kept]
     remove(old[: max(0, len(own) - max(limit, len(kept)))])
@@ -269,23 +395,13 @@ def remove_leftovers(folder: Path) -> None:
             unfinished.unlink()
 
 
-def require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
-    """Raises `UserError` if the checkpoints that are kept, and one being written, would not fit.
+def require_disk_space(run: RunSpec, checkpoint_bytes: int, model_bytes: int) -> None:
+    """Raises `UserError` if one more checkpoint and the model at the end would not fit.
 
-    Those of this run that are there already make room for new ones. Only the evaluations tell when
-    `save_strategy best` saves: at least once.
+    How many are kept at once depends on the run: whoever fills the disk later resumes.
     """
-    every = run["save_steps"] * (steps if run["save_steps"] < 1 else 1)
-    epochs = math.ceil(run["num_train_epochs"]) if run["max_steps"] < 1 else 1
-    saves = {"no": 0, "best": 1, "epoch": epochs, "steps": math.ceil(steps / max(1, every))}[run["save_strategy"]]
-    there = 0 if run["fresh"] else len(numbered(run["output_dir"]))
-    at_once = max(1, (run["save_total_limit"] or 0) + 1 - there)  # without a limit the user deletes them
-    new = min(saves, at_once)
-    needed = new * checkpoint_bytes + (model_bytes if new < at_once else 0)  # the model comes when all are saved
+    needed = model_bytes + (checkpoint_bytes if run["save_strategy"] != "no" else 0)
     free = shutil.disk_usage(run["output_dir"]).free
-    if free > needed:
-        return
-    kept = f" in {new} checkpoints at once: an older one is deleted when a newer one is whole" if new > 1 else ""
-    what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)}{kept}"
-    fix = "--output_dir on a larger disk" + ", or --save_total_limit 1" * (new > 1 and run["save_total_limit"] > 1)
-    raise mistake("output_dir", what, fix, run.setting("output_dir").source)
+    if free <= needed:
+        what = f"{run['output_dir']} has {memory_size(free)} free, this run saves about {memory_size(needed)} at least"
+        raise mistake("output_dir", what, "--output_dir on a larger disk", run.setting("output_dir").source)

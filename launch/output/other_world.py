@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from launch.host.files import read_regular
 from launch.host.processes import answer, ask, request
 from launch.host.world import World
-from launch.output import manifest
+from launch.output.checkpoints import manifest_of
 from launch.terminal import memory_size, plural
 from recipes.errors import Failure, mistake
 
@@ -35,9 +35,8 @@ _POLL_SECONDS = 10
 
 def writers(checkpoint: Path) -> int | None:
     """The processes that wrote a checkpoint. None if neither manifest nor random states tell."""
-    if manifest.is_committed(checkpoint):
-        return manifest.read(checkpoint)["world_size"]
-    return sum(1 for _ in checkpoint.glob("rng_state*.pth")) or None
+    states = sum(1 for _ in checkpoint.glob("rng_state*.pth"))
+    return manifest_of(checkpoint).get("world_size") or states or None
 
 
 def stream_file(rank: int | str) -> str:
@@ -132,7 +131,6 @@ class AnyWorld:
         copy = self._copy(Path(checkpoint))
         if not self._differs(Path(checkpoint)):
             deepspeed_load_checkpoint(engine, checkpoint, load_module_strict)
-            _repeat_steps(engine)
             return
         # Not in DeepSpeed's configuration: the best checkpoint, read at the end, may be another's.
         engine._config.load_universal_checkpoint = True
@@ -141,7 +139,6 @@ class AnyWorld:
         finally:
             engine._config.load_universal_checkpoint = False
         _complete(engine, copy)
-        _repeat_steps(engine)
         if self.world.size > 1:
             torch.distributed.barrier()  # all have read it
         if self.world.is_main:
@@ -196,25 +193,6 @@ def _complete(engine: DeepSpeedEngine, copy: Path) -> None:
         for name, buffer in engine.module.named_buffers():
             if name in weights:
                 buffer.copy_(weights[name])
-
-
-def _repeat_steps(engine: DeepSpeedEngine) -> None:
-    """Have DeepSpeed's CPU Adam round as if the run had not been interrupted.
-
-    From step to step it multiplies the powers of its betas. After a resume it starts with powers
-    that are computed at once, whose last digit may differ: up to 2e-5 of an update (IncrementStep
-    in its cpu_adam.h). So it repeats the steps that were taken, on a weight of its own.
-    """
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    adam = getattr(engine.optimizer, "optimizer", None)
-    if not isinstance(adam, DeepSpeedCPUAdam):
-        return
-    taken = max((int(state.get("step", 0)) for state in adam.state.values()), default=0)
-    weight, betas = [torch.zeros(1) for _ in range(4)], adam.param_groups[0]["betas"]
-    for step in range(1, taken + 1):
-        adam.ds_opt_adam.adam_update(adam.opt_id, step, 0.0, *betas, 1.0, 0.0, True, *weight)
 
 
 def _load(file: Path) -> dict[str, Any]:

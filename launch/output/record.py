@@ -18,13 +18,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from launch.host.files import write_whole
 from launch.host.launcher import first_environment, launcher_argv
 from launch.host.memory import ran_out
 from launch.host.secrets import SECRET_NAME, hide, in_environment, recorded_text
 from launch.host.signals import Preempted
 from launch.host.world import World
-from launch.output.manifest import checksum_of
 from recipes import __version__, legal
 from recipes.errors import UserError
 from recipes.run import HIDDEN, Json, RunSpec, fingerprints, recorded, shown
@@ -51,6 +52,8 @@ CHANGES_COURSE = (
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm max_steps num_train_epochs "
     "label_smoothing_factor neftune_noise_alpha lora_dropout bf16 fp16 tf32"
 ).split()
+# What a run reads: the setting that names it, and the field of the record with its fingerprint.
+MATERIAL = {"dataset_name": "data", "model_name_or_path": "model"}
 # Where a run writes and what it prints: without influence on the training or its speed.
 NO_DIFFERENCE = {
     "output_dir", "run_name", "config", "fresh", "fit", "verbose", "disable_tqdm", "log_level", "log_level_replica",
@@ -131,17 +134,32 @@ def read_intact(folder: str | Path) -> Json:
     """The record in a folder as it was written. Empty if it is missing, or one bit of it has
     changed: neither what was trained can be told from it nor which run that was.
     """
-    found = read(folder)
-    return found if found.pop("checksum", None) == checksum_of(found) else {}
+    return intact(Path(folder) / NAME)
 
 
-def write(folder: str | Path, record: Json, name: str = NAME) -> None:
-    """Replace the record in one step, so that a reader or a crash never sees half of it."""
-    content = recorded.plain(record)
-    if name == NAME:
-        content.pop("checksum", None)
-        content["checksum"] = checksum_of(content)
-    write_whole(Path(folder) / name, json.dumps(content, indent=2).encode())
+def intact(file: Path) -> Json:
+    """A sealed JSON without its seal. Empty if it is missing, or one bit of it has changed."""
+    found = read_json(file)[0] or {}
+    return found if found.pop("checksum", None) == _checksum_of(found) else {}
+
+
+def sealed(content: Json) -> Json:
+    """The content with a checksum of all else in it."""
+    content = {name: value for name, value in content.items() if name != "checksum"}
+    return {**content, "checksum": _checksum_of(content)}
+
+
+def _checksum_of(content: Json) -> str:
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write(folder: str | Path, content: Json, name: str = NAME) -> None:
+    """Replace the record, sealed, or another JSON in one step: neither a reader nor a crash ever
+    sees half of it.
+    """
+    content = recorded.plain(content)
+    text = json.dumps(sealed(content) if name == NAME else content, indent=2)
+    write_whole(Path(folder) / name, text.encode())
 
 
 def note_out_of_memory(folder: Path, facts: Json) -> None:
@@ -170,15 +188,15 @@ def kept_record(
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
     `failed`. Yields the results, which the training fills in.
 
-    `kept` are recorded settings that a resume keeps, `identity` tells this run from others
-    (manifest.new_run), `classes` are a classifier's names.
+    `kept` are fields of an earlier start's record that a resume keeps, `identity` tells this run
+    from others (checkpoints.new_run), `classes` are a classifier's names.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
     """
     results: Json = {}
-    content = {**started(run, world.size, data_commit), "run": identity}
-    content["settings"] |= kept or {}
+    content, kept = started(run, world.size, data_commit), kept or {}
+    content |= {**kept, "run": identity, "settings": content["settings"] | kept.get("settings", {})}
     content |= {"classes": classes} if classes else {}
     if world.is_main:
         write(run["output_dir"], content)
@@ -220,12 +238,13 @@ def changes(old: Json, run: RunSpec, names: list[str]) -> dict[str, tuple[Any, A
 # --- What a run is, and what is around it ---------------------------------------------------------
 
 
-def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Json:
+def started(run: RunSpec, world_size: int, data_commit: str | None = None, yaml: str | None = None) -> Json:
     """The record of a run that begins now, without secrets: its settings, and all else that it
-    depends on. `data_commit` is that of data from the Hub.
+    depends on. `data_commit` is that of data from the Hub, `yaml` the Accelerate YAML of a run that
+    is not launched yet.
     """
     launcher = launcher_words()
-    yaml = _accelerate_config(launcher)
+    yaml = yaml or _accelerate_config(launcher)
     settings = {name: run.setting(name) for name in sorted(run)}
     content = {
         "status": "running",
@@ -237,8 +256,7 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Js
         "data_parallel_size": run.data_parallel_size,
         "started": now(),
         "command": sys.argv,
-        "data": fingerprints.of_data(run["dataset_name"]) or (f"commit {data_commit}" if data_commit else None),
-        "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
+        **material(run, data_commit),
         "settings": {name: {**vars(each), "value": shown(name, each.value)} for name, each in settings.items()},
         "folder": str(Path.cwd()),
         "launcher": launcher,
@@ -251,6 +269,14 @@ def started(run: RunSpec, world_size: int, data_commit: str | None = None) -> Js
         "hardware": {**run.hardware.as_dict(), "cpu": cpu()},
     }
     return hide(content, secrets_of(run))
+
+
+def material(run: RunSpec, data_commit: str | None = None) -> Json:
+    """The fingerprints of what a run reads: its data, and the model that it starts from with its
+    configuration and tokenizer. `data_commit` is that of data from the Hub.
+    """
+    data = fingerprints.of_data(run["dataset_name"]) or (f"commit {data_commit}" if data_commit else None)
+    return {"data": data, "model": fingerprints.of_model(run["model_name_or_path"], run["model_revision"])}
 
 
 def secrets_of(run: RunSpec) -> set[str]:

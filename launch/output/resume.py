@@ -15,13 +15,15 @@ from typing import Any
 
 from launch.host.files import make_folder, require_writable
 from launch.host.world import World
-from launch.output import manifest, other_world, record, submission
+from launch.output import other_world, record, submission
 from launch.output.checkpoints import (
     Checkpoint,
     archive_damaged,
     epoch_of,
     inspect,
+    manifest_of,
     model_notes,
+    new_run,
     newest_valid,
     numbered,
     remove,
@@ -39,8 +41,8 @@ class Earlier:
     """The run that the folder already holds, if any.
 
     `checkpoint` is the one to resume from, `finished` true if nothing is left to train, `notes`
-    are for a person. `kept` are the recorded settings that the checkpoint brings, whatever this run
-    says. `identity` is that of the run that goes on, or begins.
+    are for a person. `old` is the record in the folder, `kept` what the record of this start takes
+    from the one before. `identity` is that of the run that goes on, or begins.
     """
 
     checkpoint: Path | None = None
@@ -48,7 +50,8 @@ class Earlier:
     finished: bool = False
     notes: list[str] = field(default_factory=list)
     kept: Json = field(default_factory=dict)
-    identity: Json = field(default_factory=manifest.new_run)
+    identity: Json = field(default_factory=new_run)
+    old: Json = field(default_factory=dict)
 
 
 # --- The folder -----------------------------------------------------------------------------------
@@ -67,28 +70,22 @@ def output_folder(run: RunSpec, world: World) -> Iterator[None]:
 
 def _make_and_lock(run: RunSpec) -> int:
     """The file descriptor that holds the lock."""
-    folder = Path(run["output_dir"])
-    try:
-        make_folder(folder)
-    except OSError as error:
-        raise _unwritable(run, error) from None
-    _require_writable(run)
+    with _writing(run):
+        make_folder(Path(run["output_dir"]))
+        require_writable(Path(run["output_dir"]))
     handle = _locked(run, fcntl.LOCK_EX)
-    record.forget_out_of_memory(folder)
+    record.forget_out_of_memory(Path(run["output_dir"]))
     return handle
 
 
-def _require_writable(run: RunSpec) -> None:
-    if run["measure"]:
-        require_room(run["measure"])
+@contextlib.contextmanager
+def _writing(run: RunSpec) -> Iterator[None]:
+    """An `OSError` in this block is the output folder's."""
     try:
-        require_writable(Path(run["output_dir"]))
+        yield
     except OSError as error:
-        raise _unwritable(run, error) from None
-
-
-def _unwritable(run: RunSpec, error: OSError) -> UserError:
-    return _refused(run, f"{run['output_dir']} cannot be written: {error.strerror}", "choose a writable --output_dir")
+        what = f"{run['output_dir']} cannot be written: {error.strerror}"
+        raise _refused(run, what, "choose a writable --output_dir") from None
 
 
 def _refused(run: RunSpec, what: str, fix: str, name: str = "output_dir") -> UserError:
@@ -108,14 +105,14 @@ def _locked(run: RunSpec, kind: int) -> int:
     return handle
 
 
-def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int, steps: int) -> None:
-    """Require space for what the run keeps at once, and archive an older run if --fresh says so.
+def make_room(run: RunSpec, checkpoint_bytes: int, model_bytes: int) -> None:
+    """Require space for what the run saves, and archive an older run if --fresh says so.
 
-    Sizes are estimates of one checkpoint and of the model at the end, `steps` of the whole run.
-    Call it last before training, once nothing else is wrong.
+    Sizes are estimates of one checkpoint and of the model at the end. Call it last before training,
+    once nothing else is wrong.
     """
     remove_leftovers(Path(run["output_dir"]))
-    require_disk_space(run, checkpoint_bytes, model_bytes, steps)
+    require_disk_space(run, checkpoint_bytes, model_bytes)
     if run["fresh"]:
         _archive_older_run(run)
 
@@ -128,73 +125,71 @@ def _archive_older_run(run: RunSpec) -> None:
     if Path.cwd().is_relative_to(folder):
         what = f"{run['output_dir']} is or holds the current folder, which --fresh would move"
         raise _refused(run, what, "another --output_dir, or another folder to start from")
-    try:
+    with _writing(run):
         archived = next(path for n in count(1) if not (path := folder.with_name(f"{folder.name}.old-{n}")).exists())
         archived.mkdir()
         for item in list(folder.iterdir()):  # not the folder itself, which is locked
             if item.name not in submission.KEPT_HERE:
                 item.rename(archived / item.name)
-    except OSError as error:
-        raise _unwritable(run, error) from None
 
 
 # --- Where to resume ------------------------------------------------------------------------------
 
 
 def look_ahead(run: RunSpec) -> Earlier:
-    """What the records tell of the folder before the data is tokenized, which may take hours.
+    """What the records tell of the folder before the data is tokenized, which may take hours: a
+    finished run, if that is all. `find_earlier_run` has the last word.
 
-    It changes nothing, except that --measure begins its file, so every rank may ask. It looks into
-    no checkpoint: `find_earlier_run` has the last word. Raises `UserError` if the folder is in use,
-    not writable, or of another training.
+    It changes nothing, except that --measure begins its file, so every rank may ask. Raises
+    `UserError` if the folder is in use, not writable, or of another training.
     """
-    _require_writable(run)
-    folder = Path(run["output_dir"])
+    folder, named = Path(run["output_dir"]), _named(run)
+    if run["measure"]:
+        require_room(run["measure"])
+    with _writing(run):
+        require_writable(folder)
     if folder.is_dir():
         os.close(_locked(run, fcntl.LOCK_SH))
-    return _by_record(run, record.read_intact(folder))
-
-
-def find_earlier_run(run: RunSpec, world: World) -> Earlier:
-    """Where to resume. Raises `UserError` if that would not be the same training, or overwrite a
-    model.
-    """
-    old = record.read_intact(run["output_dir"])
-    earlier = _by_record(run, old)
-    if run["fresh"] or earlier.finished:
-        return earlier
-    named = _named(run)
-    if named and not _began_from(named, run, old):
-        return _begun(named, run, world)
-    if numbered(run["output_dir"]) or named or old.get("status") == "finished":
-        return _continued(run, world, old)
-    return earlier
-
-
-def _by_record(run: RunSpec, old: Json) -> Earlier:
-    """What the folder holds, as far as its record tells: a finished run, if that is all."""
-    folder, named = Path(run["output_dir"]), _named(run)
+    old = record.read_intact(folder)
     _require_no_foreign_model(run, old)
-    if run["fresh"]:
-        return Earlier()
     finished = old.get("status") == "finished"
+    if run["fresh"]:
+        return Earlier(old=old)
     if named and not _began_from(named, run, old):
         if finished:
             what = f"{folder} holds a finished run, which a resume from {named} would overwrite"
             raise _refused(run, what, "another --output_dir")
         _require_same_training(run, record.read_intact(named.parent))
-    elif numbered(folder) or finished:
+    elif named or numbered(folder) or finished:
         _require_same_training(run, old)
-        if finished and not _asks_for_more(run, old):
-            kept, course = _changes(run, old)
-            notes = model_notes(folder, old["model_files"])
-            for name, (then, now) in (kept | course).items():
-                notes.append(f"requested now but not trained: {name} {now} (was {then})")
-            return Earlier(finished=True, step=old["global_step"], notes=notes)
-    return Earlier()
+    if finished and not _asks_for_more(run, old):
+        kept, course = _changes(run, old)
+        notes = model_notes(folder, old["model_files"])
+        for name, (then, now) in (kept | course).items():
+            notes.append(f"requested now but not trained: {name} {now} (was {then})")
+        return Earlier(finished=True, step=old["global_step"], notes=notes, old=old)
+    return Earlier(old=old)
 
 
-def _continued(run: RunSpec, world: World, old: Json) -> Earlier:
+def find_earlier_run(run: RunSpec, foreseen: Earlier, data_commit: str | None = None) -> Earlier:
+    """Where to resume, in a folder of which `look_ahead` has `foreseen` as much as records tell.
+
+    `data_commit` is that of data from the Hub. Raises `UserError` if no checkpoint can be resumed
+    as asked.
+    """
+    old, named = foreseen.old, _named(run)
+    if str(record.read_intact(run["output_dir"])) != str(old):  # as text, where NaN is equal to NaN
+        raise _refused(run, f"another run has just written to {run['output_dir']}", "the same command again")
+    if run["fresh"] or foreseen.finished:
+        return foreseen
+    if named and not _began_from(named, run, old):
+        return _begun(named, run, data_commit)
+    if numbered(run["output_dir"]) or named or old.get("status") == "finished":
+        return _continued(run, old, data_commit)
+    return foreseen
+
+
+def _continued(run: RunSpec, old: Json, data_commit: str | None) -> Earlier:
     """The run that the folder holds goes on: from its newest checkpoint, or from the one that it
     began from.
     """
@@ -206,42 +201,51 @@ def _continued(run: RunSpec, world: World, old: Json) -> Earlier:
     if not old:
         notes.append(f"{record.NAME} is missing or damaged: whether this is the same training cannot be told")
     if newest is None and own.get("began_from"):
-        return _begun(Path(own["began_from"]), run, world, notes)
+        return _begun(Path(own["began_from"]), run, data_commit, notes)
     if _named(run):
         notes.append(f"this run began from {_named(run)} and goes on; another --output_dir begins there again")
-    identity = own or (newest and manifest.run_of(newest.path)) or manifest.new_run()
+    identity = own or (newest and manifest_of(newest.path).get("run")) or new_run()
     if newest is None:
         return Earlier(notes=[*notes, "no valid checkpoint: training starts over"], identity=identity)
-    return _from(newest, run, world, old, identity, notes)
+    return _from(newest, run, old, identity, [*notes, *_data_notes(run, old, data_commit)])
 
 
-def _begun(path: Path, run: RunSpec, world: World, notes: Sequence[str] = ()) -> Earlier:
+def _begun(path: Path, run: RunSpec, data_commit: str | None, notes: Sequence[str] = ()) -> Earlier:
     """A run begins from a checkpoint that is named."""
-    checkpoint = inspect(path)
+    checkpoint, old = inspect(path), record.read_intact(path.parent)
     if not checkpoint.valid:
         fix = "leave it out: the newest valid checkpoint is found automatically"
         raise _refused(run, f"{path}: {', '.join(checkpoint.faults)}", fix, "resume_from_checkpoint")
     _require_steps_left(run, checkpoint)
-    begun = manifest.new_run(path, checkpoint.step)
-    return _from(checkpoint, run, world, record.read_intact(path.parent), begun, notes)
+    begun = new_run(path, checkpoint.step)
+    return _from(checkpoint, run, old, begun, [*notes, *_data_notes(run, old, data_commit)])
 
 
-def _from(
-    checkpoint: Checkpoint, run: RunSpec, world: World, old: Json, identity: Json, notes: Sequence[str]
-) -> Earlier:
-    """Resume from a checkpoint of the run that `old` records."""
+def _from(checkpoint: Checkpoint, run: RunSpec, old: Json, identity: Json, notes: Sequence[str]) -> Earlier:
+    """Resume from a checkpoint of the run that `old` records.
+
+    The record keeps what that run began with: `merge` and `rerun` compare with it.
+    """
     kept, course = _changes(run, old)
-    of_other_world = other_world.note(checkpoint.path, world.size, run["dataloader_num_workers"])
+    of_other_world = other_world.note(checkpoint.path, run.world_size, run["dataloader_num_workers"])
     notes = [*notes, *checkpoint.notes, *([of_other_world] if of_other_world else [])]
     for name, (then, now) in kept.items():
         notes.append(f"{name} {now} is ignored by a resume: {then} is kept")
     for name, (then, now) in course.items():
         notes.append(f"{name} changes from {then} to {now}: no longer the same training")
-    if run["dataset_streaming"] and fingerprints.differ(old.get("data"), fingerprints.of_data(run["dataset_name"])):
-        what = "the data has changed since: the stream goes on at the same rows of its shards"
-        notes.append(f"{what}, or with another round if their number has changed")
-    settings = {name: old["settings"][name] for name in kept}
-    return Earlier(checkpoint.path, checkpoint.step, notes=notes, kept=settings, identity=identity)
+    recorded = {what: old[what] for what in record.MATERIAL.values() if old.get(what)}
+    recorded["settings"] = {name: old["settings"][name] for name in kept}
+    return Earlier(checkpoint.path, checkpoint.step, notes=notes, kept=recorded, identity=identity)
+
+
+def _data_notes(run: RunSpec, old: Json, commit: str | None) -> list[str]:
+    """The line about data that have changed since, where that is not refused: a stream's, and the
+    Hub's, which has no flag for an older commit.
+    """
+    if not fingerprints.differ(old.get("data"), record.material(run, commit)["data"]):
+        return []
+    rows = "the same rows of its shards, or with another round if their number has changed"
+    return [f"the data has changed since{f': the stream goes on at {rows}' if run['dataset_streaming'] else ''}"]
 
 
 def _named(run: RunSpec) -> Path | None:
@@ -280,7 +284,7 @@ def _skip(checkpoint: Checkpoint) -> str:
     """Archives a damaged checkpoint, and deletes one whose save was cut short: with each kill the
     disk would hold one more. Returns the note about it.
     """
-    if manifest.begun(checkpoint.path) is not None:
+    if "begun" in manifest_of(checkpoint.path):
         remove([checkpoint.path])
         return f"{checkpoint.path.name} is incomplete ({', '.join(checkpoint.faults)}): skipped and deleted"
     kept = archive_damaged(checkpoint.path)
@@ -294,35 +298,29 @@ def _require_same_training(run: RunSpec, old: Json) -> None:
     changed = record.changes(old, run, record.IDENTITY)
     if run["problem_type"] is None:  # the data will tell, and it is the same
         changed.pop("problem_type", None)
-    fix = "another --output_dir, or --fresh to move that run aside"
-    contents = {
-        "dataset_name": (old.get("data"), fingerprints.of_data(run["dataset_name"])),
-        "model_name_or_path": (
-            old.get("model"),
-            fingerprints.of_model(run["model_name_or_path"], run["model_revision"]),
-        ),
-    }
-    for name, (then, now) in contents.items():
-        if now and then == now:  # under any name: Azure ML mounts them elsewhere at every start
+    now = record.material(run)
+    for name, what in record.MATERIAL.items():
+        if now[what] and now[what] == old.get(what):  # under any name: Azure ML mounts them elsewhere at every start
             changed.pop(name, None)
-            if name == "model_name_or_path":
+            if what == "model":
                 changed.pop("model_revision", None)
-    for name, (then, now) in contents.items():
-        streamed = name == "dataset_name" and run["dataset_streaming"]  # a broken row may have been mended
-        if then and not changed and not streamed and fingerprints.differ(then, now):
-            changed[name] = (f"{title(run[name]) or 'the standard library'} as it was", "what it holds now")
-            commit = then.removeprefix("commit ")
-            fix = f"--model_revision {commit}, {fix}" if commit != then else f"the same contents, {fix}"
-    if changed:
-        name, (then, now) = next(iter(changed.items()))
-        raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}, not {now}", fix)
-    before, now = str(old.get("engine")), run.engine.title
-    if "DeepSpeed" not in before + now:  # of FSDP only the version matters
-        before, now = before.partition(",")[0], now.partition(",")[0]
-    if old and before != now and re.search("DeepSpeed|FSDP", before + now):
+    start_over = "another --output_dir, or --fresh to move that run aside"
+    for name, (then, given) in changed.items():
+        raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}, not {given}", start_over)
+    for name, what in record.MATERIAL.items():
+        streamed = what == "data" and run["dataset_streaming"]  # a broken row may have been mended
+        if fingerprints.differ(old.get(what), now[what]) and not streamed:
+            is_commit, commit = old[what].startswith("commit "), old[what].removeprefix("commit ")
+            fix = f"--model_revision {commit}" if is_commit else "the same contents"
+            then = f"{title(run[name]) or 'the standard library'} as it was, not what it holds now"
+            raise _refused(run, f"{run['output_dir']} holds a run with {name} {then}", f"{fix}, {start_over}")
+    before, by = str(old.get("engine")), run.engine.title
+    if "DeepSpeed" not in before + by:  # of FSDP only the version matters
+        before, by = before.partition(",")[0], by.partition(",")[0]
+    if old and before != by and re.search("DeepSpeed|FSDP", before + by):
         raise mistake(
             "accelerate_config",
-            f"the checkpoints were written with {before}, and {now} cannot read them",
+            f"the checkpoints were written with {before}, and {by} cannot read them",
             "the same engine, another --output_dir, or --fresh",
         )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from launch.output import manifest
-from launch.output.checkpoints import Checkpoint, inspect, model_files, numbered, remove, rotate
+from launch.output import checkpoints
+from launch.output.checkpoints import Checkpoint, inspect, remove
 from recipes.run import Json
 
 
@@ -50,22 +50,22 @@ class CommittingTrainer(Trainer):
     def flush_model(self) -> Json:
         """Have the model at the end on the disk, before the run counts as finished.
 
-        Returns its files, for the record, as `manifest.described`: of rank 0 alone.
+        Returns its files, for the record, as `checkpoints.described`: of rank 0 alone.
         """
         folder = Path(self.args.output_dir)
         if not self.args.should_save:
             return {}
-        manifest.flush_files([file for file in folder.iterdir() if file.is_file()])
-        return manifest.described(folder, model_files(folder))
+        checkpoints.flush_files([file for file in folder.iterdir() if file.is_file()])
+        return checkpoints.described(folder, checkpoints.model_files(folder))
 
     def _save_checkpoint(self, model, trial) -> None:
         self.finish_saving()
         step, limit = self.state.global_step, self.args.save_total_limit
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{step}"
         if self.args.should_save:
-            if manifest.run_of(folder) is None or manifest.is_foreign(folder, self.identity):
+            if checkpoints.manifest_of(folder).get("run") != self.identity:
                 remove([folder])  # given up: files of its own would become part of the new one
-            manifest.begin(folder, step, self.engine, self.args.world_size, self.identity)
+            checkpoints.begin(folder, step, self.engine, self.args.world_size, self.identity)
         self.accelerator.wait_for_everyone()  # no rank writes into a folder that is removed
         try:
             super()._save_checkpoint(model, trial)
@@ -98,26 +98,20 @@ class CommittingTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         is_first_of_node = self.args.local_process_index == 0
         if is_first_of_node and not self.args.should_save and folder.is_dir():
-            manifest.flush_files([folder / name for name in manifest.listed(folder)])
-        own = manifest.begun(folder)
-        seen = gather_object([(own, manifest.listed(folder))] if is_first_of_node else [])
+            checkpoints.flush_files([folder / name for name in checkpoints.listed(folder)])
+        own = checkpoints.manifest_of(folder).get("begun")
+        seen = gather_object([(own, checkpoints.listed(folder))] if is_first_of_node else [])
         return sorted({name for save, names in seen if save == own for name in names})
 
     def _finalize_training(self, *args, **kwargs):
         self.finish_saving()
-        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-        if self.args.should_save and best is not None and limit == 1:
-            # Trainer keeps the best alone, and deletes the others file by file: a kill in between
-            # would leave half a checkpoint. If the best is damaged, they are all there is.
-            if self.inspect(Path(best)).valid:
-                remove(path for path in numbered(self.args.output_dir) if not path.samefile(best))
-            self.args.save_total_limit = None
-        try:
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:  # with a limit of 1 Trainer would delete all but the best here, damaged or not, file by file
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.args.save_total_limit = limit
 
 
 def _complete(folder: Path, names: list[str], limit: int | None, best: str | None) -> None:
-    if manifest.commit(folder, names):
-        rotate(folder, limit, best)
+    if checkpoints.commit(folder, names):
+        checkpoints.rotate(folder, limit, best)

@@ -56,7 +56,8 @@ def of_model(name: str | None, revision: str = "main") -> str | None:
         return _hash_of((file for pattern in MODEL_FILES for file in folder.glob(pattern)), folder)
     if re.fullmatch(r"[0-9a-f]{40}", revision):
         return f"commit {revision}"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or hf_home(os.environ) / "hub")
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")  # its older name
+    cache = Path(named or hf_home(os.environ) / "hub")
     try:
         reference = cache / f"models--{name.replace('/', '--')}" / "refs" / revision
         return f"commit {reference.read_text(encoding='utf-8').strip()}"

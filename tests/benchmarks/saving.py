@@ -25,8 +25,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from launch.output import manifest
-from launch.output.checkpoints import faults
+from launch.output import checkpoints
+from launch.output.checkpoints import inspect
 from launch.output.saving import CommittingTrainer
 from recipes import standard
 from recipes.run import hardware
@@ -94,12 +94,12 @@ def forgotten(folder: Path) -> None:
 
 
 def speed(checkpoint: Path) -> str:
-    names = manifest.listed(checkpoint)
+    names = checkpoints.listed(checkpoint)
     size = sum((checkpoint / name).stat().st_size for name in names)
-    hashed = seconds(lambda: [manifest._checksum(checkpoint / name) for name in names])
-    judged = seconds(lambda: faults(checkpoint))
+    hashed = seconds(lambda: [checkpoints._checksum(checkpoint / name) for name in names])
+    judged = seconds(lambda: inspect(checkpoint))
     forgotten(checkpoint)
-    judged_cold = seconds(lambda: faults(checkpoint))
+    judged_cold = seconds(lambda: inspect(checkpoint))
     return (
         f"checksums {size / hashed / 1e9:.1f} GB/s from memory, judging {judged / size * 2**30:.2f} s a GiB from "
         f"memory, {judged_cold / size * 2**30:.2f} s from the disk ({size / 1e9:.2f} GB)"

@@ -125,12 +125,6 @@ def test_a_plan_is_for_as_many_processes_as_the_users_own_yaml_says(said, tmp_pa
     assert left_out and all(command.startswith("recipes train --num_processes 4 --recipe ") for command in left_out)
 
 
-def test_the_plot_is_a_picture(said, tmp_path):
-    pytest.importorskip("matplotlib")
-    said("llama", f"--gpu H100 --recipe standard --plot {tmp_path / 'plan.png'}")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_it_prints_what_to_try_if_nothing_fits(said):
     argv = "--gpu_memory 1.55 --recipe memory --max_length 256"
     printed, plan = said("large", argv), json.loads(said("large", f"{argv} --json"))
@@ -177,7 +171,6 @@ def test_it_says_why_a_recipe_is_recommended_and_why_its_time_is_unknown(model, 
     [
         ("7B", "", "--gpu_memory GB"),
         ("0B", "--gpu H100", "such as 7B"),
-        ("7B", "--gpu H100 --plot x", "in a writable folder"),
         ("7B", "--gpu H1000", "--gpu_memory GB"),
         ("nowhere/at/all", "--gpu H100", "nowhere/at/all cannot be read"),
         ("./nowhere", "--gpu H100", "a Hub id, a folder, a config.json or 7B"),

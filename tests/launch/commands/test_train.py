@@ -34,11 +34,13 @@ def becomes(monkeypatch, tmp_path):
 
 
 def test_the_recipes_yaml_one_process_without_gpus_and_the_flags(becomes, tmp_path):
-    words = becomes("--recipe", "fast", "--run_name", "a $b")
+    words = becomes("--recipe", "fast", "--run_name", "a $b", "--hub_token", "abc")  # nothing of it is stored
     assert words[:4] == [sys.executable, str(LAUNCHER), "--config_file", str(CONFIGS / "fast.yaml")]
     assert words[words.index("--num_processes") + 1] == "1"
     script = words.index(str(SCRIPT))
-    assert words[script + 1 :] == ["--recipe", "fast", "--run_name", "a $$b", "--output_dir", str(tmp_path)]
+    assert words[script + 1 :] == [
+        *("--recipe", "fast", "--run_name", "a $$b", "--hub_token", "abc", "--output_dir", str(tmp_path))
+    ]
 
 
 def test_another_yaml_by_name_or_by_path(becomes, tmp_path):
@@ -53,10 +55,6 @@ def test_a_deepspeed_json_is_launched_by_a_yaml_without_deepspeed(becomes, tmp_p
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}')
     words = becomes("--recipe", "memory", "--deepspeed", str(tmp_path / "ds.json"))
     assert str(CONFIGS / "standard.yaml") in words
-
-
-def test_a_token_may_be_given_since_nothing_of_the_command_is_stored(becomes):
-    assert "--hub_token" in becomes("--hub_token", "abc")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launch.output import manifest, record
+from launch.output import checkpoints, record
 from launch.output.checkpoints import newest_valid
 from tests.support.running import SCRIPT, losses, model_flags, train_here
 from tests.support.traced import Disk, traced
@@ -34,7 +34,7 @@ def test_every_crash_leaves_the_last_complete_checkpoint(tiny_model, texts, tmp_
             disk.crash(left, chance)
             newest, damaged = newest_valid(left)
             step = newest.step if newest else 0
-            assert newest is None or manifest.is_committed(newest.path)
+            assert newest is None or checkpoints.is_committed(newest.path)
             assert step >= complete, f"after {operation} step {complete} was lost"
             if chance is None:
                 complete = step

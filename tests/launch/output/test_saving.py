@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.host.processes import free_port
-from launch.output import manifest
+from launch.output import checkpoints
 from launch.output.checkpoints import inspect, numbered
 from tests.support.running import SCRIPT, fork, launchers_environment, model_flags, train_here
 from tests.support.waiting import PATIENCE
@@ -33,7 +33,7 @@ def test_the_two_newest_are_kept_and_complete_and_hold_no_token(tiny_model, text
 
 def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp_path, monkeypatch):
     """The disk takes nothing more while checkpoint-4 is completed in the background."""
-    commit, seen = manifest.commit, []
+    commit, seen = checkpoints.commit, []
 
     def fail_at_four(folder, names):
         seen.append((folder.name, threading.current_thread() is not threading.main_thread(), steps(folder.parent)))
@@ -41,7 +41,7 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp
             raise OSError(errno.ENOSPC, "No space left on device")
         return commit(folder, names)
 
-    monkeypatch.setattr(manifest, "commit", fail_at_four)
+    monkeypatch.setattr(checkpoints, "commit", fail_at_four)
     failed = train_here(tiny_model, texts, tmp_path, *KEEPS_ONE)
     assert failed.code == 1 and "No space left on device" in failed.output
     assert seen == [("checkpoint-2", True, [2]), ("checkpoint-4", True, [4, 2])]
@@ -53,20 +53,20 @@ def test_an_older_one_stays_until_the_new_one_is_complete(tiny_model, texts, tmp
 
 
 def test_a_checkpoint_that_somebody_deletes_meanwhile_does_not_end_the_run(tiny_model, texts, tmp_path, monkeypatch):
-    commit = manifest.commit
+    commit = checkpoints.commit
 
     def delete_first(folder, names):
         if folder.name == "checkpoint-4":
             shutil.rmtree(folder)
         return commit(folder, names)
 
-    monkeypatch.setattr(manifest, "commit", delete_first)
+    monkeypatch.setattr(checkpoints, "commit", delete_first)
     assert train_here(tiny_model, texts, tmp_path, *SIX_STEPS).code == 0
     assert steps(tmp_path) == [6, 2]
 
 
 def test_a_damaged_best_model_is_not_loaded(tiny_model, texts, tmp_path, monkeypatch):
-    commit = manifest.commit
+    commit = checkpoints.commit
 
     def damage_two(folder, names):
         whole = commit(folder, names)
@@ -74,7 +74,7 @@ def test_a_damaged_best_model_is_not_loaded(tiny_model, texts, tmp_path, monkeyp
             (folder / "model.safetensors").write_bytes(bytes((folder / "model.safetensors").stat().st_size))
         return whole
 
-    monkeypatch.setattr(manifest, "commit", damage_two)
+    monkeypatch.setattr(checkpoints, "commit", damage_two)
     evaluate = "--eval_strategy steps --eval_steps 2 --dataset_train_split train[:90%] --dataset_test_split train[90%:]"
     best = "--load_best_model_at_end --metric_for_best_model loss --greater_is_better true"  # the first is the best
     outcome = train_here(tiny_model, texts, tmp_path, *KEEPS_ONE, *evaluate.split(), *best.split())
@@ -100,6 +100,7 @@ def test_two_nodes_leave_one_checkpoint(shared, tiny_model, texts, tmp_path):
             process.join(PATIENCE)
         log.seek(0)
         assert [process.exitcode for process in ranks] == [0, 0], log.read().decode()
-    states = {name for name in manifest.read(outputs[0] / "checkpoint-6")["files"] if name.startswith("rng_state")}
+    names = checkpoints.manifest_of(outputs[0] / "checkpoint-6")["files"]
+    states = {name for name in names if name.startswith("rng_state")}
     assert states == ({"rng_state_0.pth", "rng_state_1.pth"} if shared else {"rng_state_0.pth"})
     assert steps(outputs[0]) == [6, 4] and inspect(outputs[0] / "checkpoint-6").valid

@@ -24,7 +24,6 @@ from launch.training.model import load_tokenizer, with_model
 from recipes.errors import UserError
 from recipes.rules.check import require_legal
 from tests.support.models import CLASSES, LANGUAGE, SMALL, load, loss_of, problem, run_with, save, trainable
-from tests.support.runs import H100, machine
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -88,15 +87,6 @@ def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, 
     require_legal(run)
     with pytest.raises(UserError, match=message):
         with_model(run, load_tokenizer(run))
-
-
-def test_advice_about_a_hub_model_is_given_once_its_configuration_is_there(gpt2, monkeypatch):
-    """Only what check could not say before: train.py has printed that already."""
-    run = elsewhere(gpt2, monkeypatch, save_only_model=True, attn_implementation="flash_attention_4", bf16=True)
-    run = replace(run, place=replace(run.place, hardware=machine(H100)))
-    _, advice = with_model(run, load_tokenizer(run))
-    assert [problem.subject for problem in require_legal(run)] == ["save_only_model", "attn_implementation"]
-    assert [problem.what.partition(",")[0] for problem in advice] == ["flash_attention_4 has no dropout"]
 
 
 # --- What cannot be loaded -----------------------------------------------------------------------

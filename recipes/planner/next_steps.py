@@ -64,7 +64,8 @@ class Request:
         model = ["--model_name_or_path", self.model if known else "YOUR_MODEL"]
         if not known and self._asked.explicit("model_name_or_path"):  # in --config's file
             model = []
-        argv = [*model, *self._with(flags)]
+        data = [] if self._asked["dataset_name"] else ["--dataset_name", "YOUR_DATA"]
+        argv = [*model, *self._with(flags), *data]
         yaml = ["--accelerate_config", self.accelerate_config] if self.accelerate_config else []
         if self.nodes == 1:
             launch = ["recipes", "train", *yaml, "--num_processes", str(self.num_processes)]

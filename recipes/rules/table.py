@@ -102,8 +102,6 @@ _UNREAD: tuple[tuple[str, Condition, str, str], ...] = (
      "without evaluations: the last model is kept", "--eval_strategy steps --save_strategy steps"),
     ("torch_compile_mode", lambda run: (run["torch_compile_backend"] or "inductor").lower() == "inductor",
      "by the backend {torch_compile_backend}", "--torch_compile_backend inductor"),
-    ("memory_limit", lambda run: run.hardware.cuda or run.hardware.platform == "linux",
-     "where there is neither Linux nor a GPU", "a machine with one of them"),
 )  # fmt: skip
 
 # The same, where another script than train.py may read them.
@@ -121,8 +119,6 @@ _UNREAD_BY_TRAIN_PY: tuple[tuple[str, Condition, str, str], ...] = (
     ("train_sampling_strategy",
      lambda run: not run["dataset_streaming"] or run["train_sampling_strategy"] in ("random", "sequential"),
      "by a stream, whose examples are shuffled", "--dataset_streaming false"),
-    ("from_scratch", lambda run: run["model_name_or_path"] is not None or not run.place.by_train_py,
-     "without a model: the small decoder is trained from scratch anyway", "--model_name_or_path FOLDER"),
 )  # fmt: skip
 
 
@@ -311,6 +307,18 @@ _ERRORS = (
 )  # fmt: skip
 
 
+def _fine_tunes(run: RunSpec) -> bool:
+    """True for a training of weights that are trained already; a plan trains nothing."""
+    return run["model_name_or_path"] is not None and not run["from_scratch"] and run.place.by_train_py
+
+
+def _usual_rates(run: RunSpec) -> tuple[float, float, str]:
+    """The lowest and highest usual learning rate of AdamW, and who trained at such rates."""
+    if run["use_peft"]:
+        return 1e-4, 1e-3, "LoRA: Hu et al. 2021 take 2e-4 to 5e-4, Dettmers et al. 2023 1e-4 to 2e-4"
+    return 1e-6, 1e-4, "fine-tuning: Devlin et al. 2018 take 2e-5 to 5e-5, Touvron et al. 2023 2e-5"
+
+
 _ADVICE = (
     # Trains, but not what somebody may think
     advice_row("fp16_needs_a_gpu", "fp16", lambda run: run["fp16"] and not on_gpu(run) and not uses_deepspeed(run),
@@ -327,11 +335,6 @@ _ADVICE = (
                "from its next epoch, a resumed run draws other random numbers than an uninterrupted one",
                "leave it out if a resume must be exact",
                "Persistent workers keep their random state from epoch to epoch, and a resume loses it."),
-    advice_row("an_unseeded_sampler_changes_a_resume", "accelerator_config",
-               lambda run: str(accelerator_config(run).get("use_seedable_sampler")).lower() == "false"
-               and run["train_sampling_strategy"] == "random" and not run["dataset_streaming"],
-               "without use_seedable_sampler, a resume after the first epoch trains other examples",
-               "leave use_seedable_sampler out if a resume must be exact"),
     advice_row("weights_alone_do_not_resume", "save_only_model", lambda run: run["save_only_model"],
                "a resume would start with a new optimizer", "leave it out"),
     advice_row("signal_checkpoints_may_be_incomplete", "enable_jit_checkpoint",
@@ -395,11 +398,16 @@ _OF_TRAIN_PY = (
                "Other kernels mask the joined row: correct, but quadratic in its whole length."),
 
     # Data
-    error_row("classification_needs_data", "task",
-              lambda run: run["task"] == "sequence_classification" and run["dataset_name"] is None
+    error_row("only_the_demonstration_has_no_data", "dataset_name",
+              lambda run: run["dataset_name"] is None and run.place.by_train_py
+              and (run["model_name_or_path"] is not None or run["task"] == "sequence_classification"),
+              "is missing: the demonstration's texts would be trained on, which have no labels",
+              "--dataset_name FILE_OR_HUB_ID", "The run would end well, and the model would be worse."),
+    error_row("only_the_demonstration_has_no_model", "model_name_or_path",
+              lambda run: run["model_name_or_path"] is None and run["dataset_name"] is not None
               and run.place.by_train_py,
-              "sequence_classification needs labelled data", "--dataset_name FILE_OR_HUB_ID",
-              "The demonstration has no labels."),
+              "is missing: the demonstration's small decoder would be trained on these data",
+              "--model_name_or_path FOLDER_OR_HUB_ID", "The run would end well, with a toy as its model."),
     error_row("a_mixture_is_for_language_models", "dataset_name",
               lambda run: run["task"] != "causal_lm" and (_parts(run)[1:] or any(part.columns for part in _parts(run))),
               "is a mixture or renames columns, and --task is {task}",
@@ -425,6 +433,22 @@ _OF_TRAIN_PY = (
                and "epoch" in (run["save_strategy"], run["eval_strategy"], run["logging_strategy"]),
                "a streamed run is a single epoch: what happens every epoch happens only once, at the end",
                "steps in place of epoch for --save_strategy, --eval_strategy and --logging_strategy"),
+    advice_row("learning_rates_are_usual", "learning_rate",
+               lambda run: _fine_tunes(run) and run["optim"].startswith("adamw")
+               and not _usual_rates(run)[0] <= run["learning_rate"] <= _usual_rates(run)[1],
+               lambda run: "{:g} is unusual for {}".format(run["learning_rate"], _usual_rates(run)[2]),
+               lambda run: "--learning_rate from {:g} to {:g}".format(*_usual_rates(run)),
+               "A rate that is too high ruins the model, and one that is too low changes nothing."),
+    advice_row("frozen_weights_take_16_bits", "dtype",  # DeepSpeed converts them itself; FSDP shards one type only
+               lambda run: _fine_tunes(run) and run["use_peft"] and run["dtype"] == "float32"
+               and not (run["load_in_4bit"] or uses_deepspeed(run) or uses_fsdp(run))
+               and on_gpu(run) and run.hardware.capability >= (8, 0),
+               "keeps the frozen weights in float32, in twice the memory that bfloat16 takes",
+               "--dtype bfloat16: the adapters stay in float32"),
+    advice_row("something_is_held_out", "eval_strategy",  # a stream has no slices to hold out
+               lambda run: _fine_tunes(run) and run["eval_strategy"] == "no" and not run["dataset_streaming"],
+               "is no: nothing shows when the model learns by heart",
+               "--eval_strategy epoch --dataset_test_split 'train[90%:]' --dataset_train_split 'train[:90%]'"),
     advice_row("evaluation_rows_are_not_trained", "dataset_test_split",
                lambda run: run["eval_strategy"] != "no"
                and (run["dataset_test_split"] or "").partition("[")[0] == run["dataset_train_split"],
@@ -447,9 +471,6 @@ _OF_TRAIN_PY = (
               lambda run: run["label_names"] not in (None, ["labels"]) and run["eval_strategy"] != "no",
               "{label_names} are not in the batches of train.py", "leave it out",
               "`KeyError: ... 'eval_loss', which is not found`, after the first evaluation."),
-    error_row("timings_go_to_a_table", "measure",
-              lambda run: run["measure"] is not None and not run["measure"].endswith(".jsonl"),
-              "'{measure}' is not a .jsonl", "a name that ends in .jsonl", "Rows of JSON are added to it."),
 )  # fmt: skip
 
 

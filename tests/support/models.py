@@ -27,7 +27,7 @@ def save(model, folder) -> str:
 def run_with(name=None, **chosen) -> RunSpec:
     """A run on a CPU with these settings."""
     named = {"model_name_or_path": name} if name else {}
-    data = {"dataset_name": "somebody/reviews"} if "task" in chosen else {}
+    data = {"dataset_name": "somebody/reviews"} if name or "task" in chosen else {}
     settings = {"recipe": "baseline", **named, **data, **chosen}
     return resolve([], here(hardware=Hardware(cores=2), environment={}), settings=settings)
 

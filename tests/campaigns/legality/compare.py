@@ -251,6 +251,9 @@ PROVEN_BY: dict[str, Proof] = {
 UNPROVEN: dict[str, str] = {
     PROBE: "what DeepSpeed's JSON leaves out gets DeepSpeed's own default",
     "batch_size_is_not_searched": "the batch changes only where memory runs out",
+    **dict.fromkeys(
+        ("only_the_demonstration_has_no_data", "only_the_demonstration_has_no_model"), "the demonstration's is trained"
+    ),
     "adapters_need_trained_weights": "nothing but the adapters learns, on top of random weights",
     "fsdp2_shards_layer_by_layer": "a model below min_num_params is gathered whole; any real one fails",
     "a_language_model_is_a_decoder": "the loss falls because the model sees what it predicts",

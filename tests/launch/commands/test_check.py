@@ -38,7 +38,8 @@ def test_a_named_gpu_is_judged_on_a_machine_without_one(tmp_path, capsys, monkey
     file.write_text(FSDP)
     assert main([*words, "--gpu", "H100 80GB", "--deep"]) == 0
     assert "legal: sharded on FSDP2, 4 processes" in capsys.readouterr().out
-    assert main(["check", "--model_name_or_path", "./not_here", "--gpu", "L4"]) == 0, "it may be there"
+    words = ["--model_name_or_path", "./not_here", "--dataset_name", "./nor_this"]
+    assert main(["check", *words, "--gpu", "L4"]) == 0, "it may be there"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tests.support.models import SMALL, save
 from tests.support.running import read_record
 
 SUBMIT = "submit azureml --compute gpus".split()
-CLASSIFY = "--task sequence_classification --model_name_or_path somebody/model".split()
+MODEL = "--model_name_or_path somebody/model".split()
+CLASSIFY = ["--task", "sequence_classification", *MODEL]
 STORE = "azureml://datastores/lab/paths"
 TWO_NODES = [*SUBMIT, *"--recipe fast --nodes 2 --processes_per_node 8 -- --seed 1".split()]
 
@@ -106,12 +107,12 @@ def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspac
     ],
 )
 def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
-    data = sent(dry_run("--data", uri))["inputs"]["data"]
+    data = sent(dry_run("--data", uri, training=MODEL))["inputs"]["data"]
     assert (data["jobInputType"], data["uri"]) == (kind, uri)
 
 
 def test_a_recorded_run_can_be_sent(empty):
-    record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl"]), 1))
+    record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl", *MODEL]), 1))
     data = sent(dry_run("--data", f"{STORE}/t.jsonl", training=["--config", "out/run.json"]))["inputs"]["data"]
     assert data["uri"] == f"{STORE}/t.jsonl"
 
@@ -120,18 +121,18 @@ def test_a_dry_run_says_what_it_assumes_of_an_asset(empty):
     text = dry_run("--data", "azureml:texts:1", training=CLASSIFY).read_text()
     assert text.startswith("# azureml:texts:1 is taken for a folder") and "--data_type" in text.splitlines()[0]
     assert yaml.safe_load(text)["inputs"]["data"] == {"type": "uri_folder", "path": "azureml:texts:1"}
-    text = dry_run("--data", "azureml:texts:1", "--data_type", "uri_file").read_text()
+    text = dry_run("--data", "azureml:texts:1", "--data_type", "uri_file", training=MODEL).read_text()
     assert not text.startswith("#") and yaml.safe_load(text)["inputs"]["data"]["type"] == "uri_file"
 
 
 @pytest.mark.parametrize("words", ["azureml:", "azureml:texts:x:y", "azureml:texts@", "azureml::1", "hf://x"])
 def test_what_azure_cannot_mount_is_refused(words, capsys):
-    assert main([*SUBMIT, "--data", words, "--dry_run"]) == 2
+    assert main([*SUBMIT, "--data", words, "--dry_run", "--", *MODEL]) == 2
     assert "is not a place in the cloud" in capsys.readouterr().err
 
 
 def test_a_mixture_has_an_input_for_each_part_whose_type_the_workspace_knows(workspace):
-    assert main([*SUBMIT, "--data", "azureml:rows@latest", "azureml:parts:1", f"{STORE}/a.csv"]) == 0
+    assert main([*SUBMIT, "--data", "azureml:rows@latest", "azureml:parts:1", f"{STORE}/a.csv", "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()
     kinds = {name: entry["jobInputType"] for name, entry in body["inputs"].items() if name.startswith("data")}
     assert kinds == {"data": "uri_file", "data_2": "uri_folder", "data_3": "uri_file"}
@@ -146,7 +147,7 @@ def test_an_asset_that_cannot_be_trained_on_is_refused_in_one_line(workspace, ca
         "//registries/l/data/r/versions/1": "--data_",
     }
     for asset, advice in refused.items():
-        assert main([*SUBMIT, "--data", f"azureml:{asset}"]) == 2
+        assert main([*SUBMIT, "--data", f"azureml:{asset}", "--", *MODEL]) == 2
         assert advice in capsys.readouterr().err.splitlines()[-1]
     assert not workspace.jobs
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    CTRLConfig,
-    CTRLLMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -82,12 +80,6 @@ def test_a_hub_model_is_refused_once_its_configuration_is_there(kind, settings, 
     require_legal(run)
     with pytest.raises(UserError, match=message):
         with_model(run, load_tokenizer(run))
-
-
-def test_a_model_without_gradient_checkpointing_is_refused_with_its_configuration(tmp_path):
-    name = save(CTRLLMHeadModel(CTRLConfig(vocab_size=260, n_embd=32, dff=32, n_layer=1, n_head=2)), tmp_path)
-    found = problem(run_with(name, gradient_checkpointing=True))
-    assert (found.subject, found.what) == ("gradient_checkpointing", "CTRLLMHeadModel does not support it")
 
 
 # --- What cannot be loaded -----------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 
 from recipes import legal
 from recipes.rules.check import check
-from recipes.run.hardware import Hardware
 from tests.support.real_failures import arguments, assert_fires, losses, tiny_llama, train
 from tests.support.runs import (
     A100,
@@ -54,7 +53,6 @@ FLAGS = {
     "packing_frees_the_padding": ("--padding_free", "--packing", "--packing false"),
     "classification_takes_rows_as_they_are": (CLASSIFY, "--packing", ""),
     "padding_free_needs_flash_attention": (PADDING_FREE, "", "--attn_implementation flash_attention_2"),
-    "classification_needs_data": ("--task sequence_classification", "", "--dataset_name d"),
     "a_mixture_is_for_language_models": ("--task sequence_classification --dataset_name a", "b", ""),
     "a_stream_is_told_how_long": ("--dataset_name d --dataset_streaming", "", "--max_steps 9"),
     "a_stream_has_no_classes": (f"{CLASSIFY} --max_steps 9", "--dataset_streaming", ""),
@@ -64,12 +62,13 @@ FLAGS = {
     "evaluating_needs_data": ("--eval_on_start", "", EVAL),
     "accuracy_is_computed_at_the_end": (CLASSIFY, "--batch_eval_metrics", ""),
     "labels_have_one_name": (f"{EVAL} --label_names", "foo", "labels"),
-    "timings_go_to_a_table": ("--measure", "timings.txt", "timings.jsonl"),
+    "only_the_demonstration_has_no_data": ("--model_name_or_path gpt2", "", "--dataset_name d"),
+    "only_the_demonstration_has_no_model": ("--dataset_name d", "", "--model_name_or_path gpt2"),
+    "learning_rates_are_usual": ("--model_name_or_path gpt2 --learning_rate", "2e-4", "2e-4 --use_peft"),
+    "something_is_held_out": ("--model_name_or_path gpt2 --dataset_name d", "", EVAL),
     "sixteen_bit_weights_lose_small_updates": ("--dtype bfloat16", "", "--use_peft"),
     "persistent_workers_change_a_resume": (
         "--dataloader_persistent_workers --dataloader_num_workers 1", "--dataset_name d", STREAM),
-    "an_unseeded_sampler_changes_a_resume": (
-        '--accelerator_config {"use_seedable_sampler":false}', "", "--train_sampling_strategy sequential"),
     "weights_alone_do_not_resume": ("--save_only_model", "", "false"),
     "signal_checkpoints_may_be_incomplete": ("--enable_jit_checkpoint", "", "false"),
     "compiling_needs_one_shape": ("--torch_compile", "--packing false", "--packing"),
@@ -88,6 +87,9 @@ CASES |= {
         Run(f"{DISPATCHED} --packing false", world=2), Run(f"{DISPATCHED} --packing", world=2)),
     "bf16_needs_sm80": (Run("--bf16", hardware=machine(T4)), Run("--bf16 --use_cpu", hardware=machine(T4))),
     "tf32_needs_sm80": (Run("--tf32 true", hardware=machine(T4)), Run("--tf32 true", hardware=machine(A100))),
+    "frozen_weights_take_16_bits": (
+        Run("--model_name_or_path gpt2 --use_peft", hardware=machine(A100)),
+        Run("--model_name_or_path gpt2 --use_peft --dtype bfloat16", hardware=machine(A100))),
     "fp16_needs_a_gpu": (Run("--fp16"), Run("--fp16", hardware=machine(T4))),
     "fp16_weights_cannot_be_unscaled": (
         Run("--dtype float16", hardware=machine(T4)), Run("--dtype float16 --fp16")),  # which does nothing on a CPU
@@ -104,7 +106,6 @@ CASES |= {
         Run("--config c.yaml --dataset_streaming --max_steps 9", files={"c.yaml": WEIGHTED})),
     "shared_memory_is_fast": (
         Run(environment={"NCCL_SHM_DISABLE": "1"}), Run(environment={"NCCL_SHM_DISABLE": "0"})),
-    "memory_limit_is_read": (Run("--memory_limit 2", hardware=Hardware(platform="darwin")), Run("--memory_limit 2")),
     "optim_is_read": (
         Run(f"{DS} {SGD}", files=ds_json(optimizer={"type": "AdamW"})), Run(f"{DS} {SGD}", files=ds_json())),
     "lr_scheduler_type_is_read": (
@@ -157,7 +158,6 @@ UNREAD = [
     ("problem_type", "regression", CLASSIFIES, "--dataset_name d"),
     ("dataset_label_field", "score", CLASSIFIES, "--dataset_name d"),
     ("train_sampling_strategy", "group_by_length", "--dataset_name d", STREAM),
-    ("from_scratch", "true", "--model_name_or_path gpt2", ""),
 ]
 CASES |= {
     f"{name}_is_read": (Run(f"--{name} {value} {unread}"), Run(f"--{name} {value} {read}"))
@@ -185,6 +185,8 @@ ALSO_FIRES = [
     ("early_stopping_needs_evaluation", Run(f"--early_stopping_patience 3 {EVAL}"), "early_stopping"),
     ("the_schedule_works_under_deepspeed", Run(f'{MIN_LR} {{"min_lr":1e-6}}', yaml="memory.yaml"), "lr_scheduler"),
     ("compiling_needs_one_shape", Run("--torch_compile_mode default --packing false"), "torch_compile"),
+    ("only_the_demonstration_has_no_data", Run("--task sequence_classification"), "dataset_name"),
+    ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --dataset_name d --use_peft"), "learning_rate"),
 ]
 
 # row, another run that is legal
@@ -193,6 +195,8 @@ LEGAL_AFTER_ALL = [
     ("lora_r_is_in_range", Run("--lora_r 0")),  # lora_r_is_read speaks of it
     ("fp16_needs_a_gpu", Run("--bf16")),  # the fix
     ("padding_free_needs_flash_attention", Run("--packing")),  # the fix
+    ("learning_rates_are_usual", Run("--model_name_or_path gpt2 --learning_rate 3e-4 --from_scratch")),
+    ("something_is_held_out", Run(f"--model_name_or_path gpt2 {STREAM}")),
 ]
 
 

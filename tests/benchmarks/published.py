@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.published
 
-Two kinds of them: Trainer runs, of which one counter was read, and training loops of two other
-projects, of which what torch allocated and what it reserved was. Rebuilt here are the loops of
-their time: what the losses of transformers 4.45 (Granite) and 4.48 copied, the cache that
-GPTBigCode filled while it trained, gradients that zero_grad kept, the context that the same source
-names, and a softmax that kept its input: derivatives.yaml of torch 1.10 has
+published_runs.csv holds Trainer runs, of which one counter was read; published_loops.csv holds
+training loops of two other projects, with what torch allocated and what it reserved. Rebuilt here
+are the loops of their time: what the losses of transformers 4.45 (Granite) and 4.48 copied, the
+cache that GPTBigCode filled while it trained, gradients that zero_grad kept, the context that the
+same source names, and a softmax that kept its input: derivatives.yaml of torch 1.10 has
 `_softmax_backward_data(grad, result, dim, self)`, where later ones pass the input's dtype alone.
 The other loops train LoRA or QLoRA on the attention's four matrices, without autocast; the model's
 outputs stay bound to a name until the next forward ends, on the T4 until the step ends. No constant
@@ -18,9 +18,11 @@ three dimensions since transformers 5, which it leaves), and those of FSDP's ver
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +61,10 @@ from recipes.planner.memory import (
 from recipes.run import here, resolve
 from recipes.run.hardware import Gpu, Hardware
 
-V100, RTX_3090, A100 = (Gpu("V100", (7, 0), 16 << 30), Gpu("RTX 3090", (8, 6), 24 << 30), Gpu("A100", (8, 0), 80 << 30))
+_CARDS = {
+    card.name: card
+    for card in (Gpu("V100", (7, 0), 16 << 30), Gpu("RTX 3090", (8, 6), 24 << 30), Gpu("A100", (8, 0), 80 << 30))
+}
 
 
 def _decoder(kind: type, width: int, layers: int, heads: int, groups: int, inner: int, words: int, tied=False, **more):
@@ -67,16 +72,27 @@ def _decoder(kind: type, width: int, layers: int, heads: int, groups: int, inner
     return kind(**sizes, num_key_value_heads=groups, intermediate_size=inner, tie_word_embeddings=tied, **more)
 
 
-BERT = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-MISTRAL = _decoder(MistralConfig, 4096, 32, 32, 8, 14336, 32_000, sliding_window=4096)
-POWERLM = _decoder(GraniteConfig, 2304, 40, 36, 36, 9216, 49_152, tied=True, max_position_embeddings=4096)
-SANTACODER = GPTBigCodeConfig(n_embd=2048, n_layer=24, n_head=16, n_inner=8192, vocab_size=49_280, n_positions=2048)
-TINYLLAMA = _decoder(LlamaConfig, 2048, 22, 32, 4, 5632, 32_000)
-SMOLLM = _decoder(LlamaConfig, 2048, 24, 32, 32, 8192, 49_152, tied=True)
-QWEN_05 = _decoder(Qwen2Config, 896, 24, 14, 2, 4864, 151_936, tied=True)
-QWEN_15 = _decoder(Qwen2Config, 1536, 28, 12, 2, 8960, 151_936, tied=True)
-QWEN_3 = _decoder(Qwen2Config, 2048, 36, 16, 2, 11008, 151_936, tied=True)
-QWEN_7 = _decoder(Qwen2Config, 3584, 28, 28, 4, 18944, 151_936)
+# The models of the readings, by their names in the tables.
+CONFIGS = {
+    "bert": BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096),
+    "mistral": _decoder(MistralConfig, 4096, 32, 32, 8, 14336, 32_000, sliding_window=4096),
+    "powerlm": _decoder(GraniteConfig, 2304, 40, 36, 36, 9216, 49_152, tied=True, max_position_embeddings=4096),
+    "santacoder": GPTBigCodeConfig(
+        n_embd=2048, n_layer=24, n_head=16, n_inner=8192, vocab_size=49_280, n_positions=2048
+    ),
+    "tinyllama": _decoder(LlamaConfig, 2048, 22, 32, 4, 5632, 32_000),
+    "smollm": _decoder(LlamaConfig, 2048, 24, 32, 32, 8192, 49_152, tied=True),
+    "qwen-0.5b": _decoder(Qwen2Config, 896, 24, 14, 2, 4864, 151_936, tied=True),
+    "qwen-1.5b": _decoder(Qwen2Config, 1536, 28, 12, 2, 8960, 151_936, tied=True),
+    "qwen-3b": _decoder(Qwen2Config, 2048, 36, 16, 2, 11008, 151_936, tied=True),
+    "qwen-7b": _decoder(Qwen2Config, 3584, 28, 28, 4, 18944, 151_936),
+}
+_IN_MIB = {"B": 1 / MIB, "MiB": 1, "GiB": 1024}
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    with Path(__file__).with_name(name).open(encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
 
 
 # --- Trainer runs ---------------------------------------------------------------------------------
@@ -104,55 +120,31 @@ class OfTrainer:
         return self.name.startswith("hfdoc")
 
 
-_ROW = "--task sequence_classification --max_length 512 --attn_implementation eager"
-_FUSED = "--optim adamw_torch_fused"  # as transformers' own AdamW then: one parameter at a time
+_BERT = "--task sequence_classification --max_length 512 --attn_implementation eager"
 _FMS = "--max_length 4096 --gradient_checkpointing true --optim adamw_torch --dtype bfloat16"
 _LORA = "--use_peft true --lora_r 16 --lora_dropout 0.1 --lora_target_modules q_proj k_proj v_proj o_proj"
-_METHODS = {"full": "", "lora": _LORA, "qlora": f"{_LORA} --load_in_4bit true --use_bnb_nested_quant true --bf16 true"}
+# The words of the column `how`.
+_FLAGS = {
+    "fused": "--optim adamw_torch_fused",  # as transformers' own AdamW then: one parameter at a time
+    "foreach": "--optim adamw_torch",
+    "adafactor": "--optim adafactor",
+    "8bit": "--optim adamw_bnb_8bit",
+    "checkpointing": "--gradient_checkpointing true",
+    "fp16": "--fp16",
+    "full": "",
+    "lora": _LORA,
+    "qlora": f"{_LORA} --load_in_4bit true --use_bnb_nested_quant true --bf16 true",
+}
 
 
-def _batch(micro: int, accumulation: int) -> str:
-    return f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {accumulation}"
+def _of_trainer(row: dict[str, str]) -> OfTrainer:
+    flags = [_BERT if row["model"] == "bert" else _FMS, *(_FLAGS[word] for word in row["how"].split())]
+    flags.append(f"--per_device_train_batch_size {row['batch']} --gradient_accumulation_steps {row['accumulation']}")
+    mib = float(row["read"]) * _IN_MIB[row["unit"]]
+    return OfTrainer(row["name"], _CARDS[row["card"]], CONFIGS[row["model"]], " ".join(flags), mib)
 
 
-def _hfdoc(what: str, flags: str, mib: int) -> OfTrainer:
-    batch = _batch(4, 1) if what.startswith("b4") else _batch(1, 4)
-    return OfTrainer(f"hfdoc-bertlarge-v100-{what}", V100, BERT, f"{_ROW} {batch} {flags}", mib)
-
-
-def _fms(model: str, config: PreTrainedConfig, method: str, batch: int, allocated: int) -> OfTrainer:
-    flags = f"{_FMS} {_METHODS[method]} {_batch(batch, 1)}"
-    return OfTrainer(f"fms-{model}-{method}-g1-b{batch}", A100, config, flags, allocated / MIB)
-
-
-_GC, _FP16, _ADAFACTOR, _8BIT = "--gradient_checkpointing true", "--fp16", "--optim adafactor", "--optim adamw_bnb_8bit"
-OF_TRAINER = (
-    _hfdoc("b4-fp32", _FUSED, 14949),
-    _hfdoc("b1-fp32-ga4", _FUSED, 8681),
-    _hfdoc("b1-fp32-ga4-gc", f"{_FUSED} {_GC}", 6775),
-    _hfdoc("b4-fp16", f"{_FUSED} {_FP16}", 13939),
-    _hfdoc("b1-fp16-ga4-gc", f"{_FUSED} {_GC} {_FP16}", 7275),
-    _hfdoc("b4-fp32-adafactor", _ADAFACTOR, 12295),
-    _hfdoc("b1-fp16-ga4-gc-adafactor", f"{_ADAFACTOR} {_GC} {_FP16}", 4847),
-    _hfdoc("b4-fp32-adam8bit", _8BIT, 13085),
-    _hfdoc("b1-fp16-ga4-gc-adam8bit", f"{_8BIT} {_GC} {_FP16}", 5363),
-    OfTrainer(
-        "mscherrmann-bertlarge-3090-b4-s512", RTX_3090, BERT, f"{_ROW} {_batch(4, 1)} --optim adamw_torch", 10562.79
-    ),
-    _fms("gpt_bigcode-santacoder", SANTACODER, "full", 4, 11267745280),
-    _fms("gpt_bigcode-santacoder", SANTACODER, "full", 8, 15193274880),
-    _fms("mistral-7b-v0.1", MISTRAL, "full", 4, 72434837504),
-    _fms("mistral-7b-v0.1", MISTRAL, "full", 8, 72435230720),
-    _fms("mistral-7b-v0.1", MISTRAL, "lora", 4, 26704571904),
-    _fms("mistral-7b-v0.1", MISTRAL, "lora", 8, 38742912512),
-    _fms("mistral-7b-v0.1", MISTRAL, "qlora", 4, 20669338112),
-    _fms("mistral-7b-v0.1", MISTRAL, "qlora", 8, 37002646016),
-    _fms("powerlm-3b", POWERLM, "full", 4, 35134836736),
-    _fms("powerlm-3b", POWERLM, "full", 8, 47059390976),
-    _fms("powerlm-3b", POWERLM, "lora", 4, 20169870848),
-    _fms("powerlm-3b", POWERLM, "lora", 8, 33152880128),
-    _fms("powerlm-3b", POWERLM, "qlora", 4, 18174161920),
-)
+OF_TRAINER = tuple(map(_of_trainer, _table("published_runs.csv")))
 
 
 def planned(reading: OfTrainer) -> Components:
@@ -236,9 +228,9 @@ class OfLoop:
     length: int
     allocated: float
     reserved: float
-    steps: int = 2
-    four_bits: bool = True
-    checkpointing: bool = True
+    steps: int
+    four_bits: bool
+    checkpointing: bool
 
     @property
     def on_t4(self) -> bool:
@@ -249,38 +241,14 @@ class OfLoop:
         return self.batch * self.length * self.config.vocab_size * (4 if self.four_bits else 2)
 
 
-def _t4(model: str, config: PreTrainedConfig, batch: int, length: int, attention: str, *read: int) -> OfLoop:
-    return OfLoop(f"t4-{model}-b{batch}-s{length}-{attention}", config, batch, length, *read)
+def _of_loop(row: dict[str, str]) -> OfLoop:
+    sizes = (int(row[name]) for name in ("batch", "length"))
+    read = (float(row[name]) * _IN_MIB[row["unit"]] for name in ("allocated", "reserved"))
+    with_it = (row[name] == "yes" for name in ("four_bits", "checkpointing"))
+    return OfLoop(row["name"], CONFIGS[row["model"]], *sizes, *read, int(row["steps"]), *with_it)
 
 
-def _4080(model: str, config: PreTrainedConfig, batch: int, length: int, *read: float, steps: int, **other) -> OfLoop:
-    name = f"4080-{model}-b{batch}-s{length}{''.join(f' {what} {value}' for what, value in other.items())}"
-    return OfLoop(name, config, batch, length, *(gib * 1024 for gib in read), steps=steps, **other)
-
-
-OF_LOOPS = (
-    _t4("tinyllama", TINYLLAMA, 2, 512, "eager", 1849, 2070),
-    _t4("tinyllama", TINYLLAMA, 2, 1024, "eager", 2876, 3532),
-    _t4("tinyllama", TINYLLAMA, 2, 2048, "eager", 6655, 7640),
-    _t4("tinyllama", TINYLLAMA, 2, 512, "sdpa", 1847, 2126),
-    _t4("tinyllama", TINYLLAMA, 2, 1024, "sdpa", 2528, 2892),
-    _t4("tinyllama", TINYLLAMA, 2, 2048, "sdpa", 3897, 4640),
-    _t4("smollm2-1.7b", SMOLLM, 4, 1024, "eager", 5297, 6932),
-    _t4("smollm2-1.7b", SMOLLM, 4, 1024, "sdpa", 5281, 5908),
-    _t4("qwen2.5-1.5b", QWEN_15, 2, 1024, "eager", 6831, 7372),
-    _t4("qwen2.5-1.5b", QWEN_15, 2, 1024, "sdpa", 6823, 7232),
-    _4080("qwen2.5-0.5b", QWEN_05, 1, 1024, 3.0324, 3.7949, steps=3, four_bits=False),
-    _4080("qwen2.5-0.5b", QWEN_05, 1, 1024, 3.1158, 3.3027, steps=3),
-    _4080("qwen2.5-0.5b", QWEN_05, 1, 2048, 5.522, 6.2812, steps=3),
-    _4080("qwen2.5-1.5b", QWEN_15, 1, 1024, 4.0413, 4.3574, steps=3),
-    _4080("qwen2.5-1.5b", QWEN_15, 1, 1024, 9.3413, 9.5527, steps=3, checkpointing=False),
-    _4080("qwen2.5-1.5b", QWEN_15, 2, 1024, 6.5311, 6.8809, steps=2),
-    _4080("qwen2.5-1.5b", QWEN_15, 1, 2048, 6.5324, 7.0977, steps=3),
-    _4080("qwen2.5-1.5b", QWEN_15, 1, 4096, 11.5068, 13.5566, steps=2),
-    _4080("qwen2.5-1.5b", QWEN_15, 1, 512, 2.7943, 2.9062, steps=3),
-    _4080("qwen2.5-3b", QWEN_3, 1, 1024, 5.1719, 5.5371, steps=2),
-    _4080("qwen2.5-7b", QWEN_7, 1, 1024, 10.0023, 11.2324, steps=2),
-)
+OF_LOOPS = tuple(map(_of_loop, _table("published_loops.csv")))
 
 
 def requests_of(reading: OfLoop) -> Requests:

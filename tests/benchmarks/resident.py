@@ -37,28 +37,30 @@ CASES: dict[str, tuple[str, dict, str]] = {
 }
 
 
-def run_of(flags: str):
+def run_of(recipe: str, length: int, micro: int, flags: str, **place):
+    """The run of these flags on a machine with two cores, without accumulation if not asked for."""
     from recipes.run import here, resolve
     from recipes.run.hardware import Hardware
 
-    argv = f"--max_length {LENGTH} --per_device_train_batch_size {MICRO} --optim adamw_torch_fused {flags}".split()
-    if "--gradient_accumulation_steps" not in argv:
-        argv += ["--gradient_accumulation_steps", "1"]
-    place = here(hardware=Hardware(cores=2), environment={}, trained_by="nobody")
-    return resolve(["--recipe", "standard", *argv], place)
+    flags = f"{flags} --recipe {recipe} --max_length {length} --per_device_train_batch_size {micro}"
+    if "--gradient_accumulation_steps" not in flags:
+        flags += " --gradient_accumulation_steps 1"
+    here_nobody = here(**place, hardware=Hardware(cores=2), environment={}, trained_by="nobody")
+    return resolve([*flags.split(), "--optim", "adamw_torch_fused"], here_nobody)
 
 
-def config_of(case: str):
-    import transformers
-
-    name, settings, _ = CASES[case]
-    return getattr(transformers, name)(**settings)
-
-
-def predicted(case: str) -> int:
+def planned(config, run) -> int:
     from recipes.planner.fits import Estimator
 
-    return Estimator(config_of(case)).memory(run_of(CASES[case][2]), MICRO).gpu.total
+    return Estimator(config).memory(run, run.batch.micro).gpu.total
+
+
+def case_of(name: str):
+    """The model's configuration and the run of a case."""
+    import transformers
+
+    kind, settings, flags = CASES[name]
+    return getattr(transformers, kind)(**settings), run_of("standard", LENGTH, MICRO, flags)
 
 
 def resident(case: str, folder: Path) -> int:
@@ -70,7 +72,7 @@ def resident(case: str, folder: Path) -> int:
     from launch.training.trainer import RecipeTrainer
     from recipes.factories import arguments_for
 
-    run, config = run_of(CASES[case][2]), config_of(case)
+    config, run = case_of(case)
     before = _resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: see proc(5)
     torch.manual_seed(0)
@@ -103,7 +105,7 @@ def measure() -> dict[str, tuple[int, int]]:
     with tempfile.TemporaryDirectory() as folder, silence():
         resident("Llama, LoRA", Path(folder))  # warm-up: libraries and MKL's buffers load
         found = {case: resident(case, Path(folder)) for case in CASES}
-        return {case: (predicted(case), real) for case, real in found.items()}
+        return {case: (planned(*case_of(case)), real) for case, real in found.items()}
 
 
 def print_found(found: dict[str, tuple[int, int]], title: str) -> None:

@@ -4,9 +4,9 @@
 
 The model has 82 million parameters, a checkpoint of it 1 GB. Every save begins with all earlier
 writes on the disk. Prints how long the training waits over how long it would wait for Trainer
-alone, as the median of the saves with its quartiles; what goes on in the background, where older
-checkpoints are deleted too; how fast checksums are made and a checkpoint is judged. Exits with 1 if
-the training waits more than 10 % longer.
+alone, as the median of the saves with its quartiles, and what the background takes: flush,
+checksums, and the deletion of older checkpoints. Exits with 1 if the training waits more than 10 %
+longer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from launch.output import checkpoints
-from launch.output.checkpoints import inspect
 from launch.output.saving import CommittingTrainer
 from recipes import standard
 from recipes.run import hardware
@@ -85,27 +83,6 @@ def measured(rounds: int, folder: Path) -> list[Round]:
     return result[1:]  # the first one loads libraries
 
 
-def forgotten(folder: Path) -> None:
-    """Have the kernel forget what it holds of the files in memory."""
-    for file in folder.rglob("*.*"):
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def speed(checkpoint: Path) -> str:
-    names = checkpoints.listed(checkpoint)
-    size = sum((checkpoint / name).stat().st_size for name in names)
-    hashed = seconds(lambda: [checkpoints._checksum(checkpoint / name) for name in names])
-    judged = seconds(lambda: inspect(checkpoint))
-    forgotten(checkpoint)
-    judged_cold = seconds(lambda: inspect(checkpoint))
-    return (
-        f"checksums {size / hashed / 1e9:.1f} GB/s from memory, judging {judged / size * 2**30:.2f} s a GiB from "
-        f"memory, {judged_cold / size * 2**30:.2f} s from the disk ({size / 1e9:.2f} GB)"
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=12)
@@ -113,7 +90,6 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         rounds = measured(options.rounds, Path(name))
-        found = speed(next(Path(name).glob("checkpoint-*")))
     low, ratio, high = statistics.quantiles([each.waited / each.trainers for each in rounds], n=4)
     wait, background = (
         statistics.median(getattr(each, name) for each in rounds) for name in ("trainers", "background")
@@ -121,7 +97,6 @@ def main() -> int:
     print(f"{hardware.read()}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"the training waits {ratio:.3f} times as long (quartiles {low:.3f} and {high:.3f}, {len(rounds)} saves)")
     print(f"Trainer's save {wait:.2f} s, then {background:.2f} s in the background")
-    print(found)
     return int(ratio > 1.1)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from launch.host.world import leave_group
-from tests.benchmarks.resident import print_found
+from tests.benchmarks.resident import planned, print_found, run_of
 
 WORLD = 2
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
@@ -44,35 +44,19 @@ CASES: dict[str, tuple[dict, int, str]] = {
 MICRO = 2
 
 
-def run_of(case: str):
-    from recipes.run import here, resolve
-    from recipes.run.files import shipped
-    from recipes.run.hardware import Hardware
-
-    _, length, flags = CASES[case]
-    argv = f"--recipe sharded --optim adamw_torch_fused --max_length {length} --per_device_train_batch_size {MICRO}"
-    if "--bf16" not in flags:
-        flags += " --bf16 true"
-    if "--gradient_accumulation_steps" not in flags:
-        flags += " --gradient_accumulation_steps 1"
-    yaml = str(shipped("sharded.yaml"))
-    place = here(WORLD, hardware=Hardware(cores=2), accelerate_config=yaml, environment={}, trained_by="nobody")
-    return resolve([*argv.split(), *flags.split()], place)
-
-
-def config_of(case: str):
+def case_of(name: str):
+    """The model's configuration and the run of a case."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_WIDE, **CASES[case][0])
+    from recipes.run.files import shipped
+
+    changes, length, flags = CASES[name]
+    flags += "" if "--bf16" in flags else " --bf16 true"
+    place = {"world_size": WORLD, "accelerate_config": str(shipped("sharded.yaml"))}
+    return LlamaConfig(**_WIDE, **changes), run_of("sharded", length, MICRO, flags, **place)
 
 
-def predicted(case: str) -> int:
-    from recipes.planner.fits import Estimator
-
-    return Estimator(config_of(case)).memory(run_of(case), MICRO).gpu.total
-
-
-def _measure(rank: int, folder: str, cases: list[str]) -> None:
+def _measure(rank: int, folder: str) -> None:
     """One rank. Rank 0 writes the peak of each case into live.json."""
     import torch
     import torch.distributed as dist
@@ -82,7 +66,7 @@ def _measure(rank: int, folder: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     with silence():
-        found = {case: _two_steps(case) for case in cases}
+        found = {case: _two_steps(case) for case in CASES}
     if rank == 0:
         Path(folder, "live.json").write_text(json.dumps(found))
     leave_group()
@@ -95,7 +79,7 @@ def _two_steps(case: str) -> int:
     from launch.training.model import auto_class, with_adapters
     from recipes.rules.facts import gradient_accumulation_kwargs
 
-    run, config = run_of(case), config_of(case)
+    config, run = case_of(case)
     config.use_cache = False
     torch.manual_seed(0)
     model = auto_class(run).from_config(config, dtype=getattr(torch, run["dtype"]))
@@ -169,15 +153,15 @@ def _live_bytes(tensors):
         yield live
 
 
-def measure(cases: list[str]) -> dict[str, tuple[int, int]]:
+def measure() -> dict[str, tuple[int, int]]:
     """Bytes of each case: planned, and real."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure, (folder, cases), nprocs=WORLD)
+        torch.multiprocessing.spawn(_measure, (folder,), nprocs=WORLD)
         found = json.loads(Path(folder, "live.json").read_text())
-    return {case: (predicted(case), live) for case, live in found.items()}
+    return {case: (planned(*case_of(case)), live) for case, live in found.items()}
 
 
 if __name__ == "__main__":
-    print_found(measure(list(CASES)), "two steps on two ranks, FSDP2, live")
+    print_found(measure(), "two steps on two ranks, FSDP2, live")

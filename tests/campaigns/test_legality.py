@@ -8,12 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from recipes.errors import Problem
-from tests.campaigns.legality.campaign import shrink
-from tests.campaigns.legality.case import FILES, Case, Change, from_json
-from tests.campaigns.legality.compare import compare
-from tests.campaigns.legality.draw import draw
-from tests.campaigns.legality.judge import Judgement
-from tests.campaigns.legality.tried import Outcome
+from tests.campaigns.drawing import draw
+from tests.campaigns.legality import Judgement, compare, shrink
+from tests.campaigns.runs import FILES, Case, Change, Outcome, from_json
 from tests.support.campaigns import campaign
 
 
@@ -49,7 +46,7 @@ def compared(rules: list[str], of: list[str] | None = None, without: float = 2.5
 
 def test_a_refusal_is_right_if_the_same_trains_without_the_setting():
     assert compared([PROVABLE]).proven and not compared([PROVABLE]).disagreement
-    assert "a_training_trains" in compared([PROVABLE], without=2.4).disagreement.kind
+    assert "a_training_trains" in compared([PROVABLE], without=2.4).disagreement
 
 
 def test_a_refusal_that_nothing_proves_is_counted():
@@ -59,7 +56,7 @@ def test_a_refusal_that_nothing_proves_is_counted():
 def test_a_wrong_refusal_beside_an_explained_one_is_found_when_it_is_tried_on_its_own():
     assert compared([UNKNOWN]).disagreement
     assert not compared([PROVABLE, UNKNOWN]).disagreement
-    assert UNKNOWN in compared([PROVABLE, UNKNOWN], of=[UNKNOWN]).disagreement.kind
+    assert UNKNOWN in compared([PROVABLE, UNKNOWN], of=[UNKNOWN]).disagreement
 
 
 def test_a_legal_run_that_fails_is_a_disagreement():

@@ -15,10 +15,9 @@ from random import Random
 import pytest
 
 import launch.training.trainer  # noqa: F401 - what is forked below need not import it
-from tests.campaigns.legality.start import forked
-from tests.campaigns.legality.tried import Outcome
-from tests.campaigns.resuming import damage, kills, trainings
-from tests.campaigns.resuming.moment import BACKGROUND, HIT, MAIN, VARIABLE, Moment, watched
+from tests.campaigns import resuming
+from tests.campaigns.moment import BACKGROUND, HIT, MAIN, VARIABLE, Moment, watched
+from tests.campaigns.runs import Outcome, forked
 from tests.support.campaigns import campaign
 from tests.support.running import ROOT
 
@@ -27,18 +26,18 @@ EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BAC
 
 
 def test_the_same_seed_draws_the_same():
-    chains = [[kills.draw(Random(f"seed-{number}"), EVENTS) for number in range(99)] for _ in range(2)]
-    assert chains[0] == chains[1] == [kills.from_json(str(chain)) for chain in chains[0]]
+    chains = [[resuming.draw_kills(Random(f"seed-{number}"), EVENTS) for number in range(99)] for _ in range(2)]
+    assert chains[0] == chains[1] == [resuming.chain_from(str(chain)) for chain in chains[0]]
     moments = [moment for chain in chains[0] for moment in chain.moments]
     assert {moment.thread for moment in moments} == {MAIN, BACKGROUND} and any(moment.alone for moment in moments)
-    faults = [damage.draw(Random("seed"), ["single", "ddp"], 30) for _ in range(2)]
-    assert faults[0] == faults[1] == [damage.from_text(str(fault)) for fault in faults[0]]
+    faults = [resuming.draw_damage(Random("seed"), ["single", "ddp"], 30) for _ in range(2)]
+    assert faults[0] == faults[1] == [resuming.fault_from(str(fault)) for fault in faults[0]]
 
 
 def test_each_kind_of_damage_is_drawn_in_the_shortest_campaign():
-    faults = damage.draw(Random("seed"), ["single"], 1)
-    assert {fault.kind for fault in faults if fault.where == damage.CHECKPOINT} == set(damage.KINDS)
-    assert {fault.where for fault in faults} == {damage.CHECKPOINT, damage.WHOLE, damage.TWO, *damage.INPUTS}
+    faults = resuming.draw_damage(Random("seed"), ["single"], 1)
+    assert {fault.kind for fault in faults if fault.where == resuming.CHECKPOINT} == set(resuming.KINDS)
+    assert {fault.where for fault in faults} == {resuming.CHECKPOINT, resuming.WHOLE, resuming.TWO, *resuming.INPUTS}
 
 
 def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
@@ -71,19 +70,19 @@ LOOKS = {
     "truncated": lambda found: CONTENT.startswith(found) and len(found) < len(CONTENT),
     "emptied": lambda found: found == b"",
     "half zeroed": lambda found: found == CONTENT[:12288] + bytes(12288),
-    "one page zeroed": lambda found: found.count(0) == damage.PAGE and len(found) == len(CONTENT),
+    "one page zeroed": lambda found: found.count(0) == resuming.PAGE and len(found) == len(CONTENT),
     "one bit flipped": lambda found: sum((a ^ b).bit_count() for a, b in zip(found, CONTENT, strict=True)) == 1,
     "removed": lambda found: found is None,
-    damage.REPLACED: lambda found: found == OTHER,
+    resuming.REPLACED: lambda found: found == OTHER,
 }
 
 
-@pytest.mark.parametrize("kind", damage.KINDS)
+@pytest.mark.parametrize("kind", resuming.KINDS)
 def test_each_fault_is_what_it_is_called(kind, tmp_path):
     file, other = tmp_path / "file", tmp_path / "other"
     file.write_bytes(CONTENT)
     other.write_bytes(OTHER)
-    assert damage.do(kind, file, other, Random(0))
+    assert resuming.do(kind, file, other, Random(0))
     assert LOOKS[kind](file.read_bytes() if file.exists() else None)
 
 
@@ -96,23 +95,23 @@ CRASH = "Traceback (most recent call last):\nValueError: no"
 @pytest.mark.parametrize(
     ("where", "code", "output", "differs", "kind"),
     [
-        (damage.CHECKPOINT, 0, RESUMED, "", damage.MENDED),
-        (damage.CHECKPOINT, 0, RESUMED.replace("model.safe", "model.\nsafe"), "", damage.MENDED),
-        (damage.CHECKPOINT, 0, SILENT, "", damage.UNNAMED),
-        (damage.CHECKPOINT, 0, RESUMED, "weights", damage.DIFFERENT),
-        (damage.CHECKPOINT, 0, "model.safetensors: training starts over", "", damage.STARTED_OVER),
-        (damage.CHECKPOINT, 1, CRASH, "", damage.TRACEBACK),
-        (damage.CHECKPOINT, None, "", "", damage.HANGS),
-        ("data", 2, ERROR, "", damage.REFUSED),
-        ("data", 0, SILENT, "", damage.MENDED),
-        ("data", 0, SILENT, "losses", damage.DIFFERENT),
-        ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", damage.TOLD),
+        (resuming.CHECKPOINT, 0, RESUMED, "", resuming.MENDED),
+        (resuming.CHECKPOINT, 0, RESUMED.replace("model.safe", "model.\nsafe"), "", resuming.MENDED),
+        (resuming.CHECKPOINT, 0, SILENT, "", resuming.UNNAMED),
+        (resuming.CHECKPOINT, 0, RESUMED, "weights", resuming.DIFFERENT),
+        (resuming.CHECKPOINT, 0, "model.safetensors: training starts over", "", resuming.STARTED_OVER),
+        (resuming.CHECKPOINT, 1, CRASH, "", resuming.TRACEBACK),
+        (resuming.CHECKPOINT, None, "", "", resuming.HANGS),
+        ("data", 2, ERROR, "", resuming.REFUSED),
+        ("data", 0, SILENT, "", resuming.MENDED),
+        ("data", 0, SILENT, "losses", resuming.DIFFERENT),
+        ("data", 0, f"texts.jsonl has changed\n{SILENT}", "losses", resuming.TOLD),
     ],
 )
 def test_what_becomes_of_a_fault_is_told_apart(where, code, output, differs, kind):
-    file = damage.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
-    fault = damage.Fault("single", where, "removed", 0)
-    assert damage.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
+    file = resuming.INPUTS.get(where, "out/checkpoint-5/model.safetensors")
+    fault = resuming.Fault("single", where, "removed", 0)
+    assert resuming.judge(Outcome(code, output), fault, [Path(file)], lambda: differs)[0] == kind
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def finished(tmp_path, monkeypatch):
     import torch
     from safetensors.torch import save_file
 
-    last = tmp_path / trainings.OUTPUT / trainings.LAST
+    last = tmp_path / resuming.OUTPUT / resuming.LAST
     last.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     save_file({"weight": torch.ones(2)}, last.parent / "model.safetensors")
@@ -129,7 +128,7 @@ def finished(tmp_path, monkeypatch):
     torch.save({"cpu": torch.arange(5), "python": (3, (1, 2), None)}, last / "rng_state.pth")
     (last.parent / "run.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.5, "eval_runtime": 7}]}))
     (tmp_path / "single").mkdir()
-    (tmp_path / "single" / "left").write_bytes(pickle.dumps(trainings.left()))
+    (tmp_path / "single" / "left").write_bytes(pickle.dumps(resuming.left()))
     return last
 
 
@@ -143,9 +142,9 @@ CHANGED = {
 def test_another_state_in_the_last_checkpoint_is_another_training(name, finished, tmp_path):
     import torch
 
-    assert not trainings.difference(tmp_path, "single")
+    assert not resuming.difference(tmp_path, "single")
     torch.save(CHANGED[name], finished / name)
-    assert name in trainings.difference(tmp_path, "single")
+    assert name in resuming.difference(tmp_path, "single")
 
 
 @pytest.mark.slow
@@ -164,9 +163,9 @@ def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_pa
     checked = 'return run is not None and writer is not None and writer["id"] != run["id"]'
     assert checked in product.read_text()
     product.write_text(product.read_text().replace(checked, "return False"))
-    words = ["damage", "--only", f"single:{damage.WHOLE}:{damage.REPLACED}:0", "--workers", "1"]
+    words = ["damage", "--only", f"single:{resuming.WHOLE}:{resuming.REPLACED}:0", "--workers", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.campaigns.resuming", *words],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 1 and damage.DIFFERENT in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and resuming.DIFFERENT in done.stdout, done.stdout + done.stderr

@@ -11,20 +11,19 @@ the script, not the plan for a GPU.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from launch.doctor.measured import outside_torch
 from launch.host.processes import free_port
-from tests.gpu.cases import Figures, Setup
+
+Figures = dict[str, Any]
 
 STEPS, RATE, GIB = 2, 1e-4, 2**30
 FAMILIES = {
@@ -36,7 +35,6 @@ FAMILIES = {
 # Width, layers, heads, heads of keys and values, and width of the MLP.
 SHAPES = {
     "tiny": (64, 2, 2, 2, 128),
-    "0.05B": (512, 6, 8, 8, 1408),  # what a CPU trains in seconds
     "0.1B": (768, 12, 12, 12, 3072),
     "0.3B": (1024, 24, 16, 16, 4096),
     "0.5B": (896, 24, 14, 2, 4864),
@@ -44,7 +42,6 @@ SHAPES = {
     "1.2B": (2048, 20, 16, 16, 5632),
     "3B": (2560, 32, 20, 20, 6912),
 }
-TINY_LENGTH = 64
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,9 @@ CASES = [
 ]
 
 
-def tiny_cases() -> list[Case]:
-    """Every case at a tiny size, for a CPU."""
-    return [Case(**{**vars(case), "size": "tiny", "length": TINY_LENGTH}) for case in CASES]
+def cases(rehearse: bool) -> list[Case]:
+    """All of them; for a rehearsal on a CPU at a tiny size."""
+    return [replace(case, size="tiny", length=64) for case in CASES] if rehearse else CASES
 
 
 def config_of(case: Case):
@@ -261,7 +258,7 @@ def cpu_allocations() -> Iterator[dict[str, int]]:
 # --- Planned beside measured ---------------------------------------------------------------------
 
 
-def measure(case: Case, setup: Setup | None = None) -> Figures:
+def measure(case: Case, work: Path, rehearse: bool) -> Figures:
     """Plan and peak of a case in this process, which can measure only one."""
     from recipes.errors import UserError
 
@@ -270,13 +267,6 @@ def measure(case: Case, setup: Setup | None = None) -> Figures:
     except UserError as error:
         plan = {"not_planned": str(error.problems[0].what)}
     return compared({**plan, **measured(case)})
-
-
-def measured_apart(case: Case) -> Figures:
-    """As `measure`, in a process of its own. Raises `CalledProcessError` if it fails."""
-    words = [sys.executable, "-m", "tests.gpu.memory", json.dumps(asdict(case))]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def compared(found: Figures) -> Figures:
@@ -298,7 +288,3 @@ def compared(found: Figures) -> Figures:
     if on_gpu:
         found["holds"] = found["reserved"] + found["outside_torch"] <= found["total"] * (1 + MARGIN)
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(Case(**json.loads(sys.argv[1])))))

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.cases import Figures, Setup
 from tests.support.running import ROOT, Outcome, run
 from tests.support.wide import LENGTH as WIDE_LENGTH
 from tests.support.wide import texts_of, wide_model
 
+Figures = dict[str, Any]
 GIB = 2**30
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY, RATE = 2048, 16, 20, 32_000, 1e-4
 RECIPES_COMMAND, STANDARD = [sys.executable, "-m", "launch"], ["--recipe", "standard"]
@@ -44,14 +44,14 @@ class CommandFailed(RuntimeError):
 # --- In this process ------------------------------------------------------------------------------
 
 
-def loop(size: str, compiled: bool, setup: Setup) -> Figures:
+def loop(size: str, compiled: bool, work: Path, rehearse: bool) -> Figures:
     """The hand-written loop: plain PyTorch in bf16 autocast."""
     import torch
 
     from tests.support.loop import loop_steps
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    steps, length = _shape(setup)
+    steps, length = _shape(rehearse)
     model = model_of(size)
     batch = {"micro": 8, "accumulation": GLOBAL_BATCH // 8, "learning_rate": RATE, "bf16": True, "device": _device()}
     forward = torch.compile(model) if compiled else model
@@ -59,14 +59,14 @@ def loop(size: str, compiled: bool, setup: Setup) -> Figures:
     return _figures(model, length, [seconds for _, seconds in trained])
 
 
-def plain_trainer(size: str, setup: Setup) -> Figures:
+def plain_trainer(size: str, work: Path, rehearse: bool) -> Figures:
     """Trainer as it is, but for the batch and the length of the training."""
     from transformers import Trainer, TrainingArguments
 
-    steps, length = _shape(setup)
+    steps, length = _shape(rehearse)
     quiet = {"save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
     accumulation = {"gradient_accumulation_steps": GLOBAL_BATCH // 8}  # of Trainer's own 8 examples
-    args = TrainingArguments(str(setup.folder / "plain"), max_steps=steps, **accumulation, **quiet)
+    args = TrainingArguments(str(work / "plain"), max_steps=steps, **accumulation, **quiet)
     data = [{"input_ids": row, "labels": row} for row in rows(GLOBAL_BATCH * steps, length)]
     clock = _clock()
     trainer = Trainer(model_of(size), args, train_dataset=data, callbacks=[clock])
@@ -93,11 +93,11 @@ def _clock():
     return Clock()
 
 
-def _shape(setup: Setup) -> tuple[int, int]:
+def _shape(rehearse: bool) -> tuple[int, int]:
     """Steps of a training, and tokens of a sequence."""
     from recipes.scaling.timings import WARM_UP_STEPS
 
-    return (WARM_UP_STEPS + 3, 64) if setup.rehearse else (WARM_UP_STEPS + STEPS, LENGTH)
+    return (WARM_UP_STEPS + 3, 64) if rehearse else (WARM_UP_STEPS + STEPS, LENGTH)
 
 
 def _device() -> str:
@@ -149,7 +149,7 @@ def _mfu(tokens_per_second: float, flops: float) -> float | None:
 # --- Commands -------------------------------------------------------------------------------------
 
 
-def recipe(size: str, flags: list[str], setup: Setup) -> Figures:
+def recipe(size: str, flags: list[str], work: Path, rehearse: bool) -> Figures:
     """A training by `recipes train`: speed, memory, and the parts of a step from --measure's row.
 
     `start_s` is what the first steps took longer than the others, compilation among it.
@@ -157,9 +157,9 @@ def recipe(size: str, flags: list[str], setup: Setup) -> Figures:
     from launch.training.timing import flops_per_token
     from recipes.scaling.timings import PARTS
 
-    steps, length = _shape(setup)
-    model, data = _material(setup, size, [length] * GLOBAL_BATCH * steps)
-    output = _fresh(setup)
+    steps, length = _shape(rehearse)
+    model, data = _material(work, size, [length] * GLOBAL_BATCH * steps)
+    output = _fresh(work)
     words = _flags(model, data, length, measure=output / "timings.jsonl", max_steps=steps, learning_rate=RATE)
     words += ["--global_batch_size", str(GLOBAL_BATCH), "--output_dir", str(output)]
     outcome = _succeeded("train", *(["--num_processes", "1"] * ("--num_processes" not in flags)), *flags, *words)
@@ -177,9 +177,9 @@ def recipe(size: str, flags: list[str], setup: Setup) -> Figures:
     }
 
 
-def fit(setup: Setup) -> Figures:
+def fit(work: Path, rehearse: bool) -> Figures:
     """The micro-batch that `--fit` finds, its peak, and what the planner expects of it."""
-    model, flags = _memory_hungry(setup)
+    model, flags = _memory_hungry(work, rehearse)
     output = Path(flags[-1])
     _succeeded("train", *STANDARD, "--num_processes", "1", *flags, "--fit")
     found = json.loads((output / "fit.json").read_text())
@@ -193,9 +193,9 @@ def fit(setup: Setup) -> Figures:
     }
 
 
-def out_of_memory(setup: Setup) -> Figures:
+def out_of_memory(work: Path, rehearse: bool) -> Figures:
     """A real out of memory, after which `--on_oom next` continues with smaller micro-batches."""
-    model, flags = _memory_hungry(setup)
+    model, flags = _memory_hungry(work, rehearse)
     first = flags[flags.index("--global_batch_size") + 1]
     own = [*STANDARD, "--processes_per_node", "1", "--on_oom", "next"]
     outcome = _succeeded("submit", "local", *own, "--", *flags, "--per_device_train_batch_size", first)
@@ -212,7 +212,7 @@ def out_of_memory(setup: Setup) -> Figures:
     }
 
 
-def doctor(setup: Setup) -> Figures:
+def doctor(work: Path, rehearse: bool) -> Figures:
     done = subprocess.run([*RECIPES_COMMAND, "doctor", "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     checks = json.loads(done.stdout)["checks"]
@@ -220,30 +220,30 @@ def doctor(setup: Setup) -> Figures:
     return {"checks": len(checks), "wrong": "; ".join(wrong)} | {check["title"]: check["found"] for check in checks}
 
 
-def _material(setup: Setup, size: str, lengths: list[int]) -> tuple[Path, Path]:
+def _material(work: Path, size: str, lengths: list[int]) -> tuple[Path, Path]:
     """The folder of a model with its tokenizer, and a file of texts of these lengths in tokens."""
     from launch.data.demo import demo_tokenizer
 
-    model = setup.folder / size
+    model = work / size
     if not (model / "tokenizer.json").exists():  # written last
         model_of(size, "bfloat16").save_pretrained(model)
         demo_tokenizer().save_pretrained(model)
-    return model, texts_of(setup.folder / f"{size}.jsonl", lengths)
+    return model, texts_of(work / f"{size}.jsonl", lengths)
 
 
-def _memory_hungry(setup: Setup) -> tuple[Path, list[str]]:
+def _memory_hungry(work: Path, rehearse: bool) -> tuple[Path, list[str]]:
     """A model, and flags for two steps of a global batch, the folder of the output last.
 
     As one micro-batch it is too large: for the GPU, or in a rehearsal for a limit of RAM.
     """
-    if setup.rehearse:
+    if rehearse:
         batch, length, limit = REHEARSED_BATCH, WIDE_LENGTH // 2, ["--memory_limit", str(LIMIT)]
-        model, data = wide_model(setup.folder / "wide"), texts_of(setup.folder / "wide.jsonl", [length] * 2 * batch)
+        model, data = wide_model(work / "wide"), texts_of(work / "wide.jsonl", [length] * 2 * batch)
     else:
         batch, length, limit = BATCH, LENGTH, []
-        model, data = _material(setup, "0.5B", [length] * 2 * batch)
+        model, data = _material(work, "0.5B", [length] * 2 * batch)
     flags = _flags(model, data, length, global_batch_size=batch, max_steps=2)
-    return model, [*flags, *limit, "--output_dir", str(_fresh(setup))]
+    return model, [*flags, *limit, "--output_dir", str(_fresh(work))]
 
 
 def _flags(model: Path, data: Path, length: int, **others: Any) -> list[str]:
@@ -251,9 +251,9 @@ def _flags(model: Path, data: Path, length: int, **others: Any) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
-def _fresh(setup: Setup) -> Path:
+def _fresh(work: Path) -> Path:
     """An empty output folder, so that nothing is resumed."""
-    output = setup.folder / "out"
+    output = work / "out"
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
     return output

@@ -9,6 +9,7 @@ Most runs that are drawn are nearly right: what is wrong on its own, the tests t
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,34 +17,19 @@ import yaml
 
 from recipes import legal
 from recipes.run.files import shipped
-from tests.campaigns.legality import keys
-from tests.campaigns.legality.case import DEEPSPEED_JSON, DEMONSTRATION, FSDP_JSON, OWN_RECIPE, REMOVED, Case, Change
-from tests.campaigns.legality.values import NOT_DRAWN, words_for
+from tests.campaigns.runs import DEEPSPEED_JSON, DEMONSTRATION, FSDP_JSON, OWN_RECIPE, REMOVED, Case, Change
 
+# Of each setting and key of a file: plausible, odd and wrong values.
+_VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
+NOT_DRAWN = {name for names in _VALUES["not_drawn"].values() for name in names.split()}
+_BATCH_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+_FSDP_WORDS = ("full_shard", "full_shard", "true", "shard_grad_op", "full_shard auto_wrap", "hybrid_shard", "zero3")
+_USUAL_CHANGES = (
+    "learning_rate lr_scheduler_type warmup_steps optim weight_decay max_grad_norm global_batch_size "
+    "per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing packing max_length use_peft "
+    "lora_r lora_target_modules bf16 attn_implementation eval_strategy save_strategy save_steps"
+).split()
 _ODD = 0.06  # how often a value is odd
-# Flags that people write together: each of them is written half of the time.
-_THEMES = [
-    "eval_strategy eval_steps save_strategy save_steps load_best_model_at_end metric_for_best_model "
-    "greater_is_better early_stopping_patience dataset_test_split",
-    "eval_strategy eval_steps per_device_eval_batch_size eval_accumulation_steps prediction_loss_only "
-    "batch_eval_metrics eval_on_start eval_do_concat_batches bf16_full_eval fp16_full_eval dataset_test_split "
-    "include_for_metrics",
-    "save_strategy save_steps save_total_limit save_only_model enable_jit_checkpoint fresh",
-    "use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant",
-    "gradient_checkpointing gradient_checkpointing_kwargs ddp_find_unused_parameters ddp_static_graph use_peft",
-    "optim optim_args optim_target_modules learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
-    "lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps eval_strategy dataset_test_split",
-    "global_batch_size per_device_train_batch_size gradient_accumulation_steps accelerator_config dataloader_drop_last",
-    "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory "
-    "dataloader_multiprocessing_context",
-    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_static_graph gradient_as_bucket_view ddp_comm_hook ddp_backend "
-    "ddp_timeout ddp_broadcast_buffers",
-    "bf16 fp16 tf32 dtype bf16_full_eval fp16_full_eval",
-    "packing padding_free max_length attn_implementation assistant_only_loss completion_only_loss",
-    "torch_compile torch_compile_backend torch_compile_mode packing",
-    "logging_strategy logging_steps logging_first_step report_to disable_tqdm log_level include_num_input_tokens_seen",
-    "train_sampling_strategy length_column_name remove_unused_columns label_names data_seed full_determinism",
-]
 _IN_TURN = {"eval_strategy": "steps steps epoch no", "load_best_model_at_end": "true", "use_peft": "true true false"}
 _CLASSIFIERS = ("bert-classifier", "bert", "llama", "gpt2")
 _MODELS = ("llama", "llama", "llama", "llama", "gpt2", "gpt2", "opt", "llama-tied")
@@ -87,9 +73,9 @@ def draw(random: Random) -> Case:
 def _flags(random: Random) -> list[str]:
     """The names of the flags that are written, each once."""
     names: list[str] = []
-    for theme in random.sample(_THEMES, random.choice((0, 1, 1, 2))):
+    for theme in random.sample(_VALUES["themes"], random.choice((0, 1, 1, 2))):
         names += [name for name in theme.split() if random.random() < 0.5]
-    everything = sorted(set(legal.settings()) - set(NOT_DRAWN) - {"recipe", "task"})
+    everything = sorted(set(legal.settings()) - NOT_DRAWN - {"recipe", "task"})
     names += random.sample(everything, random.choice((0, 1, 2, 3)))
     return list(dict.fromkeys(names))
 
@@ -112,6 +98,26 @@ def _in_file(change: Change, random: Random) -> Change:
 def _misspelt(name: str, random: Random) -> str:
     place = random.randrange(len(name))
     return name[:place] + name[place + 1 :] or f"{name}s"
+
+
+def words_for(name: str, random: Random, odd: float) -> list[str]:
+    """The words after `--name`: an odd value with the probability `odd`."""
+    plausible, unusual = _VALUES["settings"].get(name) or _by_type(name)
+    if random.random() < odd / 4:
+        unusual = " ".join(_VALUES["wrong"].get(kind, "") for kind in legal.settings()[name].types) or unusual
+        return [random.choice(unusual.split() or ["true"])]
+    if random.random() < odd:
+        plausible = unusual or " ".join(legal.settings()[name].choices) or plausible
+    return [random.choice((plausible or unusual).split())]
+
+
+def _by_type(name: str) -> tuple[str, str]:
+    field = legal.settings()[name]
+    if field.choices:
+        return " ".join(field.choices), f"{field.choices[0]}x"
+    if "bool" in field.types:
+        return "true false", "true"
+    return "1", "0 -1"
 
 
 # --- Launches -------------------------------------------------------------------------------------
@@ -137,15 +143,13 @@ def _own_recipe(random: Random) -> Case:
     base = random.choice(("baseline", "standard", "standard", "fast", "fast", "memory", "sharded"))
     changes = [Change("flag", "recipe", [OWN_RECIPE]), Change("own", "base", base)]
     changes.append(Change("own", "purpose", "To try it."))
-    everything = sorted(set(legal.settings()) - set(NOT_DRAWN) - {"recipe", "task", "torch_compile"})
-    for name in dict.fromkeys(
-        [*random.sample(keys.USUAL_CHANGES, random.choice((0, 1, 2, 3))), random.choice(everything)]
-    ):
+    everything = sorted(set(legal.settings()) - NOT_DRAWN - {"recipe", "task", "torch_compile"})
+    for name in dict.fromkeys([*random.sample(_USUAL_CHANGES, random.choice((0, 1, 2, 3))), random.choice(everything)]):
         value = _typed(words_for(name, random, 0.1)[0])
         reason = "we tried it" if random.random() > 0.03 else ""
         changes.append(Change("own", f"changes.{name}", [value, reason]))
     if random.random() < 0.2:
-        changes += changed_keys(keys.OWN_ODDITIES, "own", random, 1)
+        changes += changed_keys(_VALUES["own_recipe"], "own", random, 1)
     places = (Case(), Case("torchrun", 2), Case("accelerate", 2), Case("accelerate", 2, "standard.yaml"))
     return replace(random.choice(places), changes=tuple(changes))
 
@@ -158,13 +162,13 @@ def _sharded(random: Random) -> Case:
     count, kind = random.choice((0, 1, 1, 2)), random.random()
     recipe = [Change("flag", "recipe", ["sharded"])] if random.random() < 0.6 else []
     if kind < 0.7:
-        named = {f"fsdp_config.fsdp_{key}": values for key, values in keys.FSDP.items()}
+        named = {f"fsdp_config.fsdp_{key}": values for key, values in _VALUES["fsdp"].items()}
         changes = (*recipe, *changed_keys(named, "yaml", random, count))
         return Case("accelerate", random.choice((None, 1, 2, 2)), "sharded.yaml", lifted=True, changes=changes)
     launch = random.choice((Case("torchrun", 2), Case("accelerate", 2, "standard.yaml")))
-    words = [Change("flag", "fsdp", [random.choice(keys.FSDP_WORDS)] if random.random() < 0.7 else [])]
+    words = [Change("flag", "fsdp", [random.choice(_FSDP_WORDS)] if random.random() < 0.7 else [])]
     prefix = random.choice(("", "", "fsdp_"))
-    named = {prefix + key: [one for one in values if one != REMOVED] for key, values in keys.FSDP.items()}
+    named = {prefix + key: [one for one in values if one != REMOVED] for key, values in _VALUES["fsdp"].items()}
     if written := changed_keys(named, "fsdp", random, count):  # Trainer's own `--fsdp_config`, a JSON file
         words += [Change("flag", "fsdp_config", [FSDP_JSON]), *written]
     return replace(launch, lifted=True, changes=(*recipe, *words))
@@ -173,8 +177,8 @@ def _sharded(random: Random) -> Case:
 def _tensor_parallel(random: Random) -> Case:
     changes = [Change("json", "zero_optimization", {"stage": random.choice((0, 1, 2, 2, 3))})]
     changes.append(Change("json", "train_micro_batch_size_per_gpu", "auto"))
-    changes += changed_keys(keys.SHARING, "json", random, random.choice((1, 1, 1, 2)))
-    changes += changed_keys(keys.DEEPSPEED_FILE, "json", random, random.choice((0, 0, 1)))
+    changes += changed_keys(_VALUES["sharing"], "json", random, random.choice((1, 1, 1, 2)))
+    changes += changed_keys(_VALUES["deepspeed_json"], "json", random, random.choice((0, 0, 1)))
     processes = random.choice((1, 2, 2, 2))
     if random.random() < 0.5:
         return Case("torchrun", processes, changes=(Change("flag", "deepspeed", [DEEPSPEED_JSON]), *changes))
@@ -186,14 +190,20 @@ def _tensor_parallel(random: Random) -> Case:
 def _section(random: Random) -> Case:
     """Processes share a model or its examples by a section of the YAML."""
     file = random.choice(("standard.yaml", "memory.yaml", "sharded.yaml", "sharded.yaml"))
-    named = {f"parallelism_config.{name}": values for name, values in keys.PARALLELISM.items()}
+    named = {
+        **{f"parallelism_config.parallelism_config_{name}": sizes for name, sizes in _VALUES["world_sizes"].items()},
+        **{f"parallelism_config.{name}": values for name, values in _VALUES["parallelism"].items()},
+    }
     changes = tuple(changed_keys(named, "yaml", random, random.choice((1, 1, 2))))
     return Case("accelerate", random.choice((None, 1, 2, 2)), file, lifted=file == "sharded.yaml", changes=changes)
 
 
 def _exported(random: Random) -> Case:
     """Variables of a launcher that are found in the environment already."""
-    named = {**keys.VARIABLES, **{f"PARALLELISM_CONFIG_{name.upper()}": [1, 2] for name in keys.WORLD_SIZES}}
+    named = {
+        **_VALUES["variables"],
+        **{f"PARALLELISM_CONFIG_{name.upper()}": [1, 2] for name in _VALUES["world_sizes"]},
+    }
     changes = changed_keys(named, "variable", random, random.choice((1, 1, 2, 3)))
     if any(change.name.startswith("PARALLELISM") for change in changes) and random.random() < 0.8:
         changes.append(Change("variable", "ACCELERATE_USE_PARALLELISM_CONFIG", "true"))
@@ -214,9 +224,9 @@ def _typed(word: str) -> Any:
 
 def _yaml_changes(file: str, random: Random) -> list[Change]:
     """Keys of the Accelerate YAML that are changed, dropped, misspelt or of another type."""
-    named = {**keys.YAML}
+    named = {**_VALUES["yaml"]}
     if "deepspeed_config" in yaml.safe_load(shipped(file).read_text(encoding="utf-8")):
-        named |= {f"deepspeed_config.{name}": values for name, values in keys.DEEPSPEED_SECTION.items()}
+        named |= {f"deepspeed_config.{name}": values for name, values in _VALUES["deepspeed_section"].items()}
     changes = changed_keys(named, "yaml", random, random.choice((1, 1, 2)))
     if any(change.name.endswith("deepspeed_config_file") for change in changes):
         changes += _json_changes(random)
@@ -226,8 +236,8 @@ def _yaml_changes(file: str, random: Random) -> list[Change]:
 def _json_changes(random: Random) -> list[Change]:
     start = [Change("json", "zero_optimization", {"stage": random.choice((2, 2, 1, 3))})]
     if random.random() < 0.7:  # as most people write it
-        start += [Change("json", name, "auto") for name in keys.BATCH_SIZES]
-    return [*start, *changed_keys(keys.DEEPSPEED_FILE, "json", random, random.choice((0, 1, 2)))]
+        start += [Change("json", name, "auto") for name in _BATCH_SIZES]
+    return [*start, *changed_keys(_VALUES["deepspeed_json"], "json", random, random.choice((0, 1, 2)))]
 
 
 def changed_keys(values: dict[str, list[Any]], where: str, random: Random, count: int) -> list[Change]:

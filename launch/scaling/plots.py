@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, YELLOW, new_figure
 from recipes.quiet import silence
-from recipes.scaling.analyse import EXCELLENT, GOOD, NEGATIVE, Series, Size, Spread
+from recipes.scaling.analyse import EXCELLENT, GOOD, NEGATIVE, Series, Size, Spread, hardware_of
 from recipes.scaling.timings import PARTS, Timing
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> lis
     """
     import matplotlib
 
+    hardware = shorten(hardware_of(series), 110, placeholder=" ...")
     both = len({one.scaling for one in series}) > 1
     lines = []
     for one, colour, marker in zip(series, cycle(_COLOURS), cycle(_MARKERS), strict=False):
@@ -78,17 +79,13 @@ def pictures(name: str, series: Sequence[Series], formats: Sequence[str]) -> lis
                 continue
             figure = new_figure(_WIDTH, _HEIGHT + 0.1 * max(0, len(known) - 3))
             kind.draw(figure, known)
-            figure.suptitle(fill(f"{shorten(name, 110, placeholder=' ...')}: {kind.title}", 75), fontsize=11)
+            title = f"{shorten(name, 110, placeholder=' ...')}: {kind.title}"
+            figure.suptitle("\n".join(fill(line, 75) for line in (title, hardware) if line), fontsize=11)
             _legend(figure)
             files = {form: _saved(figure, form) for form in ("png", *formats)}
-            drawn.append(Picture(key, f"{name}, {kind.title}. {kind.caption}", files))
+            title = ", ".join(filter(None, (name, kind.title, hardware)))
+            drawn.append(Picture(key, f"{title}. {kind.caption}", files))
     return drawn
-
-
-def not_drawn(series: Sequence[Series]) -> list[str]:
-    """Why a picture of these series is missing."""
-    lacking = {key: kind.needs for key, kind in _KINDS.items() if not any(map(kind.has, series))}
-    return [f"no picture of {key.replace('_', ' ')}: needs {needs}." for key, needs in lacking.items()]
 
 
 def _saved(figure: Figure, form: str) -> bytes:
@@ -257,7 +254,6 @@ def _draw_step_times(figure: Figure, lines: Sequence[Line]) -> None:
 class _Kind(NamedTuple):
     title: str
     caption: str
-    needs: str  # in words, for the note if it is not drawn
     has: Callable[[Series], Any]
     draw: Callable[[Figure, Sequence[Line]], None]
 
@@ -267,7 +263,6 @@ _KINDS = {
         "measured time",
         "Dots: rows of timings; markers: the median at each world size, with quartiles. "
         "Dashed: every process as fast as in the smallest world. A cross is slower than a smaller world.",
-        "timings",
         lambda series: True,
         _draw_times,
     ),
@@ -275,7 +270,6 @@ _KINDS = {
         "speedup and efficiency",
         "Medians with quartiles, relative to the smallest world of each series. Dashed: ideal. Shades: bands. A cross "
         "is slower than a smaller world.",
-        "two world sizes of one series",
         lambda series: len(series.sizes) > 1,
         _draw_speedup,
     ),
@@ -283,21 +277,18 @@ _KINDS = {
         "throughput",
         "Medians with quartiles. Dashed: every process as fast as in the smallest world. A cross is slower than a "
         "smaller world.",
-        "the column samples",
         lambda series: series.sizes[0].samples_per_second,
         _draw_throughput,
     ),
     "accuracy": _Kind(
         "accuracy",
         "Dots: rows of timings; markers: the best at each size.",
-        "the column accuracy",
         lambda series: any(size.accuracy is not None for size in series.sizes),
         _draw_accuracy,
     ),
     "step_time": _Kind(
         "parts of a step",
         "Medians of the parts of an optimizer step, and their sum; communication is the part that the step waits for.",
-        "the parts of a step, from `recipes scale run`",
         lambda series: any(size.typical.parts for size in series.sizes),
         _draw_step_times,
     ),

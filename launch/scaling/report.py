@@ -22,6 +22,7 @@ from recipes.scaling.analyse import Series, Size
 from recipes.scaling.causes import CAUSES
 from recipes.scaling.timings import OF_ONE_PROCESS, PARTS
 
+_NO_PICTURES = "No pictures: matplotlib is not installed (pip install matplotlib)."
 _STEM = 40  # characters: in any script, a file name stays below the 255 bytes that most file systems allow
 
 
@@ -50,7 +51,7 @@ def show_report(options: argparse.Namespace, rest: Sequence[str]) -> int:
     found = find(timings.read(options.files), command, options.files)
     written = report(found, options.output, options.format)
     if not plots.installed():
-        print("no pictures: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        print(_NO_PICTURES, file=sys.stderr)
     print(text(found))
     print("\nwritten:", *written, sep="\n  ")
     return 0
@@ -64,16 +65,15 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
     Raises `UserError` if the folder cannot be written.
     """
     drawn: dict[str, Picture] = {}
-    notes = [] if plots.installed() else ["No pictures: matplotlib is not installed (pip install matplotlib)."]
+    note = "" if plots.installed() else _NO_PICTURES
     for name, stem in file_stems(found.names).items() if plots.installed() else ():
         of_name = [series for series in found.series if series.name == name]
         drawn |= {f"{stem}_{picture.kind}": picture for picture in scale_plots.pictures(name, of_name, formats)}
-        notes += [f"{name}: {note}" for note in scale_plots.not_drawn(of_name)]
     texts = {
         "comprehensive_summary.csv": summary_csv(found),
         "summary_table.tex": summary_tex(found),
-        "performance_report.txt": _text(found, notes),
-        "report.html": _page(found, list(drawn.values()), notes),
+        "performance_report.txt": _text(found, note),
+        "report.html": _page(found, list(drawn.values()), note),
     }
     content = {f"{stem}.{one}": data for stem, picture in drawn.items() for one, data in picture.files.items()}
     # The name of a folder need not be UTF-8.
@@ -105,12 +105,12 @@ def file_stems(names: Sequence[str]) -> dict[str, str]:
 # --- For reading ---------------------------------------------------------------------------------
 
 
-def _text(found: Findings, notes: Sequence[str]) -> str:
+def _text(found: Findings, note: str) -> str:
     shown = [f"{table.caption}\n{table.cells.to_string(index=False)}" for table in tables(found)]
-    return "\n\n".join([text(found), "\n".join(notes), *shown, f"written by: {found.command}"]) + "\n"
+    return "\n\n".join(filter(None, [text(found), note, *shown, f"written by: {found.command}"])) + "\n"
 
 
-def _page(found: Findings, pictures: Sequence[Picture], notes: Sequence[str]) -> str:
+def _page(found: Findings, pictures: Sequence[Picture], note: str) -> str:
     """One HTML page that sends no request and runs no script.
 
     Everything that a file or a user named is escaped.
@@ -121,7 +121,7 @@ def _page(found: Findings, pictures: Sequence[Picture], notes: Sequence[str]) ->
     look = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     look.filters["base64"] = lambda data: base64.b64encode(data).decode()
     known = {"sections": sections(found), "tables": tables(found)}
-    return look.get_template("page.html").render(found=found, pictures=pictures, notes=notes, **known)
+    return look.get_template("page.html").render(found=found, pictures=pictures, note=note, **known)
 
 
 # --- For other programs --------------------------------------------------------------------------
@@ -161,7 +161,6 @@ def _flat(series: Series, size: Size) -> dict[str, object]:
         **{name: typical[name] for name in names},
         **dict.fromkeys((f"lost_to_{key}" for key in CAUSES), None),
         **{f"lost_to_{cause.key}": cause.seconds for cause in losses.causes},
-        "bound_on_communication": losses.bound.seconds if losses.bound else None,
         "lost": losses.lost,
         "unexplained": losses.unexplained,
         "verdict": sentences.verdict(size, series),

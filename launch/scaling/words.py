@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from launch.scaling.run import TIMINGS
 from recipes.scaling import sentences
 from recipes.scaling.advice import Advice, Applied, advise, applied
-from recipes.scaling.analyse import Series, Size, Spread, analyse
+from recipes.scaling.analyse import Series, Size, Spread, analyse, hardware_of
 from recipes.scaling.causes import CAUSES
 from recipes.scaling.timings import PARTS, Timing
 
@@ -45,8 +45,7 @@ class Findings:
 
     @property
     def hardware(self) -> str:
-        named = dict.fromkeys(row.hardware for one in self.series for row in one.rows if row.hardware)
-        return "; ".join(named) or "not stated in the timings"
+        return hardware_of(self.series) or "not stated in the timings"
 
 
 def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -> Findings:
@@ -71,11 +70,10 @@ def sections(found: Findings) -> list[Section]:
     """Those of the series, then what was tried."""
     every = []
     for series in found.series:
-        lines = [line for size in series.sizes for line in (sentences.verdict(size, series), *sentences.also(size))]
         advice = [
             (_advice_words(size, advice), commands(found, series, size, advice)) for size, advice in suggestions(series)
         ]
-        every.append(Section(series.title, [*lines, sentences.law(series)], advice))
+        every.append(Section(series.title, sentences.of(series), advice))
     if found.applied:
         tried = [f"At {one.num_processes}: {one.title}: {one.words}." for one in found.applied]
         every.append(Section("Advice that was tried: throughput after over throughput before", tried, []))
@@ -169,8 +167,6 @@ def losses(series: Series) -> Table:
     every = [size.losses for size in series.sizes]
     seconds = [{cause.key: cause.seconds for cause in one.causes} for one in every]
     columns = {title: [of_size.get(key) for of_size in seconds] for key, title in CAUSES.items()}
-    bounds = [one.bound.seconds if one.bound else None for one in every]
-    columns["at most communication, contention, stragglers"] = bounds
     columns |= {"lost in total": [one.lost for one in every], "unexplained": [one.unexplained for one in every]}
     return _in_milliseconds(f"{series.title}: time lost in an optimizer step, ms", series, columns)
 

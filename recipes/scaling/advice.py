@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -21,11 +21,8 @@ from recipes.scaling.timings import Timing
 # Accumulation is advised until communication is at most this share of a step.
 _SMALL_COMMUNICATION = 0.10
 _MOST_ACCUMULATION = 64
-_MOST_BUCKETS = 32
-_MIB = 2**20
 _LOG_LESS, _SAVE_LESS = 10, 5  # times less often
 _AS_FAST = 1.02  # a smaller gain cannot be told from the noise of repeats
-_OF_DATA = ("workers", "preprocess")  # keys of what makes loading itself faster
 _HARDLY = 0.02  # share of a step: workers that let it wait longer hardly keep up
 TOO_NOISY = "too noisy to judge"
 _CLOSE = 0.05  # a prediction is held to be right within this share
@@ -65,31 +62,8 @@ def advise(size: Size, series: Series) -> list[Advice]:
         for cause in size.losses.named:
             found += list(_for(row, step, cause))
         found += list(_larger_micro_batch(row, step))
-        found = _at_the_workers_pace(found, row, step, series)
     found += _fewer_processes(size, series)
     return sorted(found, key=lambda advice: (not advice.same_training, -advice.gain))
-
-
-def _at_the_workers_pace(found: list[Advice], row: Timing, step: float, series: Series) -> list[Advice]:
-    """The advice without what it cannot gain because the workers load no faster.
-
-    How fast they load is seen at any size that waits for them.
-    """
-    loading = [
-        one.step_time * one.num_processes / one.global_batch
-        for one in (size.typical for size in series.sizes)
-        if one.step_time and one.global_batch and one.workers and _waits_for_data(one)
-    ]
-    if not loading or not row.global_batch or not row.workers:
-        return found
-    fastest = step / (max(loading) * row.global_batch / row.num_processes)
-    capped = [
-        replace(advice, gain=fastest, why=f"{advice.why}; no faster, since the workers then set the pace")
-        if advice.key not in _OF_DATA and advice.gain > fastest
-        else advice
-        for advice in found
-    ]
-    return [advice for advice in capped if advice.gain >= _AS_FAST]
 
 
 def _waits_for_data(row: Timing) -> bool:
@@ -141,7 +115,6 @@ def _communication(row: Timing, step: float, waits: float) -> Iterator[Advice]:
         why = f"{hook} halves the {megabytes(row.sync_bytes)} per step, and sending them takes most of the time"
         title, less = f"compress gradients to {hook} on the wire", waits - max(0.0, waits - whole / 2)
         yield _advice("compression", title, why, row, step, less, {"ddp_comm_hook": hook})
-    yield from _bucket_size(row, step, waits, whole)
     yield from _accumulation(row, step, waits)
 
 
@@ -155,26 +128,6 @@ def volume_bound(row: Timing) -> bool:
         return False
     sending = wire_time(row.sync_bytes, row.link_bandwidth, row.num_processes)
     return 2 * row.collectives * row.link_latency < sending
-
-
-def _bucket_size(row: Timing, step: float, waits: float, whole: float) -> Iterator[Advice]:
-    """With b buckets the first is sent after 1/b of the backward pass; each costs the latency."""
-    latency = row.link_latency
-    if not row.sync_bytes or not row.syncs or not latency or not row.backward or not row.accumulation:
-        return
-    last_backward = row.backward / row.accumulation
-
-    def exposed(buckets: int) -> float:
-        sends = whole + (buckets - 1) * latency
-        return max(sends / buckets, sends - last_backward * (1 - 1 / buckets))
-
-    best = min(range(1, _MOST_BUCKETS + 1), key=exposed)
-    if best == 1 or exposed(best) > (1 - WORTH_NAMING) * waits:
-        return
-    size = max(1, round(row.sync_bytes / row.syncs / best / _MIB))
-    why = f"about {best} buckets: the first are sent while the backward pass goes on"
-    flags = {"ddp_bucket_cap_mb": size}
-    yield _advice("bucket_size", f"buckets of {size} MiB", why, row, step, waits - exposed(best), flags)
 
 
 def _accumulation(row: Timing, step: float, waits: float) -> Iterator[Advice]:
@@ -263,8 +216,7 @@ class Applied:
     """A change that was tried.
 
     `measured` is the ratio of its throughput to that of the runs beside it, and `off` by which
-    share the repeats leave that and the prediction open; None for a single pair. `since`: the
-    throughput of the present settings, over what it was when the gain was predicted.
+    share the repeats leave that open; None for a single pair.
     """
 
     title: str
@@ -272,7 +224,6 @@ class Applied:
     predicted: float
     measured: Spread
     off: float | None = None
-    since: float = 1.0
 
     @property
     def judged(self) -> str:
@@ -282,9 +233,7 @@ class Applied:
             return f"within {_CLOSE:.0%}"
         if self.off is None:
             return "a single pair"
-        if abs(self.since - 1) > _CLOSE or differs <= self.off:
-            return TOO_NOISY
-        return f"off by {differs:.0%}"
+        return TOO_NOISY if differs <= self.off else f"off by {differs:.0%}"
 
     @property
     def words(self) -> str:
@@ -294,8 +243,7 @@ class Applied:
         text = f"predicted {self.predicted:.2f} times the throughput, measured {measured.median:.2f}{quartiles}: "
         if self.judged != TOO_NOISY:
             return text + self.judged
-        text += f"{TOO_NOISY}, the present settings are {self.since:.2f} times as fast as when that was predicted; "
-        return f"{text}the repeats leave {self.off:.0%} open. Measure both on a quiet machine, or more often"
+        return f"{text}{TOO_NOISY}, the repeats leave {self.off:.0%} open. Measure on a quiet machine, or more often"
 
 
 def applied(rows: Sequence[Timing]) -> list[Applied]:
@@ -307,20 +255,15 @@ def applied(rows: Sequence[Timing]) -> list[Applied]:
 
 
 def _applied(name: str, recipe: str, title: str, rows: Sequence[Timing]) -> Applied | None:
-    own = [row for row in rows if (row.name, row.recipe) == (name, recipe)]
+    own = [row for row in rows if (row.name, row.recipe) == (name, recipe) and row.samples]
     after = [row for row in own if row.applied == title]
     before = [row for row in own if row.applied == f"{BEFORE}: {title}"]
-    earlier = [row for row in own if not row.applied and before and _setting(row) == _setting(before[0])]
-    rates = [[row.samples / row.epoch_time for row in some if row.samples] for some in (earlier, before, after)]
-    ratios = [new / old for old, new in zip(rates[1], rates[2], strict=False)]
+    ratios = [_rate(new) / _rate(old) for old, new in zip(before, after, strict=False)]
     if not ratios:
         return None
-    off = None
-    if len(ratios) > 1:
-        off = together(*(of_median(values) / median(values) for values in (ratios, rates[0]) if len(values) > 1))
-    since = median(rates[1]) / median(rates[0]) if rates[0] else 1.0
-    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios), off, since)
+    off = of_median(ratios) / median(ratios) if len(ratios) > 1 else None
+    return Applied(title, after[0].num_processes, after[0].predicted or 1.0, spread(ratios), off)
 
 
-def _setting(row: Timing) -> tuple:
-    return row.scaling, row.num_processes, row.global_batch
+def _rate(row: Timing) -> float:
+    return (row.samples or 0) / row.epoch_time

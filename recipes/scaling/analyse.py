@@ -11,10 +11,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median, median_low, quantiles
 from typing import Any, TypeVar
 
-from recipes.scaling.causes import Losses, losses_of
+from recipes.scaling.causes import Losses, Training, losses_of
 from recipes.scaling.noise import of_median, together
 from recipes.scaling.timings import COLUMNS, OF_ONE_PROCESS, Timing
 
@@ -73,9 +74,8 @@ class Size:
 class Series:
     """One training at several world sizes, the smallest first, and its rows.
 
-    `karp_flatt` are the serial fractions at each size above the smallest, empty below three sizes
-    and where the work of a step or epoch is not `fixed`. `serial_fraction` is Amdahl's, None where
-    his law does not describe the sizes.
+    `fixed`: the work of a step or epoch is the same at every size. `serial_fraction` is Amdahl's,
+    None where his law does not describe the sizes.
     """
 
     name: str
@@ -84,7 +84,6 @@ class Series:
     sizes: tuple[Size, ...]
     rows: tuple[Timing, ...]
     fixed: bool
-    karp_flatt: tuple[float, ...] = ()
     serial_fraction: float | None = None
 
     @property
@@ -95,18 +94,28 @@ class Series:
     def best(self) -> Size:
         return max(self.sizes, key=lambda size: size.speedup.median)
 
+    @property
+    def batches(self) -> dict[int, float]:
+        """By size, the batch that all sizes of its kind of scaling should share."""
+        known = [size for size in self.sizes if size.typical.global_batch]
+        return {size.num_processes: _batch(self.scaling, size.typical) for size in known}
+
+
+def hardware_of(series: Iterable[Series]) -> str:
+    """What the rows were measured on; empty if none says so."""
+    return "; ".join(dict.fromkeys(row.hardware for one in series for row in one.rows if row.hardware))
+
 
 def analyse(rows: Iterable[Timing]) -> list[Series]:
     """The series in the rows, those of one training together.
 
     Rows that try a recommendation are left out.
     """
-    named = _named([row for row in rows if not row.applied])
     found = []
-    for training in _grouped(named, lambda row: (row.name, row.recipe)).values():
-        curves = _grouped(_with_scaling(training), lambda row: (row.name, row.recipe, row.scaling))
-        same = [row for own in curves.values() for row in own]
-        found += [_series(key, own, same) for key, own in curves.items()]
+    for (name, recipe), training in _trainings([row for row in rows if not row.applied]).items():
+        same = Training(training)
+        curves = _curves(name, training).items()
+        found += [_series((label, recipe, kind), own, same) for (label, kind), own in curves]
     return found
 
 
@@ -119,7 +128,7 @@ def _grouped(rows: Iterable[Timing], key: Callable[[Timing], K]) -> dict[K, list
 
 # --- Rows of jobs --------------------------------------------------------------------------------
 
-_EACH = {"strong": "global batch", "weak": "batch per process"}  # what all sizes of a kind share
+SHARED = {"strong": "global batch", "weak": "batch per process"}  # by all sizes of a kind
 
 
 def _batch(kind: str, row: Timing) -> float:
@@ -130,36 +139,34 @@ def _is_of_a_job(row: Timing) -> bool:
     return not row.scaling and bool(row.engine) and row.global_batch is not None
 
 
-def _flags(row: Timing) -> frozenset[str]:
+@cache
+def _flags(command: str) -> frozenset[str]:
     """What was trained and how, whatever the order: each flag with its values, "max_length 512"."""
-    return frozenset(filter(None, re.split(r"(?:^|\s+)--", row.command)))
+    return frozenset(filter(None, re.split(r"(?:^|\s+)--", command)))
 
 
-def _named(rows: Sequence[Timing]) -> list[Timing]:
-    """The rows, those of jobs under the name of their training.
+def _trainings(rows: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
+    """The rows of each training by its name and recipe.
 
     Jobs are often named after their size: where names never meet at one size, one stands for
     all. Where one name has several trainings, it gets the flags in which they differ.
     """
     jobs = [row for row in rows if _is_of_a_job(row)]
     names: dict[int, str] = {}  # by the row's id
-    for own in _grouped(jobs, lambda row: (row.recipe, _flags(row))).values():
+    for own in _grouped(jobs, lambda row: (row.recipe, _flags(row.command))).values():
         points = {(row.name, row.num_processes, row.global_batch) for row in own}
         by_size = len({point[1:] for point in points}) == len(points)
         names |= {id(row): min(one.name for one in own) if by_size else row.name for row in own}
-    trainings = _grouped(jobs, lambda row: (names[id(row)], row.recipe))
-    shared = {key: frozenset.intersection(*map(_flags, alike)) for key, alike in trainings.items()}
-    found = []
-    for row in rows:
-        if name := names.get(id(row)):
-            own_flags = sorted(_flags(row) - shared[name, row.recipe])
-            row = replace(row, name=f"{name} ({', '.join(own_flags)})" if own_flags else name)
-        found.append(row)
-    return found
+    for alike in _grouped(jobs, lambda row: (names[id(row)], row.recipe)).values():
+        shared = frozenset.intersection(*(_flags(row.command) for row in alike))
+        for row in alike:
+            if own_flags := sorted(_flags(row.command) - shared):
+                names[id(row)] += f" ({', '.join(own_flags)})"
+    return _grouped(rows, lambda row: (names.get(id(row), row.name), row.recipe))
 
 
-def _with_scaling(training: Sequence[Timing]) -> list[Timing]:
-    """The rows of one training, each with its kind of scaling.
+def _curves(name: str, training: Sequence[Timing]) -> dict[tuple[str, str], list[Timing]]:
+    """The rows of one training by the name and the kind of their series.
 
     A job's row is there once for each kind that it shows beside the others: strong where sizes
     share the global batch, weak where they share that of a process. A row that pairs with none is
@@ -167,46 +174,50 @@ def _with_scaling(training: Sequence[Timing]) -> list[Timing]:
     """
     jobs = [row for row in training if _is_of_a_job(row)]
     several: dict[str, set[float]] = {}  # by kind: the batches at which there is more than one size
-    for kind in _EACH:
+    for kind in SHARED:
         worlds = {(_batch(kind, job), job.num_processes) for job in jobs}
         several[kind] = {batch for batch, count in Counter(batch for batch, _ in worlds).items() if count > 1}
-    found = []
+    found: dict[tuple[str, str], list[Timing]] = {}
     for row in training:
-        if not _is_of_a_job(row):
-            found.append(replace(row, scaling=row.scaling or "strong"))
-            continue
-        kinds = {kind: len(several[kind]) > 1 for kind in _EACH if _batch(kind, row) in several[kind]}
-        for kind, labelled in (kinds or {"strong": len(jobs) > 1}).items():
-            label = f", {_EACH[kind]} {_batch(kind, row):g}" if labelled else ""
-            found.append(replace(row, scaling=kind, name=row.name + label))
+        kinds = {row.scaling or "strong": False}
+        if _is_of_a_job(row):
+            paired = {kind: len(several[kind]) > 1 for kind in SHARED if _batch(kind, row) in several[kind]}
+            kinds = paired or {"strong": len(jobs) > 1}
+        for kind, is_labelled in kinds.items():
+            label = f", {SHARED[kind]} {_batch(kind, row):g}" if is_labelled else ""
+            found.setdefault((name + label, kind), []).append(row)
     return found
 
 
 # --- Sizes ---------------------------------------------------------------------------------------
 
 
-def _series(key: tuple[str, str, str], own: list[Timing], same: Sequence[Timing]) -> Series:
-    if not all(row.samples for row in own):  # then epochs are compared, whatever their samples
-        own = [replace(row, samples=None) for row in own]
+def _series(key: tuple[str, str, str], own: list[Timing], same: Training) -> Series:
+    """Throughput is that of samples; of tokens where samples are unknown; else of epochs."""
+    count = next((count for count in ("samples", "tokens") if all(getattr(row, count) for row in own)), "")
     by_world = sorted(_grouped(own, lambda row: row.num_processes).items())
     sizes: list[Size] = []
     for _, rows in by_world:
-        sizes.append(_size(rows, by_world[0][1], sizes, same))
+        sizes.append(_size(key, rows, by_world[0][1], sizes, same, count))
     batches, samples = {size.typical.global_batch for size in sizes}, [size.typical.samples or 1 for size in sizes]
-    fixed = (len(batches) == 1 and None not in batches) or max(samples) <= _SAME_WORK * min(samples)
-    found = Series(*key, tuple(sizes), tuple(own), fixed and key[2] == "strong")
-    return _with_law(found) if found.fixed and len(sizes) > 2 else found
+    alike = (len(batches) == 1 and None not in batches) or max(samples) <= _SAME_WORK * min(samples)
+    fixed = alike and key[2] == "strong"
+    return Series(*key, tuple(sizes), tuple(own), fixed, _serial_fraction(sizes) if fixed else None)
 
 
-def _size(rows: list[Timing], base: list[Timing], smaller: Sequence[Size], same: Sequence[Timing]) -> Size:
-    """The size of `rows`; `base` are those of the series' smallest world.
-
-    Throughput is that of samples; of tokens where samples are unknown; else of epochs.
-    """
+def _size(
+    key: tuple[str, str, str],
+    rows: list[Timing],
+    base: list[Timing],
+    smaller: Sequence[Size],
+    same: Training,
+    count: str,
+) -> Size:
+    """The size of `rows`; `base` are those of the series' smallest world."""
     world, typical = rows[0].num_processes, _typical(rows)
-    count = "samples" if base[0].samples else "tokens" if all(row.tokens for row in [*base, *rows]) else ""
-    each = [_each(row, count) for row in rows]
-    own, reference = spread(each), spread([_each(row, count) for row in base]).median
+    typical = replace(typical, name=key[0], scaling=key[2], samples=typical.samples if count == "samples" else None)
+    each, of_base = ([row.epoch_time / (getattr(row, count) if count else 1) for row in some] for some in (rows, base))
+    own, reference = spread(each), median(of_base)
     speedup = Spread(reference / own.median, reference / own.high, reference / own.low)
     times = base[0].num_processes / world
     efficiency = Spread(speedup.median * times, speedup.low * times, speedup.high * times)
@@ -220,7 +231,7 @@ def _size(rows: list[Timing], base: list[Timing], smaller: Sequence[Size], same:
         num_processes=world,
         repeats=len(rows),
         epoch_time=spread([row.epoch_time for row in rows]),
-        samples_per_second=Spread(1 / own.median, 1 / own.high, 1 / own.low) if rows[0].samples else None,
+        samples_per_second=Spread(1 / own.median, 1 / own.high, 1 / own.low) if count == "samples" else None,
         tokens_per_second=median(tokens) if tokens else None,
         speedup=speedup,
         efficiency=efficiency,
@@ -231,17 +242,6 @@ def _size(rows: list[Timing], base: list[Timing], smaller: Sequence[Size], same:
         band=named,
         slower_than=slower_than,
     )
-
-
-def _each(row: Timing, count: str) -> float:
-    """Seconds per sample or token or, if neither is counted, per work that is equal in all rows.
-
-    In strong scaling that is an epoch. In weak scaling an epoch grows with the number of
-    processes.
-    """
-    if count:
-        return row.epoch_time / getattr(row, count)
-    return row.epoch_time / (row.num_processes if row.scaling == "weak" else 1)
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -270,22 +270,23 @@ def band(efficiency: float) -> str:
     return "excellent" if efficiency >= EXCELLENT else "good" if efficiency >= GOOD else "poor"
 
 
-def _with_law(series: Series) -> Series:
-    """The series with its serial fractions.
+def _serial_fraction(sizes: Sequence[Size]) -> float | None:
+    """Amdahl's, where his law describes three sizes or more.
 
-    The experimentally determined ones (Karp and Flatt 1990, "Measuring parallel processor
-    performance") are level over the sizes that follow Amdahl's law (Amdahl 1967, "Validity of the
-    single processor approach").
+    The experimentally determined fractions (Karp and Flatt 1990, "Measuring parallel processor
+    performance") are level over the sizes that follow it (Amdahl 1967, "Validity of the single
+    processor approach").
     """
-    first, *larger = series.sizes
+    first, *larger = sizes
+    if len(larger) < 2:
+        return None
     shares = [1 - first.num_processes / size.num_processes for size in larger]
     excess = [1 / size.speedup.median - 1 + share for size, share in zip(larger, shares, strict=True)]
-    series = replace(series, karp_flatt=tuple(over / share for over, share in zip(excess, shares, strict=True)))
     # Least squares of 1/S = s + (1 - s)/p. A superlinear speedup would give a fraction below 0.
     fitted = sum(x * y for x, y in zip(shares, excess, strict=True)) / sum(x * x for x in shares)
     serial = min(max(fitted, 0.0), 1.0)
-    for size, share, fraction in zip(larger, shares, series.karp_flatt, strict=True):
+    for size, share, over in zip(larger, shares, excess, strict=True):
         off = (together(first.off, size.off) or _ONE_TIMING) / size.speedup.median / share
-        if size.slower_than or abs(max(fraction, 0.0) - serial) > 2 * off:
-            return series
-    return replace(series, serial_fraction=serial)
+        if size.slower_than or abs(max(over / share, 0.0) - serial) > 2 * off:
+            return None
+    return serial

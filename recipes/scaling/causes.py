@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import log, prod
+from functools import cached_property
+from math import log, prod, sqrt
 from statistics import median
 
-from recipes.scaling.noise import together, uncertain
+from recipes.scaling.noise import of_median, scatter, together
 from recipes.scaling.timings import Timing
 
 # A cause is named from this share of a step on: a smaller gain is hard to tell from noise.
 WORTH_NAMING = 0.10
 # Micro-batches that each worker loads ahead: torch's default prefetch_factor.
 _HELD_AHEAD = 2
+HIDDEN = "hidden"  # what an engine whose step cannot run without its exchange does not tell apart
 CAUSES = {
     "communication": "communication",
     "contention": "contention",
+    HIDDEN: "communication, contention or stragglers",
     "data": "data loading",
     "work": "too little work per step",
     "straggler": "stragglers",
@@ -30,12 +33,12 @@ CAUSES = {
 }
 AGAINST_A_REFERENCE = ("contention", "work")  # one process alone
 # Data workers prefetch during these. Logging and saving are rare, and outlast the prefetch queue.
-_OF_EVERY_STEP = ("communication", "contention", "work", "straggler")
+_OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Time that a step of `step` seconds loses to one of `CAUSES`.
+    """Time that a step of `step` seconds loses to one of `CAUSES`; of HIDDEN, at most.
 
     `saves`: seconds of a step that are saved if this cause alone is mended. Causes that multiply
     each other save more than their part of the loss. `uncertain`: by how many seconds the repeats
@@ -69,14 +72,13 @@ class Losses:
     """What a step loses: `causes` in the order to fix them, the largest first.
 
     If data loading sets the pace, it comes before every cause that it overlaps with. `undecided`
-    is the reason why no cause can be named: "noise", "bound" (all that is known is the most that
-    communication takes), "hidden" (not even that) or "no reference"; empty if it can.
+    is the reason why no cause can be named: "noise", HIDDEN (not even the most that communication
+    takes is known) or "no reference"; empty if it can.
     """
 
     causes: tuple[Cause, ...] = ()
     lost: float | None = None  # seconds of a step beyond the reference, None without one
     unexplained: float | None = None  # seconds of `lost` that no cause explains
-    bound: Cause | None = None
     undecided: str = ""
 
     @property
@@ -85,47 +87,42 @@ class Losses:
         return [] if self.undecided else [cause for cause in self.causes if cause.large and cause.clear]
 
 
-def losses_of(row: Timing, same: Sequence[Timing], repeats: Sequence[Timing] = ()) -> Losses:
+def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Losses:
     """The losses of a step. `row` holds medians over `repeats`.
 
-    `same` are all rows of its training and recipe. A cause whose reference was not measured is
-    left out.
+    A cause whose reference was not measured is left out.
     """
     step = row.step_time
     if not step:
         return Losses()
-    whole, share = _alone(same, row.global_batch, row.micro_batch), _alone(same, _share(row), row.micro_batch)
+    whole, share = training.alone(row.global_batch, row.micro_batch), training.alone(_share(row), row.micro_batch)
     ideal = whole / row.num_processes if whole else share
     found = list(_waits(row, step))
     left = step - ideal - sum(cause.seconds for cause in found) if ideal else None
     found += _slowdowns(row, step, whole, share, left)
+    hides = row.num_processes > 1 and row.no_sync_step is None and row.communication is None
+    if hides and share:
+        found += _hidden(row, step, share)
     causes = [
-        replace(cause, uncertain=step * (_uncertain(cause.key, row, repeats, same) or 0.0))
+        replace(cause, uncertain=step * (training.uncertain(cause.key, row, repeats) or 0.0))
         for cause in found
         if cause.seconds > 0
     ]
     paced = any(sets_the_pace(cause, row) for cause in causes)
     causes.sort(key=lambda cause: (paced and cause.key in _OF_EVERY_STEP, -cause.seconds))
-    bound = _bound(row, step, share) if _hides_communication(row) else None
-    lost = unexplained = None
-    if ideal:
-        lost = max(0.0, step - ideal)
-        unexplained = max(0.0, lost - sum(cause.seconds for cause in causes) - (bound.seconds if bound else 0.0))
-    return Losses(tuple(causes), lost, unexplained, bound, _undecided(row, causes, lost, bound))
+    lost = max(0.0, step - ideal) if ideal else None
+    unexplained = None if lost is None else max(0.0, lost - sum(cause.seconds for cause in causes))
+    is_bounded = any(cause.key == HIDDEN for cause in found)
+    reason = HIDDEN if hides and not is_bounded else "no reference" if lost is None and row.num_processes > 1 else ""
+    return Losses(tuple(causes), lost, unexplained, _undecided(causes, reason))
 
 
-def _undecided(row: Timing, causes: Sequence[Cause], lost: float | None, bound: Cause | None) -> str:
-    """The reason why no cause can be named. A cause that noise covers hides every smaller one."""
+def _undecided(causes: Sequence[Cause], reason: str) -> str:
+    """Why no cause can be named: `reason` if none is worth it, or noise, which covers others."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "noise"
-    if bound and bound.large and bound.seconds > largest:
-        return "bound"
-    if largest:
-        return ""
-    if not bound and _hides_communication(row):
-        return "hidden"
-    return "no reference" if lost is None and row.num_processes > 1 else ""
+    return "" if largest else reason
 
 
 # --- What was measured in the step itself --------------------------------------------------------
@@ -152,7 +149,7 @@ def _measured(key: str, row: Timing) -> float | None:
         return row.data_wait if row.data_wait_max is None else row.data_wait_max
     if key == "straggler":
         return row.no_sync_step_max - row.no_sync_step if row.no_sync_step and row.no_sync_step_max else None
-    return getattr(row, key)
+    return getattr(row, key, None)
 
 
 def _exchange_words(row: Timing) -> str:
@@ -190,32 +187,86 @@ def wire_time(size: float, bandwidth: float, processes: int) -> float:
     return 2 * (processes - 1) / processes * size / bandwidth
 
 
-# --- What the repeats leave open -----------------------------------------------------------------
+# --- What all rows of a training say together ----------------------------------------------------
 
 
-def _uncertain(key: str, row: Timing, repeats: Sequence[Timing], same: Sequence[Timing]) -> float | None:
-    """The share of a step by which the loss to a cause may be off."""
+class Training:
+    """All rows of a training with one recipe: what repeats leave open, and one process alone."""
 
-    def share(one: Timing) -> float | None:
-        seconds = _measured(key, one)
-        return None if seconds is None or not one.step_time else seconds / one.step_time
+    def __init__(self, rows: Sequence[Timing]) -> None:
+        self._repeats: dict[tuple, list[Timing]] = {}
+        for row in rows:
+            self._repeats.setdefault((row.num_processes, row.scaling, row.global_batch), []).append(row)
+        self._alone: dict[int, list[Timing]] = {}  # rows of one process, by batch
+        for row in rows:
+            if row.num_processes == 1 and row.global_batch:
+                self._alone.setdefault(row.global_batch, []).append(row)
+        self._scatter: dict[tuple[str, bool], float] = {}
 
-    def computing(one: Timing) -> float | None:  # logarithms differ by the share by which the seconds do
-        return log(seconds) if (seconds := _computing(one)) else None
+    def uncertain(self, key: str, row: Timing, repeats: Sequence[Timing]) -> float | None:
+        """The share of a step by which the loss to a cause may be off."""
+        if key not in AGAINST_A_REFERENCE:
+            return self._off(key, repeats)
+        own = repeats if key == "contention" else self._nearest_alone(row.global_batch)
+        return together(*(self._off("computing", rows) for rows in (own, self._nearest_alone(_share(row)))))
 
-    if key not in AGAINST_A_REFERENCE:
-        return uncertain(share, repeats, same)
-    own = repeats if key == "contention" else _nearest_alone(same, row.global_batch)
-    return together(*(uncertain(computing, rows, same) for rows in (own, _nearest_alone(same, _share(row)))))
+    def _off(self, key: str, own: Sequence[Timing]) -> float | None:
+        """By how much the median of a quantity over the repeats `own` may be off.
+
+        The scatter is that of these repeats or, if larger, of all sizes: two or three repeats can
+        agree by chance. None for a single row or unknown values.
+        """
+        values = _values(key, own)
+        if len(values) < 2:
+            return None
+        several = own[0].num_processes > 1
+        if (key, several) not in self._scatter:
+            alike = (rows for (world, *_), rows in self._repeats.items() if (world > 1) == several)
+            self._scatter[key, several] = scatter(_values(key, rows) for rows in alike)
+        return max(of_median(values), self._scatter[key, several] / sqrt(len(values)))
+
+    def _nearest_alone(self, samples: float | None) -> list[Timing]:
+        """The rows of one process with the batch that is nearest to so many samples."""
+        away = {batch: abs(batch - (samples or 0)) for batch in self._alone}
+        nearest = min(away.values(), default=0)
+        return [row for batch, rows in self._alone.items() if away[batch] == nearest for row in rows]
+
+    @cached_property
+    def _times_alone(self) -> dict[int, float]:
+        """Seconds in which one process computes a step of that many samples, in order."""
+        seconds = {batch: [*filter(None, map(_computing, rows))] for batch, rows in sorted(self._alone.items())}
+        return {batch: median(times) for batch, times in seconds.items() if times}
+
+    def alone(self, samples: float | None, micro_batch: int | None) -> float | None:
+        """Seconds in which one process computes a step of that many samples without any wait.
+
+        At a fixed micro-batch the time grows with the number of passes: it lies on the line through
+        the two nearest batches that were measured, or is proportional to a single one. None if no
+        such batch was measured.
+        """
+        times = self._times_alone
+        if not samples or samples in times or not times:
+            return times.get(int(samples)) if samples else None
+        if {row.micro_batch for batch in times for row in self._alone[batch]} != {micro_batch}:
+            return None
+        low = max((batch for batch in times if batch < samples), default=None)
+        high = min((batch for batch in times if batch > samples), default=None)
+        if len(times) == 1 and high:
+            return times[high] * samples / high
+        if low is None or high is None:
+            return None
+        return times[low] + (times[high] - times[low]) * (samples - low) / (high - low)
 
 
-def _nearest_alone(same: Sequence[Timing], samples: float | None) -> list[Timing]:
-    """The rows of one process with the batch that is nearest to so many samples."""
-    away = [
-        (abs(row.global_batch - (samples or 0)), row) for row in same if row.num_processes == 1 and row.global_batch
-    ]
-    nearest = min((distance for distance, _ in away), default=0)
-    return [row for distance, row in away if distance == nearest]
+def _values(key: str, rows: Sequence[Timing]) -> list[float]:
+    """The share of a step that each row loses to a cause, or the logarithm of its "computing".
+
+    Logarithms differ by the share by which the seconds do.
+    """
+    if key == "computing":
+        return [log(seconds) for row in rows if (seconds := _computing(row))]
+    found = ((_measured(key, row), row.step_time) for row in rows)
+    return [seconds / step for seconds, step in found if seconds is not None and step]
 
 
 # --- What multiplies the time of computing -------------------------------------------------------
@@ -272,6 +323,17 @@ def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[
         yield "work", share / ideal, words
 
 
+def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
+    """The passes and the optimizer take that much longer than for the same share of one alone."""
+    if row.forward is None or row.backward is None:
+        return
+    beside = row.forward + row.backward + (row.optimizer or 0.0)
+    words = f"forward, backward and optimizer take {milliseconds(beside)} beside the other processes and "
+    words += f"{milliseconds(share)} alone{_exchange_words(row)}"
+    seconds = min(step, max(0.0, beside - share))
+    yield Cause(HIDDEN, seconds, step, words, seconds)
+
+
 def _computing(row: Timing) -> float | None:
     """Seconds that a step computes, without exchange. One process exchanges nothing."""
     if row.no_sync_step:
@@ -284,59 +346,6 @@ def _computing(row: Timing) -> float | None:
 def _share(row: Timing) -> float | None:
     """Examples of an optimizer step that each process computes."""
     return row.global_batch / row.num_processes if row.global_batch else None
-
-
-def _alone(same: Sequence[Timing], samples: float | None, micro_batch: int | None) -> float | None:
-    """Seconds in which one process computes a step of that many samples without any wait.
-
-    At a fixed micro-batch the time grows with the number of passes: it lies on the line through
-    the two nearest batches that were measured, or is proportional to a single one. None if no such
-    batch was measured.
-    """
-    steps: dict[int, list[float]] = {}
-    micro_batches = set()
-    for row in same:
-        seconds = _computing(row)
-        if row.num_processes == 1 and row.global_batch and seconds:
-            steps.setdefault(row.global_batch, []).append(seconds)
-            micro_batches.add(row.micro_batch)
-    times = {batch: median(steps[batch]) for batch in sorted(steps)}
-    if not samples or not times:
-        return None
-    if samples in times:
-        return times[int(samples)]
-    if micro_batches != {micro_batch}:
-        return None
-    low = max((batch for batch in times if batch < samples), default=None)
-    high = min((batch for batch in times if batch > samples), default=None)
-    if len(times) == 1 and high:
-        return times[high] * samples / high
-    if low is None or high is None:
-        return None
-    return times[low] + (times[high] - times[low]) * (samples - low) / (high - low)
-
-
-# --- What cannot be told apart -------------------------------------------------------------------
-
-
-def _bound(row: Timing, step: float, share: float | None) -> Cause | None:
-    """The most that communication can take in a step that cannot run without it: ZeRO and FSDP.
-
-    It is what the passes and the optimizer take longer than for the same share alone, which holds
-    contention and waits for slower processes too. None without that reference.
-    """
-    if row.forward is None or row.backward is None or not share:
-        return None
-    beside = row.forward + row.backward + (row.optimizer or 0.0)
-    words = f"forward, backward and optimizer take {milliseconds(beside)} beside the other processes and "
-    words += f"{milliseconds(share)} alone{_exchange_words(row)}"
-    seconds = min(step, max(0.0, beside - share))
-    return Cause("bound", seconds, step, words, seconds)
-
-
-def _hides_communication(row: Timing) -> bool:
-    """True for an engine whose step cannot run without its exchange."""
-    return row.num_processes > 1 and row.no_sync_step is None and row.engine not in ("", "ddp", "single")
 
 
 def milliseconds(seconds: float) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from unicodedata import category
 
 from recipes.errors import Problem, UserError, mistake
 from recipes.run import Settings
@@ -178,6 +177,9 @@ def parse_row(row: Mapping[str, Any], source: str) -> Timing:
         if name not in values:
             or_rate = " or samples_per_second" if name == "epoch_time" else ""
             raise mistake(name, "is missing", f"a column {name}{or_rate}, filled in each row", source)
+    if values.get("scaling") == "weak" and not (values.keys() & {"samples", "tokens"}):
+        what = "is missing: in weak scaling the work grows with the processes, and nothing says how"
+        raise mistake("samples", what, "a column samples: examples of all processes in epoch_time", source)
     step, whole = values.get("step_time", 0.0), values["epoch_time"]
     if step > _ROUNDED * whole:
         what = f"a step of {step:g} s does not fit into an epoch_time of {whole:g} s"
@@ -190,8 +192,6 @@ def _value(name: str, value: Any, source: str) -> Any:
     if kind == "str":
         if name == "scaling" and value not in ("strong", "weak"):
             raise mistake(name, f"{value!r} is neither strong nor weak", "strong or weak", source)
-        if any(category(letter) in ("Cc", "Cs") and not letter.isspace() for letter in str(value)):
-            raise mistake(name, f"{value!r} cannot be printed", "text without control characters", source)
         return str(value)
     try:
         number = float(value)

@@ -90,18 +90,12 @@ def predicted_over_gained(seed: int) -> float | None:
     rows = [replace(row, engine="ddp") for row in measured(still, world, 2, random, noise=1e-4, within=1e-4)]
     series = next(one for one in analyse(rows) if one.scaling == "strong")
     found = next((one for one in advise(series.sizes[-1], series) if one.key == "accumulation"), None)
-    if not found:
+    if not found or any(row.data_wait > 0.02 * row.step_time for row in rows):
         return None
     before = replace(still, largest_micro_batch=found.flags["per_device_train_batch_size"])
     after = replace(before, global_batch=found.flags["global_batch_size"])
     steps = [train(one, world, one.global_batch, Random(2)).step / one.global_batch for one in (before, after)]
     return found.gain / (steps[0] / steps[1])
-
-
-def test_a_faster_step_can_outrun_the_workers():
-    """One process is seen to wait for them: they need 9 ms per example."""
-    found = advice(replace(SLOW_LINK, loading=1.8e-2, workers=2))
-    assert all("the workers then set the pace" in found[key].why for key in ("compression", "accumulation"))
 
 
 def test_a_larger_micro_batch_saves_what_a_pass_costs_anyway():
@@ -118,13 +112,6 @@ def test_nothing_is_advised_where_nothing_is_lost_and_no_compression_of_latency(
     assert "compression" not in latency and not latency["accumulation"].same_training
 
 
-def test_buckets_are_advised_where_all_gradients_wait_for_the_last():
-    one_bucket = replace(WELL, buckets=1, bandwidth=1e10)
-    found = advice(one_bucket)["bucket_size"]
-    buckets = round(WELL.gradients / (found.flags["ddp_bucket_cap_mb"] * 2**20))
-    assert gained(one_bucket, replace(one_bucket, buckets=buckets)) == pytest.approx(found.gain, rel=0.25)
-
-
 def test_fewer_processes_are_advised_where_more_are_slower():
     rows = [Timing(1, 100.0, samples=1000), Timing(4, 217.4, samples=1000)]
     series = analyse(rows)[0]
@@ -137,28 +124,18 @@ def test_fewer_processes_are_advised_where_more_are_slower():
 
 
 @pytest.mark.parametrize(
-    ("ratios", "earlier", "judged", "says"),
+    ("ratios", "judged", "says"),
     [
-        (
-            (1.48, 1.5, 1.52),
-            10.0,
-            "within 5%",
-            "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within",
-        ),
-        ((1.98, 2.0, 2.02), 10.0, "off by 33%", "measured 2.00"),
-        ((1.2, 1.7, 2.2), 10.0, "too noisy to judge", "the repeats leave"),
-        ((1.98, 2.0, 2.02), 8.0, "too noisy to judge", "settings are 0.80 times as fast"),  # the machine changed
-        ((2.0,), 10.0, "a single pair", "a single pair"),
+        ((1.48, 1.5, 1.52), "within 5%", "predicted 1.50 times the throughput, measured 1.50 (1.49 to 1.51): within"),
+        ((1.98, 2.0, 2.02), "off by 33%", "measured 2.00"),
+        ((1.2, 1.7, 2.2), "too noisy to judge", "the repeats leave"),
+        ((2.0,), "a single pair", "a single pair"),
     ],
-    ids=["right", "wrong", "noisy", "changed", "single"],
+    ids=["right", "wrong", "noisy", "single"],
 )
-def test_a_prediction_stands_beside_what_was_measured(ratios, earlier, judged, says):
-    """Compression, predicted to gain a half, tried once for each ratio of throughputs.
-
-    The present settings took `earlier` seconds when that was predicted, and take 10 beside it.
-    """
-    rows = [Timing(2, earlier, samples=100), Timing(2, earlier, samples=100)]
-    rows += [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
+def test_a_prediction_stands_beside_what_was_measured(ratios, judged, says):
+    """Compression, predicted to gain a half, tried once for each ratio of throughputs."""
+    rows = [Timing(2, 10.0, samples=100, applied=f"{BEFORE}: compression") for _ in ratios]
     rows += [Timing(2, 10.0 / ratio, samples=100, applied="compression", predicted=1.5) for ratio in ratios]
     (found,) = applied(rows)
     assert found.judged == judged and says in found.words

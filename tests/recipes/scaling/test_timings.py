@@ -19,16 +19,6 @@ def test_rows_that_were_written_are_read_back_with_the_same_names(tmp_path):
     assert read([tmp_path / "timings.jsonl"]) == [Timing(**row), Timing(1, 1e-9)]
 
 
-def test_the_columns_are_those_of_earlier_versions():
-    assert ",".join(COLUMNS) == (
-        "num_processes,epoch_time,name,epoch,samples,accuracy,recipe,scaling,global_batch,micro_batch,accumulation,"
-        "tokens,loss,step_time,data_wait,forward,backward,communication,optimizer,logging,saving,other,data_wait_max,"
-        "no_sync_step,no_sync_step_max,pass_overhead,overlap,syncs,collectives,sync_bytes,link_bandwidth,link_latency,"
-        "peak_memory,hardware,engine,workers,cores,logging_steps,save_steps,eval_steps,command,applied,predicted,"
-        "timed,slowest_rank,slowest_host,slowest_device,data_wait_rank"
-    )
-
-
 @pytest.fixture
 def rows_of(tmp_path):
     """The rows read from a file with that text."""
@@ -77,7 +67,7 @@ def test_jsonl_that_anyone_writes_is_read(rows_of):
         {"overlap": 1.5},
         {"samples_per_second": 0},
         {"step_time": 400},  # ms
-        {"name": "a\0b"},
+        {"samples": 0},
     ],
     ids=str,
 )
@@ -87,6 +77,12 @@ def test_an_impossible_value_is_named_with_its_file_and_line(rows_of, row):
         rows_of(f"{json.dumps(good)}\n{json.dumps(good | row)}", "mine.jsonl")
     (problem,) = error.value.problems
     assert problem.subject == next(iter(row)) and problem.source.endswith("mine.jsonl, line 2")
+
+
+def test_weak_scaling_says_how_its_work_grows(rows_of):
+    """Without samples, epochs of one data set would read as work that grows with the processes."""
+    with pytest.raises(UserError, match="samples: is missing"):
+        rows_of("num_processes,epoch_time,scaling\n1,100,weak\n2,77,weak\n")
 
 
 def test_the_mistakes_of_all_rows_are_reported_at_once(rows_of):

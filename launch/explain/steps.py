@@ -192,16 +192,11 @@ def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: Examples
 
 def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: Examples) -> int:
     """The most bytes that a fresh model takes in its first step; SGD keeps nothing for later."""
-    on_cuda = setup.device.type == "cuda"
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if on_cuda else 0
-    live = LiveBytes()
-    with contextlib.nullcontext() if on_cuda else live:
+    with LiveBytes() as live:
         trainee = Trainee(variant, setup, smaller)
         gradient(trainee, trainee.parts(batch))
         update(trainee)
-    return torch.cuda.max_memory_allocated() - before if on_cuda else int(max(map(sum, live.moments)))
+    return int(max(map(sum, live.moments)))
 
 
 def _now(setup: Setup) -> float:

@@ -58,8 +58,7 @@ class Topic:
 
 
 _NOTES = (
-    "memory: the most that torch had allocated in a step, or on a CPU the most bytes of live tensors: weights, "
-    "gradients, DDP's buckets and activations",
+    "memory: the most bytes of live tensors in a step: weights, gradients, DDP's buckets and activations",
     "speed: medians of steps, the variants in turns, ± what so few steps leave open",
     "syncs and sent: per step and rank, counted by a hook in DDP",
     "loss: on the same examples after {STEPS} steps of SGD, {loss_before:.2f} before",

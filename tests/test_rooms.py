@@ -44,7 +44,7 @@ BUDGETS = {
     "recipes/run": 2010,
     "recipes/rules": 2400,
     "recipes/planner": 3310,
-    "recipes/scaling": 1410,
+    "recipes/scaling": 1350,
     "launch": 530,
     "launch/commands": 1510,
     "launch/data": 2610,
@@ -54,7 +54,7 @@ BUDGETS = {
     "launch/host": 1330,
     "launch/jobs": 1620,
     "launch/output": 1620,
-    "launch/scaling": 1030,
+    "launch/scaling": 1010,
     "launch/training": 2320,
 }
 

@@ -35,7 +35,8 @@ logits: tensors as wide as the vocabulary: the head's output, its loss, their gr
 buffers: what is neither weight nor gradient: DDP's and DeepSpeed's buckets, the model's buffers
 cached: what torch has reserved in pieces that nothing fits into; it may shrink as the rest grows
 context: what CUDA takes for itself before the first tensor: driver and kernels
-total: the sum of these, at the moment of a step or evaluation that needs most; not each part's own peak
+total: the sum of these, at the moment of a step or evaluation that needs most; not each part's own peak. nvidia-smi
+shows it for the process; without context it is torch's memory_reserved, without cached too its memory_allocated
 fits: whether total fits the GPU with {MARGIN:.0%} to spare, and host the RAM that --host_memory says
 host: RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save
 step: seconds of an optimizer step: compute + exposed communication + offload
@@ -55,7 +56,7 @@ _FLAGS = """
 --accelerate_config FILE|NAME  instead of the recipe's own YAML
 --mfu SHARE                    share of the GPU's peak that a step reaches, such as 0.4 [as published for the card]
 --bandwidth GB/s               between GPUs: busbw of nccl-tests [NVLink's or PCIe's, in one node]
---explain                      say what each column holds, and what is not counted
+--details                      what each column holds, what times assume, how the batch can be split
 --json                         print JSON: bytes, and whole milliseconds
 """
 
@@ -78,7 +79,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         plan = plan_memory(options.model, num_processes=processes, argv=rest, **given)
     finally:
         slow.cancel()
-    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.explain)
+    print(json.dumps(as_json(plan), indent=2)) if options.json else _print(plan, processes, options.details)
     return 0
 
 
@@ -138,7 +139,8 @@ def _milliseconds(seconds: float | None) -> int | None:
 # --- For a person ---------------------------------------------------------------------------------
 
 
-def _print(plan: Plan, processes: int, explain: bool) -> None:
+def _print(plan: Plan, processes: int, details: bool) -> None:
+    """The answer, the table behind it, and with `details` what the table assumes."""
     cards = plan.gpu if processes == 1 else f"{processes} x {plan.gpu}"
     trained = "" if plan.trained == plan.parameters else f" ({plan.trained:,} of them trained)"
     longest = "" if plan.length == plan.asked_length else f", the model's longest ({plan.asked_length:,} requested)"
@@ -147,34 +149,45 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
     if plan.shape:
         print(plan.shape)
     print(f"{cards}, {_gib(plan.usable_bytes)} GiB usable{host}; a plan fits with {MARGIN:.0%} to spare\n")
-    print("GiB on each GPU, and in the RAM of each node (host):")
+    if plan.recommended:
+        _print_answers(plan)
+    else:
+        _print_next_steps(plan)
+    if plan.advice:
+        print_problems(plan.advice, console())
+    print("\nGiB on each GPU, and in the RAM of each node (host):")
     timed = plan.recipes[0].time.total is not None  # what is known for one is known for all
     heads = ["recipe", "batch", *_HEADS.values(), "total", "fits", "host"] + ["step"] * timed
     print_table(heads, [_row(entry) for entry in plan.recipes], whole=True)
-    print("total: as nvidia-smi shows the process. Without context it is torch's memory_reserved, without")
-    print("cached (reserved in pieces that nothing fits into) too, its memory_allocated.")
-    print(f"context: {plan.context.bytes / 2**20:,.0f} MiB, {plan.context.source}")
-    _print_time(plan, processes, timed)
     _print_notes(plan)
-    if explain:
-        readings = "".join(f"context of {reading}\n" for reading in plan.context.readings)
-        print(_EXPLANATION.format(readings=readings, margin=_margin(plan)))
-    if plan.advice:
-        print_problems(plan.advice, console())
-        print()
-    best = next((entry for entry in plan.recipes if entry.name == plan.recommended), None)
-    if best is None:
-        _print_next_steps(plan)
+    if details or not timed:
+        _print_time(plan, processes, timed)
+    if not details:
+        print("--details says what each column holds, what the times assume, and how the batch can be split")
         return
-    _print_splits(plan, processes)
-    print(f"take {best.name}, {_why(plan)}: {plan.command}")
+    if plan.recommended:
+        _print_splits(plan, processes)
+    readings = "".join(f"context of {reading}\n" for reading in plan.context.readings)
+    print(f"context: {plan.context.bytes / 2**20:,.0f} MiB, {plan.context.source}")
+    print(_EXPLANATION.format(readings=readings, margin=_margin(plan)))
+
+
+def _print_answers(plan: Plan) -> None:
+    """What fits, each with its command, the fastest first."""
+    best = next(entry for entry in plan.recipes if entry.name == plan.recommended)
+    answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]
     for step in plan.next_steps:
-        seconds = step.planned.time.total
-        time = "" if seconds is None else f" and {duration(seconds)} a step"
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
         how = "without offload" if best.time.host else "with a smaller micro-batch, not checkpointed"
         install = f" after pip install {step.install}" if step.install else ""
-        print(f"or {adapters}{how}, in {_gib(step.planned.total_bytes)} GiB{time}{install}: {step.words}")
+        answers.append((step.planned.time.total, f"{adapters}{how}{install}", step.planned, step.words))
+    answers.sort(key=lambda answer: answer[0] or 0)  # 0: no time is known, and the order stays
+    for number, (seconds, what, entry, command) in enumerate(answers):
+        free = plan.usable_bytes - entry.total_bytes
+        sizes = f"{_gib(entry.total_bytes)} of {_gib(plan.usable_bytes)} GiB, {_gib(free)} GiB free"
+        sizes += f", {_gib(entry.host_bytes_per_node)} GiB of RAM on each node" if entry.time.host else ""
+        time = "" if seconds is None else f", {duration(seconds)} a step"
+        print(f"{'or ' * bool(number)}{what}: {sizes}{time}\n  {command}")
 
 
 def _print_time(plan: Plan, processes: int, timed: bool) -> None:

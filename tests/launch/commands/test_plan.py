@@ -53,12 +53,15 @@ def test_it_says_so_if_a_model_cannot_be_traced_but_only_estimated(said, monkeyp
 def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):
     printed = said("llama", "--gpu H100 --num_processes 4")
     assert all(f"\n{name} " in printed for name in RECIPES if name != "baseline")
-    assert "take fast" in printed
+    answer, command = (
+        printed.index(words) for words in ("take fast, ", "  recipes train --num_processes 4 --recipe fast")
+    )
+    assert answer < command < printed.index("\nrecipe ")  # the answer comes before the table
 
 
-def test_json_holds_bytes_and_what_was_planned_and_explain_says_how_sure_it_is(said):
+def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(said):
     argv = "--gpu L4 --recipe standard --max_length 99"
-    plan, printed = json.loads(said("llama", f"{argv} --json")), said("llama", f"{argv} --explain")
+    plan, printed = json.loads(said("llama", f"{argv} --json")), said("llama", f"{argv} --details")
     (entry,), context = plan["recipes"], plan["context"]
     assert (plan["recommended"], plan["length"], plan["asked_length"], plan["margin"]) == ("standard", 99, 99, 0.06)
     assert sum(entry["components"].values()) == entry["total_bytes"]
@@ -154,9 +157,9 @@ def test_on_several_nodes_the_command_is_one_for_slurm_that_works(tiny_model, tm
 @pytest.mark.parametrize(
     ("model", "argv", "why"),
     [
-        ("large", "--gpu L4", ", the fastest that fits: recipes train --num_processes "),
-        ("large", "--gpu L4 --recipe standard", ", which fits: recipes train --num_processes "),
-        ("large", "--gpu_memory 2.3", ", with least sending and offload of those that fit: recipes train "),
+        ("large", "--gpu L4", ", the fastest that fits: "),
+        ("large", "--gpu L4 --recipe standard", ", which fits: "),
+        ("large", "--gpu_memory 2.3", ", with least sending and offload of those that fit: "),
         ("experts", "--gpu H100 --mfu 0.4", "experts, or without attention, are not counted; --mfu has no effect"),
         ("llama", "--gpu_memory 8", "the time of a step is unknown: the peak of this card is unknown: --gpu NAME"),
         ("llama", "--gpu H100 --recipe baseline", "the peak of fp32 is unknown\n"),

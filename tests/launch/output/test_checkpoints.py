@@ -82,6 +82,19 @@ def test_a_save_that_was_cut_short_is_named(checkpoint):
     assert checkpoints.commit(checkpoint, listed(checkpoint)) and faults(checkpoint) == []
 
 
+def test_all_is_on_the_disk_before_the_manifest_says_so(checkpoint, monkeypatch):
+    """A machine that crashes loses what was not flushed, and `rotate` deletes after `commit`."""
+    flush, seen = checkpoints.flush, []
+    monkeypatch.setattr(
+        checkpoints, "flush", lambda path: seen.append((path, checkpoints.is_committed(checkpoint))) or flush(path)
+    )
+    checkpoints.begin(checkpoint, 4, "one process", 1)
+    assert checkpoints.commit(checkpoint, listed(checkpoint))
+    before = {path for path, is_committed in seen if not is_committed}
+    assert {checkpoint / name for name in listed(checkpoint)} | {checkpoint, checkpoint.parent} <= before
+    assert seen[-1] == (checkpoint, True)
+
+
 def test_the_folder_must_have_the_number_of_its_step_or_no_number(checkpoint):
     moved = checkpoint.rename(checkpoint.with_name("checkpoint-40"))
     assert faults(moved) == ["trainer_state.json is that of step 4"]

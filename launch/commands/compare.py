@@ -328,8 +328,16 @@ def results(records: list[Json]) -> dict[str, list[float | None]]:
 
 
 def _numbers(record: Json) -> dict[str, float]:
-    """The results of a run, NaN (a diverged loss) among them."""
-    return {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
+    """The results of a run, NaN (a diverged loss) among them. Its time is that of all its starts,
+    and unknown if one of them was killed.
+    """
+    found = {name: value for name, value in record.items() if type(value) in (int, float) and name not in _NO_RESULT}
+    earlier = [session.get("seconds") for session in record.get("sessions", [])[:-1]]
+    if None in earlier:
+        found.pop("train_runtime", None)
+    elif "train_runtime" in found:
+        found["train_runtime"] += sum(earlier)
+    return found
 
 
 def _result_rows(records: list[Json]) -> list[list[str]]:

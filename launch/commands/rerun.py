@@ -12,7 +12,7 @@ from launch.commands.compare import ABSENT, Row, differences, print_settings
 from launch.flags import Commands
 from launch.jobs.local import Local
 from launch.jobs.submit import submit
-from launch.output.record import MATERIAL, by_accelerate, read, started
+from launch.output.record import MATERIAL, by_accelerate, read, several, started
 from launch.terminal import console, plural, print_note
 from recipes.errors import Problem, UserError, mistake
 from recipes.mixture import title
@@ -67,6 +67,14 @@ def rerun(options: argparse.Namespace, argv: Sequence[str]) -> int:
     for name, what in MATERIAL.items():
         if run[name] and None in (record.get(what), here_now[what]):
             print_note(f"whether {title(run[name])} is as it was cannot be told before it is loaded", out)
+    changed_on_its_way = several(record)
+    if changed_on_its_way:
+        print_note(f"it was resumed {changed_on_its_way}, which one run does not repeat bit by bit", out)
+    if options.exact and changed_on_its_way:
+        what = f"the recorded run trained {changed_on_its_way}"
+        raise UserError(
+            *run.problems, Problem("exact", what, "leave --exact out: the same training, not the same bits")
+        )
     if options.exact and rows:
         fix = "undo what is listed above, or leave --exact out"
         raise UserError(*run.problems, Problem("exact", f"{plural(len(rows), 'difference')} to the recorded run", fix))

@@ -96,6 +96,7 @@ FIELDS = {
     "data": "a hash of the local data, or of the demonstration's, or the Hub's commit; null if unknown",
     "model": "a hash of the local model's files, or the Hub's commit; null if unknown or from scratch",
     "classes": "of a classifier: the names of its outputs, in their order",
+    "sessions": "each start that trained: when, from which step, seconds, status, processes, versions",
     "settings": "every setting: its value, the source it came from, and the reason",
     "checksum": "of all else in it",
     "versions": "of Python and the libraries; null if not installed",
@@ -184,12 +185,14 @@ def kept_record(
     kept: Json | None = None,
     identity: Json | None = None,
     classes: list[str] | None = None,
+    step: int = 0,
 ) -> Iterator[Json]:
     """Write run.json: `running`, then `finished`, `preempted`, `interrupted`, `out_of_memory` or
     `failed`. Yields the results, which the training fills in.
 
     `kept` are fields of an earlier start's record that a resume keeps, `identity` tells this run
-    from others (checkpoints.new_run), `classes` are a classifier's names.
+    from others (checkpoints.new_run), `classes` are a classifier's names. `step` is where this
+    start begins.
 
     Rank 0 writes it. If another rank runs out of memory, rank 0 only sees a lost connection;
     out_of_memory.json, which that rank has left, tells the cause.
@@ -198,20 +201,36 @@ def kept_record(
     content, kept = started(run, world.size, data_commit), kept or {}
     content |= {**kept, "run": identity, "settings": content["settings"] | kept.get("settings", {})}
     content |= {"classes": classes} if classes else {}
+    session = {name: content[name] for name in ("started", "world_size", "versions")} | {"from_step": step}
+    content["sessions"] = [*kept.get("sessions", []), session]
+    began = time.monotonic()
     if world.is_main:
         write(run["output_dir"], content)
     try:
         yield results
     except BaseException as error:
-        ended = {"status": _status(error, Path(run["output_dir"]))}
+        ended = {"status": _status(error, Path(run["output_dir"])), "ended": now()}
+        session |= {**ended, "seconds": time.monotonic() - began}
         if not isinstance(error, (KeyboardInterrupt, Preempted)):
             ended["error"] = hide(f"{type(error).__name__}: {error}", secrets_of(run))
         with contextlib.suppress(OSError):  # a full disk may be why it failed: that is what to report
             if world.is_main:
-                write(run["output_dir"], content | ended | {"ended": now(), **results})
+                write(run["output_dir"], content | ended | results)
         raise
+    ended = {"status": "finished", "ended": now()}
+    session |= {**ended, "seconds": time.monotonic() - began}
     if world.is_main:
-        write(run["output_dir"], content | {"status": "finished", "ended": now(), **results})
+        write(run["output_dir"], content | ended | results)
+
+
+def several(record: Json) -> str:
+    """The differences between the starts of a resumed run, in words; empty if there are none."""
+    sessions = record.get("sessions") or [{}]
+    worlds = dict.fromkeys(str(session.get("world_size")) for session in sessions)
+    found = [f"on {' and then '.join(worlds)} processes"] if len(worlds) > 1 else []
+    if any(session.get("versions") != sessions[0].get("versions") for session in sessions):
+        found.append("with several versions of the libraries")
+    return " and ".join(found)
 
 
 def _status(error: BaseException, folder: Path) -> str:

@@ -235,6 +235,7 @@ def _from(checkpoint: Checkpoint, run: RunSpec, old: Json, identity: Json, notes
         notes.append(f"{name} changes from {then} to {now}: no longer the same training")
     recorded = {what: old[what] for what in record.MATERIAL.values() if old.get(what)}
     recorded["settings"] = {name: old["settings"][name] for name in kept}
+    recorded["sessions"] = old.get("sessions", [])
     return Earlier(checkpoint.path, checkpoint.step, notes=notes, kept=recorded, identity=identity)
 
 

@@ -1,0 +1,45 @@
+"""run.json keeps every start of a run: compare adds their times up, an exact rerun knows them."""
+
+import json
+
+import pytest
+
+from launch.cli import main
+from launch.commands.compare import results
+from launch.output import record
+from tests.support.running import train_here
+
+
+@pytest.fixture(scope="module")
+def resumed(tiny_model, texts, tmp_path_factory):
+    """A run of three steps, and then of two more."""
+    output = tmp_path_factory.mktemp("resumed")
+    assert train_here(tiny_model, texts, output, "--max_steps", "3").code == 0
+    assert train_here(tiny_model, texts, output, "--max_steps", "5").code == 0
+    return output
+
+
+def test_each_start_is_recorded_with_its_steps_processes_and_time(resumed):
+    first, second = record.read(resumed)["sessions"]
+    assert (first["from_step"], second["from_step"]) == (0, 3)
+    assert first["status"] == second["status"] == "finished" and min(first["seconds"], second["seconds"]) > 0
+    assert first["world_size"] == 1 and first["versions"] == second["versions"] == record.read(resumed)["versions"]
+
+
+def test_compare_adds_up_the_time_of_all_starts_or_says_none_if_one_was_killed(resumed):
+    whole = record.read(resumed)
+    earlier = whole["sessions"][0]["seconds"]
+    assert results([whole])["train_runtime"] == [whole["train_runtime"] + earlier]
+    del whole["sessions"][0]["seconds"]
+    assert "train_runtime" not in results([whole])
+
+
+def test_an_exact_rerun_refuses_a_run_of_several_worlds(resumed, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = record.read(resumed)
+    whole["sessions"][0]["world_size"] = 2
+    (tmp_path / "run.json").write_text(json.dumps(whole))
+    assert main(["rerun", "run.json", "--dry_run"]) == 0
+    assert "it was resumed on 2 and then 1 processes" in capsys.readouterr().err
+    assert main(["rerun", "run.json", "--dry_run", "--exact"]) == 2
+    assert "leave --exact out" in capsys.readouterr().err

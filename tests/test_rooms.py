@@ -49,7 +49,7 @@ BUDGETS = {
     "launch/commands": 1390,
     "launch/data": 2650,
     "launch/doctor": 1700,
-    "launch/explain": 450,
+    "launch/explain": 430,
     "launch/fit": 270,
     "launch/host": 1340,
     "launch/jobs": 1620,

@@ -49,7 +49,7 @@ BUDGETS = {
     "launch/commands": 1510,
     "launch/data": 2610,
     "launch/doctor": 1700,
-    "launch/explain": 450,
+    "launch/explain": 430,
     "launch/fit": 270,
     "launch/host": 1330,
     "launch/jobs": 1620,

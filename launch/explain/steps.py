@@ -14,6 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from launch.explain.tables import RANKS, SEQUENCES, STEPS, TOPICS, Variant
 from launch.host import processes
@@ -26,20 +27,18 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MAX_NORM = 1.0
 _VOCABULARY = 256  # bytes
 
-Examples = tuple[torch.Tensor, torch.Tensor]
-
 
 # --- The lesson: one optimizer step, right in every variant but those that are to go wrong --------
 
 
-def gradient(trainee: Trainee, micro_batches: list[Examples]) -> None:
+def gradient(trainee: Trainee, batch: torch.Tensor) -> None:
     """Add up the gradient of one optimizer step, as the optimizer needs it."""
-    variant, scaler = trainee.variant, trainee.scaler
-    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+    variant, scaler, micro_batches = trainee.variant, trainee.scaler, batch.chunk(trainee.variant.micro_batches)
+    for number, texts in enumerate(micro_batches, start=1):
         waits = variant.no_sync and number < len(micro_batches)
         with trainee.model.no_sync() if waits else contextlib.nullcontext():
-            with torch.autocast(inputs.device.type, _DTYPES[variant.dtype], enabled=variant.dtype != "fp32"):
-                loss = trainee.model(inputs, targets)
+            with torch.autocast(texts.device.type, _DTYPES[variant.dtype], enabled=variant.dtype != "fp32"):
+                loss = trainee.model(texts, labels=texts).loss
             if variant.divide:  # all micro-batches are equally long: the mean of their means is the mean of all
                 loss = loss / len(micro_batches)
             scaler.scale(loss / trainee.smaller).backward()
@@ -77,26 +76,12 @@ def setup_for(device: str, rank: int) -> Setup:
     return Setup(torch.device("cpu"), width=128, layers=2, tokens=32, learning_rate=0.05)
 
 
-class Decoder(nn.Module):
-    """A byte-level decoder that returns its mean loss."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(_VOCABULARY, setup.width)
-        self.places = nn.Embedding(setup.tokens, setup.width)
-        layer = nn.TransformerEncoderLayer(
-            setup.width, setup.width // 32, 4 * setup.width, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        norm = nn.LayerNorm(setup.width)
-        self.layers = nn.TransformerEncoder(layer, setup.layers, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(setup.width, _VOCABULARY, bias=False)
-        for part in (self.bytes, self.places, self.head):
-            nn.init.normal_(part.weight, std=0.02)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(setup.tokens), persistent=False)
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.layers(self.bytes(inputs) + self.places.weight, self.mask, is_causal=True)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+def decoder(setup: Setup) -> LlamaForCausalLM:
+    """A byte-level decoder, initialised equally for all variants."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": setup.width, "intermediate_size": 4 * setup.width, "num_hidden_layers": setup.layers}
+    heads = {"num_attention_heads": setup.width // 32, "max_position_embeddings": setup.tokens + 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=_VOCABULARY, **sizes, **heads)).to(setup.device)
 
 
 def counting_hook(sent: Counter[str], bucket):  # no other annotations: DDP compares them, and here they are text
@@ -107,35 +92,26 @@ def counting_hook(sent: Counter[str], bucket):  # no other annotations: DDP comp
 
 
 class Trainee:
-    """One variant with a model of its own, initialised equally for all.
-
-    The loss is divided by `smaller`.
-    """
+    """One variant with a model of its own. The loss is divided by `smaller`."""
 
     def __init__(self, variant: Variant, setup: Setup, smaller: int) -> None:
-        torch.manual_seed(0)
         self.variant = variant
         self.smaller = smaller
         self.sent: Counter[str] = Counter()
         self.seconds: list[float] = []
         self.first_gradient = torch.empty(0)
-        self.model = DistributedDataParallel(Decoder(setup).to(setup.device))
+        self.model = DistributedDataParallel(decoder(setup))
         self.model.register_comm_hook(self.sent, counting_hook)
         self.optimizer = torch.optim.SGD(self.model.parameters(), setup.learning_rate * smaller)
         self.scaler = torch.amp.GradScaler(setup.device.type, enabled=variant.scale)
 
-    def parts(self, examples: Examples) -> list[Examples]:
-        inputs, targets = (part.chunk(self.variant.micro_batches) for part in examples)
-        return list(zip(inputs, targets, strict=True))
 
-
-def examples(step: int, rank: int, setup: Setup) -> Examples:
+def examples(step: int, rank: int, setup: Setup) -> torch.Tensor:
     """A rank's sequences for a step, from the source of Python's argparse."""
     size = SEQUENCES * (setup.tokens + 1)
     begin = (step * RANKS + rank) * size
     text = bytearray(Path(argparse.__file__).read_bytes()[begin : begin + size])
-    rows = torch.frombuffer(text, dtype=torch.uint8).long().view(SEQUENCES, -1).to(setup.device)
-    return rows[:, :-1], rows[:, 1:]
+    return torch.frombuffer(text, dtype=torch.uint8).long().view(SEQUENCES, -1).to(setup.device)
 
 
 # --- Measuring ------------------------------------------------------------------------------------
@@ -159,7 +135,7 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
     for step, batch in enumerate(batches):
         for trainee in trainees:
             started = _now(setup)
-            gradient(trainee, trainee.parts(batch))
+            gradient(trainee, batch)
             if step == 0:
                 flat = [parameter.grad.flatten() for parameter in trainee.model.parameters()]
                 trainee.first_gradient = torch.cat(flat) * smaller
@@ -175,7 +151,7 @@ def measure(topic: str, setup: Setup, rank: int) -> Json:
     }
 
 
-def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: Examples) -> Json:
+def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: torch.Tensor) -> Json:
     seconds, own = trainee.seconds[1:], trainee.first_gradient  # without the first step, which also builds
     return {
         "seconds": statistics.median(seconds),
@@ -190,11 +166,11 @@ def _row(trainee: Trainee, peak_bytes: int, first: torch.Tensor, batch: Examples
     }
 
 
-def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: Examples) -> int:
+def _peak_bytes(variant: Variant, setup: Setup, smaller: int, batch: torch.Tensor) -> int:
     """The most bytes that a fresh model takes in its first step; SGD keeps nothing for later."""
     with LiveBytes() as live:
         trainee = Trainee(variant, setup, smaller)
-        gradient(trainee, trainee.parts(batch))
+        gradient(trainee, batch)
         update(trainee)
     return int(max(map(sum, live.moments)))
 
@@ -208,9 +184,9 @@ def _now(setup: Setup) -> float:
 
 
 @torch.no_grad()
-def _loss(trainee: Trainee, batch: Examples) -> float | None:
+def _loss(trainee: Trainee, batch: torch.Tensor) -> float | None:
     """The loss in fp32, None if it is not finite."""
-    loss = trainee.model.module(*batch)
+    loss = trainee.model.module(batch, labels=batch).loss
     return float(loss) if loss.isfinite() else None
 
 

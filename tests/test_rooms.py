@@ -52,7 +52,7 @@ BUDGETS = {
     "launch/explain": 460,
     "launch/fit": 310,
     "launch/host": 1540,
-    "launch/jobs": 1620,
+    "launch/jobs": 1470,
     "launch/output": 1760,
     "launch/scaling": 1030,
     "launch/training": 2500,

@@ -48,7 +48,7 @@ BUDGETS = {
     "launch": 550,
     "launch/commands": 1390,
     "launch/data": 2650,
-    "launch/doctor": 1700,
+    "launch/doctor": 1520,
     "launch/explain": 460,
     "launch/fit": 310,
     "launch/host": 1540,

@@ -314,28 +314,24 @@ def own_files(job: Job) -> list[Path]:
 
     Raises `UserError` with each one that would be missing on the nodes.
     """
-    run, problems = job.run, []
+    run, files, problems = job.run, [], []
     named = [("recipe", file) for file in run.recipe.files]
     yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
     named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]
-    settings = "config deepspeed fsdp_config accelerator_config dataset_name model_name_or_path resume_from_checkpoint"
-    for name in filter(run.explicit, settings.split()):
-        is_data, value = name == "dataset_name", run[name]
-        texts = [part.name for part in parts_of(value)] if is_data else [value] if isinstance(value, str) else []
-        for text in texts:
-            if os.path.isfile(text):  # noqa: PTH113, Path.is_file raises for a long JSON
-                named.append((name, text))
-            elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
-                fix = "--data with an asset or uri" if is_data else "a name on the Hub, or a file in the current folder"
-                problems.append(Problem(name, f"{text} is on this machine only", fix))
-    files = [(name, Path(os.path.normpath(file))) for name, file in named]
-    for name, file in files:
-        if file.is_absolute() or file.parts[0] == "..":
-            what = f"{file} is not in the current folder, from which the job takes its files"
-            problems.append(Problem(name, what, f"copy it here, and name it {file.name}"))
+    named += [("dataset_name", part.name) for part in parts_of(run["dataset_name"]) if run.explicit("dataset_name")]
+    settings = "config deepspeed fsdp_config accelerator_config model_name_or_path resume_from_checkpoint"
+    named += [(name, run[name]) for name in filter(run.explicit, settings.split()) if isinstance(run[name], str)]
+    for name, text in named:
+        path, is_data = Path(os.path.normpath(text)), name == "dataset_name"
+        if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
+            files.append(path)
+        elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
+            what = f"{text} is not a file in the current folder, from which the job takes its files"
+            fix = f"a name on the Hub; or copy it here, and name it {path.name}"
+            problems.append(Problem(name, what, "--data with an asset or uri" if is_data else fix))
     if problems:
         raise UserError(*problems)
-    return [file for _, file in files]
+    return files
 
 
 # --- Reading a job's YAML -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from launch.flags import Commands, count, whole
+from launch.flags import Commands, whole
 from launch.terminal import plural
 from recipes.errors import mistake
 from recipes.run import hardware
@@ -27,20 +27,21 @@ TIMEOUT = 240  # seconds: on a cold disk torch alone takes a minute, and late no
 _SIGNS = {"ok": "✓", "warning": "!", "error": "✗"}
 
 
+_FLAGS = f"""
+--num_processes N       processes in all, one per GPU [all GPUs; 2 on a CPU]
+--nodes N               [those of srun, or 1]
+--main_process_ip NAME  address of node 0 [MASTER_ADDR]
+--main_process_port N   a port that is free there [MASTER_PORT]
+--timeout N             seconds for everything [{TIMEOUT}]
+--json                  for scripts
+"""
+
+
 def add_parser(commands: Commands) -> None:
     description = "For several nodes, run it on each of them at the same time."
     parser = commands.add_parser("doctor", description=description)
-    for name, kind, text in (
-        ("num_processes", count, "processes in all, one per GPU [all GPUs; 2 on a CPU]"),
-        ("nodes", count, "[those of srun, or 1]"),
-        ("machine_rank", whole, "which of the nodes this is, from 0 [SLURM_NODEID or NODE_RANK]"),
-        ("main_process_ip", str, "address of node 0 [MASTER_ADDR]"),
-        ("main_process_port", count, "a port that is free there [MASTER_PORT]"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, help=text)
-    parser.add_argument("--timeout", type=count, default=TIMEOUT, metavar="SECONDS", help=f"for everything [{TIMEOUT}]")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=examine)
+    parser.takes(examine, _FLAGS, timeout=TIMEOUT)
+    parser.add_argument("--machine_rank", type=whole, help="which of the nodes this is [SLURM_NODEID or NODE_RANK]")
 
 
 def examine(options: argparse.Namespace, rest: list[str]) -> int:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from launch.doctor import measured
-from launch.doctor.machine import ENLARGE, Check, Numbers, numbers, nvidia_smi
+from launch.doctor.machine import Check, Numbers, numbers, nvidia_smi
 from launch.host import processes
 from recipes.errors import Failure
 from recipes.planner.measured import catalogue_name
@@ -108,7 +108,7 @@ def main(folder: str) -> None:
 def _in_a_line(error: Exception) -> str:
     """The error without the traces that torch adds: its first line, and its last if that says more.
 
-    NCCL's own message is on the last line, and that of a DataLoader worker behind its trace.
+    NCCL's own message is on the last line.
     """
     text = re.sub(r"\[[^\]]*/[^\]]*\] ", "", str(error).partition("Exception raised from")[0])
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
@@ -123,40 +123,10 @@ def start(rank: Rank) -> Check:
     torch.set_num_threads(rank.asked["threads"])
     if not rank.cuda:
         return Check("ok", "gloo", f"from torch {torch.__version__}")
+    torch.cuda.init()  # says why, if this torch and the driver do not go together
     torch.cuda.set_device(rank.device)
     torch.ones(1, device=rank.device).item()
     return Check("ok", "NCCL", f"{'.'.join(map(str, torch.cuda.nccl.version()))}, from torch {torch.__version__}")
-
-
-class _Samples:
-    """A data set of two tensors, each made in the worker that loads it."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        # Without share_memory_ a full /dev/shm shows only as a hang.
-        return torch.full((8 * _MIB // 4,), float(index)).share_memory_()
-
-
-def workers(rank: Rank) -> Check | None:
-    """One DataLoader worker passes tensors through /dev/shm.
-
-    The probe run goes on if that fails: links may work.
-    """
-    if rank.local_rank:
-        return None
-    from torch.utils.data import DataLoader
-
-    try:
-        loader = DataLoader(_Samples(), batch_size=None, num_workers=1)  # type: ignore[arg-type]
-        sums = [batch.double().mean().item() for batch in loader]
-        wrong = "" if sums == [0, 1] else f"tensors arrived with wrong contents: means {sums}"
-    except (RuntimeError, OSError) as error:
-        wrong = _in_a_line(error)
-    if wrong:
-        return Check("error", "DataLoader", f"a worker cannot pass a tensor of 8 MiB: {wrong}", ENLARGE)
-    return Check("ok", "DataLoader", "a worker passes tensors through /dev/shm")
 
 
 # --- Between ranks --------------------------------------------------------------------------------
@@ -190,35 +160,28 @@ def connection(rank: Rank) -> Check:
 
 
 def bandwidth(rank: Rank) -> Check:
-    """The speed of large collectives beside that of the link, each on its slowest rank."""
-    part = torch.ones((256 if rank.cuda else 8) * _MIB // 4 // rank.size, device=rank.device)
-    whole = torch.ones(len(part) * rank.size, device=rank.device)
-    calls = {
-        "all-reduce": partial(dist.all_reduce, whole),
-        "reduce-scatter": partial(dist.reduce_scatter_tensor, part, whole),
-        "all-gather": partial(dist.all_gather_into_tensor, whole, part),
-        "latency": partial(dist.all_reduce, part[:1]),
-    }
-    rounds = {name: zip(*rank.of_all(rank.seconds(call, 6)), strict=True) for name, call in calls.items()}
-    seconds = {name: min(map(max, of_round)) for name, of_round in rounds.items()}
-    return compared(seconds, whole.nbytes, rank.size, *_link(rank))
+    """The speed of a large all-reduce beside that of the link, on the slowest rank."""
+    data = torch.ones((256 if rank.cuda else 8) * _MIB // 4, device=rank.device)
+
+    def seconds(part: torch.Tensor) -> float:
+        return min(map(max, zip(*rank.of_all(rank.seconds(partial(dist.all_reduce, part), 6)), strict=True)))
+
+    return compared(seconds(data), seconds(data[:1]), data.nbytes, rank.size, *_link(rank))
 
 
-def compared(seconds: dict[str, float], size: int, ranks: int, link: str, speed: float | None) -> Check:
-    """Bus bandwidth of collectives of `size` bytes beside the `speed` of their link.
+def compared(seconds: float, latency: float, size: int, ranks: int, link: str, speed: float | None) -> Check:
+    """Bus bandwidth of an all-reduce of `size` bytes beside the `speed` of the link.
 
-    Of an all-reduce it is size / seconds * 2 * (ranks - 1) / ranks, of the others half of that.
-    Source: nccl-tests, doc/PERFORMANCE.md. `latency` is of the smallest all-reduce.
+    It is size / seconds * 2 * (ranks - 1) / ranks. Source: nccl-tests, doc/PERFORMANCE.md.
+    `latency` is of the smallest all-reduce.
     """
-    once, latency = size * (ranks - 1) / ranks, seconds.pop("latency")
-    reached = {name: once * (2 if name == "all-reduce" else 1) / taken for name, taken in seconds.items()}
-    known = numbers(**{name: (one, "bytes/s") for name, one in reached.items()}, latency=(latency, "s"))
-    shown = ", ".join(f"{name} {one / 1e9:,.2f}" for name, one in reached.items())
-    text = f"{shown} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
-    if speed and reached["all-reduce"] < _FAR_BELOW * speed:
+    reached = 2 * size * (ranks - 1) / ranks / seconds
+    known = numbers(**{"all-reduce": (reached, "bytes/s"), "latency": (latency, "s")})
+    text = f"all-reduce {reached / 1e9:,.2f} GB/s over {link}{f' ({speed / 1e9:,.1f} GB/s)' if speed else ''}"
+    if speed and reached < _FAR_BELOW * speed:
         fix = "NCCL_DEBUG=INFO shows which links NCCL uses, `nvidia-smi nvlink -s` whether NVLink is off"
         return Check("warning", "bandwidth", f"{text}: far below its speed", fix, known)
-    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for the smallest all-reduce", numbers=known)
+    return Check("ok", "bandwidth", f"{text}, {latency * 1e6:,.0f} us for the smallest", numbers=known)
 
 
 def _link(rank: Rank) -> tuple[str, float | None]:

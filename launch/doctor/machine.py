@@ -6,7 +6,6 @@ None imports torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import platform
@@ -26,13 +25,16 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from launch.host import processes
+from launch.host.files import require_writable
 from launch.terminal import memory_size, plural
+from recipes.errors import one_line
 from recipes.legal.schema import version
 from recipes.run.files import hf_home
 from recipes.run.hardware import Hardware
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED = 16 * _MIB  # a DataLoader worker and two ranks of NCCL take some MiB each
 
 Numbers = dict[str, dict[str, float | str]]  # by name: a value and its unit
 
@@ -90,7 +92,7 @@ class Request:
 
 def examine(request: Request) -> Iterator[Check]:
     """Run the checks in the order they are printed."""
-    of_gpus = (visible_gpus, driver_of_gpus, torch_build, gpu_memory, gpu_health)
+    of_gpus = (visible_gpus, driver_of_gpus, gpu_memory)
     own = (limits, host_memory, disk, caches, shared_memory, cores, compiler)
     yield from filter(None, (check(request) for check in (versions, *of_gpus, *own)))
 
@@ -101,21 +103,20 @@ def versions(request: Request) -> Check:
 
     from packaging.requirements import Requirement
 
-    python, lines = "", list[str]()
-    with contextlib.suppress(metadata.PackageNotFoundError):  # a clone that is not installed
+    try:
         declared = metadata.metadata("accelerate-recipes")
-        python, lines = declared["Requires-Python"], metadata.requires("accelerate-recipes") or []
-    libraries = [one for one in map(Requirement, lines) if not one.marker or one.marker.evaluate({"extra": ""})]
-    if not libraries:
+    except metadata.PackageNotFoundError:  # a clone that is not installed
         return Check("warning", "versions", "the supported versions are unknown here", "pip install this package")
-    wanted = {"Python": python} | {one.name: str(one.specifier) for one in libraries}
+    named = map(Requirement, declared.get_all("Requires-Dist") or [])
+    libraries = (one for one in named if not one.marker or one.marker.evaluate({"extra": ""}))
+    wanted = {"Python": declared["Requires-Python"], **{one.name: str(one.specifier) for one in libraries}}
     installed = {name: version(name) for name in wanted} | {"Python": platform.python_version()}
     wrong = {name: how for name in wanted if (how := outside(installed[name], wanted[name]))}
     if wrong:
         what = ", ".join(f"{name} {installed[name] or 'missing'} (supported: {wanted[name]})" for name in wrong)
         fix = " ".join(["pip install", *(f"'{name}{wanted[name]}'" for name in wrong)])
         if "Python" in wrong:
-            fix = f"use an environment with Python {python}"
+            fix = f"use an environment with Python {wanted['Python']}"
         return Check("warning" if set(wrong.values()) == {"newer"} else "error", "versions", what, fix)
     shown = (f"{name} {installed[name]}" for name in ("Python", "torch", "transformers", "accelerate"))
     return Check("ok", "versions", ", ".join(shown))
@@ -138,7 +139,6 @@ def outside(installed: str | None, wanted: str) -> str:
 # --- nvidia-smi -----------------------------------------------------------------------------------
 
 _SECONDS = 8  # it never returns when the driver hangs; its first call may take some seconds
-_LONGEST = 160  # characters of garbage that are shown
 _CSV = "--format=csv,noheader,nounits"
 
 
@@ -151,8 +151,7 @@ def driver() -> tuple[str, str]:
     text, problem = _ask("--query-gpu=driver_version", _CSV)
     found = [line.strip() for line in text.splitlines() if re.fullmatch(r"\d+(\.\d+)+", line.strip())]
     if not problem and text.strip() and not found:
-        shown = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split())[:_LONGEST])
-        problem = f"nvidia-smi printed what is not understood: {shown}"
+        problem = f"nvidia-smi printed what is not understood: {one_line(text)}"
     return found[0] if found else "", problem
 
 
@@ -185,7 +184,7 @@ def _ask(*arguments: str) -> tuple[str, str]:
         except subprocess.TimeoutExpired:
             return "", f"nvidia-smi did not return within {_SECONDS} s: the driver or a GPU hangs"
     if process.returncode:
-        return "", f"nvidia-smi failed: {' '.join((output + errors).split())[:_LONGEST]}"
+        return "", f"nvidia-smi failed: {one_line(output + errors)}"
     return output, ""
 
 
@@ -256,72 +255,6 @@ def gpu_memory(request: Request) -> Check | None:
     return Check("ok", "GPU memory", f"{least:,} MiB free on each", numbers=known)
 
 
-_HEALTH = "ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.active,"
-_HEALTH += "pcie.link.width.current,pcie.link.width.max"  # not its generation, which an idle GPU lowers
-# nvml.h, nvmlClocksEventReason*: those that mean heat or power, not idleness or a setting.
-_SLOWED = {0x08: "a hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "a power brake"}
-
-
-def gpu_health(request: Request) -> Check | None:
-    """A GPU with memory errors, slowed clocks or too few PCIe lanes; [N/A] where it counts none."""
-    rows, sick = [row for row in smi_rows(f"--query-gpu={_HEALTH}") if len(row) == 4], []
-    for at, (errors, reasons, lanes, most) in enumerate(rows):
-        slowed = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
-        if errors.isdecimal() and int(errors):
-            sick.append(f"GPU {at}: {errors} uncorrected memory errors")
-        if by := [name for bit, name in _SLOWED.items() if slowed & bit]:
-            sick.append(f"GPU {at} is slowed down by {' and '.join(by)}")
-        if lanes.isdecimal() and most.isdecimal() and int(lanes) < int(most):
-            sick.append(f"GPU {at} has {lanes} of {most} PCIe lanes")
-    if sick:
-        fix = "`nvidia-smi --gpu-reset`, see its cooling and power in `nvidia-smi -q`, seat it again, or use others"
-        return Check("warning", "GPU health", "; ".join(sick), fix)
-    return Check("ok", "GPU health", "no memory errors, full clocks and PCIe lanes") if rows else None
-
-
-def torch_build(request: Request) -> Check | None:
-    """Whether the installed torch can use these GPUs, from its version.py: nothing is imported."""
-    build = _build()
-    if not request.hardware.cuda or build is None:
-        return None
-    installed, built = build
-    base, newest = installed.partition("+")[0], driver_cuda()
-    runs = f"the driver runs CUDA up to {newest[0]}.{newest[1]}" if newest else "the driver is unknown"
-    where = "https://pytorch.org/get-started/locally"
-    if built is None:
-        what = f"{installed} is built for the CPU only, and this machine has {request.hardware}"
-        fix = f"`pip install --force-reinstall torch=={base}`, or as {where} says; {runs}"
-        return Check("error", "torch", what, fix, fatal=True)
-    # Within a major version of CUDA an older driver runs newer programs ("minor version
-    # compatibility" in NVIDIA's CUDA Compatibility guide).
-    if newest and int(built.split(".")[0]) > newest[0]:
-        what = f"{installed} is built for CUDA {built}, and {runs}"
-        fix = f"a newer driver, or a torch {base} built for CUDA {newest[0]}: {where}"
-        return Check("error", "torch", what, fix, fatal=True)
-    return None
-
-
-def _build() -> tuple[str, str | None] | None:
-    """torch's version, and the CUDA that it is built for; None if there is no torch."""
-    spec = importlib.util.find_spec("torch")
-    file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    if file is None or not file.is_file():
-        return None
-    values = dict(re.findall(r"^(\w+)[^=\n]*= *'([^']*)'", file.read_text(), re.M))
-    return values.get("__version__", "unknown"), values.get("cuda")
-
-
-def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs, as (12, 8); None if unknown (cuda.h)."""
-    number = ctypes.c_int()
-    try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return number.value // 1000, number.value % 1000 // 10
-
-
 # --- Limits and memory ----------------------------------------------------------------------------
 
 # Each with ulimit's flag, what is an error below, what is a warning, ulimit's unit in bytes.
@@ -340,22 +273,16 @@ def limits(request: Request) -> Check:
         if has != resource.RLIM_INFINITY and has < few:
             status = "error" if has < too_few else "warning"
             shown = f"{memory_size(has) if unit > 1 else has} {what}"
-            return Check(status, "limits", shown, _raise(flag, most, few, unit), fatal=status == "error")
+            fix = f"`ulimit -S -{flag} {'unlimited' if most == resource.RLIM_INFINITY else most // unit}`"
+            if most != resource.RLIM_INFINITY and most < few:
+                fix = f"a hard limit above {most // unit}: /etc/security/limits.conf, docker --ulimit"
+            return Check(status, "limits", shown, fix, fatal=status == "error")
     locked, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         what = f"{memory_size(locked)} of locked memory, which InfiniBand needs"
         return Check("warning", "limits", what, "`ulimit -l unlimited`, or docker --ulimit memlock=-1")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Check("ok", "limits", f"{'any number of' if files == resource.RLIM_INFINITY else files} open files")
-
-
-def _raise(flag: str, most: int, few: int, unit: int) -> str:
-    """How to raise a soft limit, as far as the hard one allows."""
-    if most == resource.RLIM_INFINITY:
-        return f"`ulimit -S -{flag} {65536 if flag == 'n' else 'unlimited'}`"
-    if most >= few:
-        return f"`ulimit -S -{flag} {most // unit}`"
-    return f"a higher hard limit than {most // unit} (ulimit -H -{flag}): /etc/security/limits.conf, docker --ulimit"
 
 
 def host_memory(request: Request) -> Check:
@@ -399,33 +326,24 @@ def caches(request: Request) -> Check:
 
 
 def _room(title: str, places: list[Path], fix: str, advice: str) -> Check:
-    """Whether these folders, or those around them if they are missing, can be written to."""
-    known = {}
-    for place in dict.fromkeys(places):
-        there = next(one for one in (place, *place.parents) if one.exists())
-        if why := why_closed(there):
-            offline = title == "HF_HOME" and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-            return Check("warning" if offline else "error", title, f"{place} cannot be written: {why}", fix)
-        known[str(place)] = (shutil.disk_usage(there).free, "bytes")
-    words = ", ".join(f"{memory_size(size)} free in {name}" for name, (size, _) in known.items())
-    least, sizes = min(size for size, _ in known.values()), numbers(**known)
-    if least < _GIB:
-        return Check("error", title, words, fix, sizes)
-    if least < 10 * _GIB:
-        return Check("warning", title, words, advice, sizes)
-    return Check("ok", title, words, numbers=sizes)
-
-
-def why_closed(folder: Path) -> str:
-    """Why no file can be made in a folder, "" if one can.
-
-    A file is really made: permissions say nothing of a read-only disk, or of root in a container.
+    """The free space of these folders, or of those around them if they are missing; an error if one
+    cannot be written to.
     """
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
+    free = {}
+    for place in dict.fromkeys(places):
+        try:
+            require_writable(place)
+            there = next(one for one in (place, *place.parents) if one.exists())
+            free[str(place)] = shutil.disk_usage(there).free
+        except OSError as error:
+            return Check("error", title, f"{place} cannot be written: {error.strerror}", fix)
+    words = ", ".join(f"{memory_size(size)} free in {name}" for name, size in free.items())
+    known = numbers(**{name: (size, "bytes") for name, size in free.items()})
+    if min(free.values()) < _GIB:
+        return Check("error", title, words, fix, known)
+    if min(free.values()) < 10 * _GIB:
+        return Check("warning", title, words, advice, known)
+    return Check("ok", title, words, numbers=known)
 
 
 ENLARGE = (
@@ -434,23 +352,27 @@ ENLARGE = (
 
 
 def shared_memory(request: Request) -> Check | None:
+    """An error where a batch cannot pass. By default Docker gives a container 64 MiB, Azure ML a
+    job 2 GiB: enough for small batches only.
+    """
     if sys.platform != "linux":
         return None
     needed = "DataLoader workers and NCCL pass data through it"
-    if not _SHARED_MEMORY.is_dir():
-        fix = "`mkdir -p /dev/shm && mount -t tmpfs -o size=16g tmpfs /dev/shm`, or another container runtime"
-        return Check("error", "/dev/shm", f"is missing: {needed}", fix)
-    system = os.statvfs(_SHARED_MEMORY)
-    size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+    try:
+        system = os.statvfs(_SHARED_MEMORY)
+        size, free = system.f_blocks * system.f_frsize, system.f_bavail * system.f_frsize
+        if free >= _LEAST_SHARED:
+            require_writable(_SHARED_MEMORY)
+    except OSError as error:
+        fix = "`mount -o remount,rw,mode=1777 /dev/shm`, or docker --tmpfs /dev/shm"
+        if not _SHARED_MEMORY.is_dir():
+            fix = "`mkdir -p /dev/shm && mount -t tmpfs -o size=16g tmpfs /dev/shm`, or another container runtime"
+        return Check("error", "/dev/shm", f"cannot be written: {error.strerror}; {needed}", fix)
     known = numbers(free=(free, "bytes"), size=(size, "bytes"))
     words = f"{memory_size(free)} of {memory_size(size)} free"
-    if system.f_flag & os.ST_RDONLY:
-        fix = "`mount -o remount,rw /dev/shm`, or a container without --read-only there (docker --tmpfs /dev/shm)"
-        return Check("error", "/dev/shm", f"is read-only: {needed}", fix, known)
-    if free < _GIB:  # by default Docker gives a container 64 MiB, Azure ML a job 2 GiB
-        return Check("warning", "/dev/shm", f"{words}: {needed}", ENLARGE, known)
-    if why := why_closed(_SHARED_MEMORY):
-        return Check("error", "/dev/shm", f"cannot be written: {why}", "`chmod 1777 /dev/shm`", known)
+    if free < _GIB:
+        status = "error" if free < _LEAST_SHARED else "warning"
+        return Check(status, "/dev/shm", f"{words}: {needed}", ENLARGE, known)
     return Check("ok", "/dev/shm", words, numbers=known)
 
 
@@ -465,8 +387,8 @@ def compiler(request: Request) -> Check | None:
     if importlib.util.find_spec("deepspeed") is None:
         return None
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]  # where torch looks
-    nvcc = shutil.which("nvcc") or any(home and Path(home, "bin", "nvcc").exists() for home in homes)
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]  # where torch looks
+    nvcc = shutil.which("nvcc") or any(Path(home, "bin", "nvcc").exists() for home in homes)
     needed: Mapping[str, object] = {
         "a C++ compiler (g++)": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"),
         "ninja": shutil.which("ninja", path=search),

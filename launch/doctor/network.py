@@ -1,4 +1,4 @@
-"""The network before any rank: loopback, this node's name, and the meeting of several nodes.
+"""The network before any rank: the loopback, and the meeting of several nodes.
 
 TCP as gloo and NCCL use it: small packets are not enough, and a connection to one port says nothing
 of another.
@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
@@ -23,11 +22,8 @@ from launch.terminal import plural
 from recipes.run import Json
 
 _SECONDS = 1.0  # without an answer, on a link that answers within milliseconds
-_NAME_SECONDS = 3.0  # a name server that is there answers sooner, and one that is not takes 5 at least
 _LARGE = 1 << 18  # bytes: some hundred packets of any size
 _SAMPLES = 16  # ports
-_SIZES = (8900, 4000, 1400, 1200, 1000, 500)  # bytes of data in a packet, to find what passes
-_HEADERS = 40  # bytes of IPv4 and TCP in front of it
 _LOOPBACK = "127.0.0.1"
 _JOINING = 0.5  # of the whole time is left for late nodes
 _ANSWER_SECONDS = 10  # for a node that is there
@@ -35,52 +31,26 @@ _LONGEST_LINE = 1 << 24  # bytes: a thousand nodes may say something
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:
-    """The loopback, this node's name and, of several nodes, whether they reach each other."""
+    """The loopback and, of several nodes, whether they reach each other."""
     if not any(check.fatal for check in earlier):
         yield asyncio.run(_loopback())
-        name = socket.gethostname()
-        if resolved(name)[1]:  # gloo and torchrun ask for it
-            what = f"{name} is not resolved within {_NAME_SECONDS:.0f} s: gloo and torchrun wait for the answer"
-            fix = f"`echo {_LOOPBACK} {name} >> /etc/hosts`, or a name server that answers"
-            yield Check("error", "host name", what, fix, fatal=True)
     if meeting.request.nodes > 1:
         yield gathered(meeting, any(check.fatal for check in earlier))
 
 
 async def _loopback() -> Check:
     device = next((name for name in psutil.net_if_stats() if name in ("lo", "lo0")), "lo")
+    fix = f"`ip link set {device} up; ip addr replace {_LOOPBACK}/8 dev {device}`, or a sandbox that allows it"
     state = psutil.net_if_stats().get(device)
     if state is not None and not state.isup:
-        return Check("error", "loopback", f"{device} is down", f"`ip link set {device} up`", fatal=True)
+        return Check("error", "loopback", f"{device} is down", fix, fatal=True)
     try:
         async with _listening(_LOOPBACK) as ports:
-            lost = await _lost(_LOOPBACK, ports, device)
+            if lost := await _lost(_LOOPBACK, ports, device):
+                return Check("error", "loopback", *lost, fatal=True)
     except OSError as error:
-        what = f"{_LOOPBACK} cannot be used: {error.strerror}"
-        fix = "a network namespace or sandbox that allows it"
-        if error.errno == errno.EADDRNOTAVAIL:
-            what, fix = f"{device} has no address {_LOOPBACK}", f"`ip addr add {_LOOPBACK}/8 dev {device}`"
-        return Check("error", "loopback", what, fix, fatal=True)
-    if lost:
-        return Check("error", "loopback", *lost, fatal=True)
+        return Check("error", "loopback", f"{_LOOPBACK} cannot be used: {error.strerror}", fix, fatal=True)
     return Check("ok", "loopback", f"{_LOOPBACK} answers on {plural(len(ports), 'port')}, and large packets pass")
-
-
-def resolved(name: str) -> tuple[str | None, bool]:
-    """The IPv4 address of a name, None if there is none, and whether the answer takes too long.
-
-    It is asked for in a thread because the system's call has no time limit.
-    """
-    found: list[str] = []
-
-    def ask() -> None:
-        with contextlib.suppress(OSError):
-            found.append(str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0]))
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_NAME_SECONDS)
-    return (found[0] if found else None), asking.is_alive()
 
 
 def interfaces() -> dict[str, str]:
@@ -119,7 +89,7 @@ async def _listening(address: str) -> AsyncIterator[list[int]]:
                 servers[near] = await asyncio.start_server(_receive, address, near)
                 break
             except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another program has it
                     raise
     yield list(servers)
     for server in servers.values():
@@ -141,26 +111,15 @@ async def _receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 async def _lost(address: str, ports: Sequence[int], device: str) -> tuple[str, str] | None:
     """What does not arrive at another address, and what mends it; None if everything does."""
     answered = await _answering(address, ports)
-    silent = [port for port in ports if port not in answered]
-    if not answered:
-        what = f"no port of {address} answers within {_SECONDS:.0f} s: filtered"
+    if silent := [port for port in ports if port not in answered]:
         first, last = _port_range()
-        return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
-    if silent:
         what = f"{len(silent)} of {len(ports)} ports of {address} do not answer within {_SECONDS:.0f} s, from "
-        below, above = ([port for port in ports if port < silent[0]], [port for port in ports if port > silent[-1]])
-        others = max(below, above, key=len) or answered[:1]
-        change = f'`sysctl -w net.ipv4.ip_local_port_range="{others[0]} {others[-1]}"`'
-        fix = f"open them in the firewall, or let programs use others: {change}"
-        return f"{what}{silent[0]} to {silent[-1]}: a filtered port range", fix
+        what += f"{silent[0]} to {silent[-1]}: filtered"
+        return what, f"open TCP ports {first} to {last} in the firewall (iptables -I INPUT -i {device} -j ACCEPT)"
     if await _carries(address, answered[0]) or await _carries(address, answered[0]):  # a busy machine is late once
         return None
-    for size in _SIZES:
-        if await _carries(address, answered[0], size):
-            passes = size + _HEADERS
-            what = f"large packets are lost on {device}: those of {passes} bytes pass, of more do not"
-            return what, f"`ip link set dev {device} mtu {passes}`, or mend what drops them (a tunnel, a VLAN)"
-    return f"packets of every size are lost on {device}", "a cable, a driver or a firewall that loses packets"
+    fix = f"`ip link set dev {device} mtu 1400`, or mend what drops them (a tunnel, a VLAN)"
+    return f"large packets are lost on {device}", fix
 
 
 async def _answering(address: str, ports: Sequence[int]) -> list[int]:
@@ -177,13 +136,11 @@ async def _answering(address: str, ports: Sequence[int]) -> list[int]:
     return [port for port, yes in zip(ports, await asyncio.gather(*map(answers, ports)), strict=True) if yes]
 
 
-async def _carries(address: str, port: int, size: int | None = None) -> bool:
-    """True if _LARGE bytes arrive over a new connection, in packets of at most `size` bytes."""
+async def _carries(address: str, port: int) -> bool:
+    """True if _LARGE bytes arrive over a new connection."""
     loop = asyncio.get_running_loop()
     with socket.socket() as sender:
         sender.setblocking(False)
-        if size:
-            sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, size)
         try:
             async with asyncio.timeout(_SECONDS):
                 await loop.sock_connect(sender, (address, port))
@@ -269,23 +226,20 @@ class Meeting:
                 answer = await asyncio.wait_for(reader.readline(), seconds + _ANSWER_SECONDS)
                 writer.close()
                 return json.loads(answer)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError):
                 if loop.time() + 0.2 > until:
-                    raise error if isinstance(error, ConnectionRefusedError) else TimeoutError from None
+                    raise TimeoutError from None
                 await asyncio.sleep(0.2)
 
 
 def gathered(meeting: Meeting, fatal: bool) -> Check:
     """Wait for all nodes, and try their links. `fatal`: this one cannot start ranks."""
     request = meeting.request
-    address, late = resolved(request.address)
-    if address is None:
-        what = f"{request.address} is not resolved here{' within seconds' * late}"
-        fix = "--main_process_ip with a name that every node resolves, or node 0's address in numbers"
-        return Check("error", "nodes", what, fix, fatal=True)
-
     try:
         wrong = asyncio.run(_met(meeting, fatal))
+    except socket.gaierror:
+        fix = "--main_process_ip with a name that every node resolves, or node 0's address in numbers"
+        wrong = f"{request.address} is not resolved here", fix
     except OSError as error:
         wrong = _not_met(request, error)
     if wrong:
@@ -297,6 +251,7 @@ def gathered(meeting: Meeting, fatal: bool) -> Check:
 async def _met(meeting: Meeting, fatal: bool) -> tuple[str, str] | None:
     """What keeps the nodes from training together, and its fix. Each tries its link to the next."""
     request, seconds = meeting.request, meeting.request.timeout * _JOINING
+    await asyncio.get_running_loop().getaddrinfo(request.address, None, family=socket.AF_INET)
     own, device = own_interface(request)
     async with _listening("0.0.0.0") as ports:
         said = await meeting.say(seconds, {"address": own, "ports": ports, "fatal": fatal})
@@ -331,8 +286,7 @@ def _named(nodes: list[int]) -> str:
 def _not_met(request: Request, error: OSError) -> tuple[str, str]:
     where = f"{request.address}:{request.port}"
     if request.machine_rank:
-        why = "refused" if isinstance(error, ConnectionRefusedError) else "no answer"
-        what = f"node 0 at {where} did not answer within {request.timeout * _JOINING:.0f} s: {why}"
+        what = f"node 0 at {where} did not answer within {request.timeout * _JOINING:.0f} s"
         fix = "run the doctor on node 0 at the same time, with its address as --main_process_ip, and see what it says"
         return what, f"{fix} there; its firewall must let {where} through"
     if error.errno == errno.EADDRNOTAVAIL:

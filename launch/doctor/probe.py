@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import psutil  # type: ignore[import-untyped]
-
 from launch.doctor.machine import ENLARGE, Check, Request
 from launch.doctor.measured import used_bytes
 from launch.host import processes
@@ -17,18 +15,17 @@ from launch.host.launcher import threads_per_process
 from recipes.run import Json
 
 # The functions of links.py, in the order in which they run.
-_OWN, _SPEEDS = ("start", "workers"), ("matmul", "adam", "pcie", "context")
+_SPEEDS = ("matmul", "adam", "pcie", "context")
 OF_LINKS = ("connection", "bandwidth", "end")
-STAGES = (*_OWN, "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
-OF_ONE = (*_OWN, *_SPEEDS)  # for a single process, which communicates with no other
+STAGES = ("start", "rendezvous", *OF_LINKS[:-1], *_SPEEDS, "end")
+OF_ONE = ("start", *_SPEEDS)  # for a single process, which communicates with no other
 _GRACE = 2.0  # seconds after the first failure for the other ranks to report their errors
-_STOPPED_SECONDS = 2.0  # a stopped rank may be let go on at once
 # A collective hangs after this share of the time, or so many seconds. A cold disk, a late node or a
 # busy CPU may delay the other stages, which have all of it.
 _OF_TIMEOUT, _COLLECTIVE_SECONDS = 1 / 6, 20
 _LOOK = "run it again with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL for more detail"
 _FIXES = {
-    "start": "use an environment in which `import torch` works; for a GPU: https://pytorch.org/get-started/locally",
+    "start": "an environment in which torch works, built for the driver's CUDA: https://pytorch.org/get-started/locally",
     "rendezvous": "use an address of node 0 for --main_process_ip that every node can reach",
 }
 
@@ -37,7 +34,7 @@ _FIXES = {
 class StageFailure:
     """Why a probe run failed: the stage, what happened in it, and what to do.
 
-    `by_signal` if something killed or stopped a rank from outside. `by_another`: it only says that
+    `by_signal` if something killed a rank from outside. `by_another`: it only says that
     another rank is lost.
     """
 
@@ -55,8 +52,8 @@ class StageFailure:
 class Report:
     """What one rank has noted: its stage, what it has found, and how it ended.
 
-    `code` is its exit code, None if it had to be killed, `stopped` if a signal had stopped it then.
-    `error` is noted at `failed_at`, in seconds since 1970, or else read from its log.
+    `code` is its exit code, None if it had to be killed. `error` is noted at `failed_at`, in
+    seconds since 1970, or else read from its log.
     """
 
     rank: int
@@ -65,7 +62,6 @@ class Report:
     error: str = ""
     failed_at: float = 0.0
     code: int | None = None
-    stopped: bool = False
 
 
 def probe_run(
@@ -93,7 +89,7 @@ def probe_run(
         reports = []
         for at, rank in enumerate(ranks):
             noted = {"error": "".join(processes.last_lines(rank.folder / "log", 1)), **(rank.answer or {})}
-            reports.append(Report(first + at, code=rank.process.poll(), stopped=_is_stopped(rank), **noted))
+            reports.append(Report(first + at, code=rank.process.poll(), **noted))
     done = [stage for stage in stages if all(stage in report.found for report in reports)]
     found = (next(filter(None, (report.found[stage] for report in reports)), None) for stage in done)
     return [Check(**one) for one in found if one], failure_in(request, reports, in_time)
@@ -105,17 +101,15 @@ def _wait(ranks: list[processes.Child], request: Request) -> bool:
     After the first failure the other ranks have a moment to report their errors.
     """
     noted: list[Json | None] = []
-    since = stopped = time.monotonic()
-    last_chance = float("inf")
+    since, last_chance = time.monotonic(), float("inf")
     for codes in processes.watch(ranks):
         now, before, noted = time.monotonic(), noted, [rank.answer for rank in ranks]
         since = since if noted == before else now
-        stopped = stopped if any(map(_is_stopped, ranks)) else now
         if any(codes):
             last_chance = min(last_chance, now + _GRACE)
         running = [(note or {}).get("stage", "start") for note, code in zip(noted, codes, strict=True) if code is None]
         hangs = now - since > patience(request, min(running, key=STAGES.index))
-        if hangs or now > last_chance or now - stopped > _STOPPED_SECONDS:
+        if hangs or now > last_chance:
             return True
         if request.seconds_left < 0:
             return False
@@ -125,13 +119,6 @@ def _wait(ranks: list[processes.Child], request: Request) -> bool:
 def patience(request: Request, stage: str) -> float:
     """Seconds after which a stage hangs."""
     return min(_COLLECTIVE_SECONDS, request.timeout * _OF_TIMEOUT) if stage in OF_LINKS else request.timeout
-
-
-def _is_stopped(rank: processes.Child) -> bool:
-    try:
-        return psutil.Process(rank.process.pid).status() == psutil.STATUS_STOPPED
-    except psutil.Error:  # it has ended
-        return False
 
 
 # --- What went wrong ------------------------------------------------------------------------------
@@ -165,21 +152,14 @@ def _killed(report: Report) -> StageFailure:
 
 
 def _hung(request: Request, reports: list[Report], in_time: bool) -> StageFailure:
-    """Which rank hangs: one that is stopped, else one that is behind the others, else all."""
-    slowest = min(reports, key=lambda report: STAGES.index(report.stage))
-    stopped = next((report for report in reports if report.stopped), None)
-    one, seconds = stopped or slowest, patience(request, slowest.stage)
-    waited = ", ".join(f"rank {report.rank}" for report in reports if report is not one)
-    waited = f"; {waited} waited for it" if waited else ""
-    if stopped:
-        fix = "find what sent SIGSTOP, SIGTSTP or SIGTTIN: a scheduler that suspends jobs, Ctrl-Z; "
-        fix += "a stopped process goes on with `kill -CONT PID`"
-        what = f"rank {one.rank} is alive, but a signal has stopped it{waited}"
-        return StageFailure(one.stage, what, fix, by_signal=True)
+    """A rank that is behind the others hangs, or else all do."""
+    one = min(reports, key=lambda report: STAGES.index(report.stage))
     if not in_time:
         what = f"the {request.timeout} s of --timeout were over before rank {one.rank} was done; nothing has failed"
         return StageFailure(one.stage, what, f"--timeout {4 * request.timeout}: a cold disk or a busy machine is slow")
+    seconds = patience(request, one.stage)
+    waited = ", ".join(f"rank {report.rank}" for report in reports if report.stage != one.stage)
     what = f"every rank of this node hangs: none gets further, within {seconds:.0f} s at most"
-    if any(report.stage != one.stage for report in reports):
-        what = f"rank {one.rank} did not finish within {seconds:.0f} s{waited}"
+    if waited:
+        what = f"rank {one.rank} did not finish within {seconds:.0f} s; {waited} waited for it"
     return StageFailure(one.stage, what, _LOOK)

@@ -22,7 +22,7 @@ Switches = tuple[tuple[str, str], ...]  # variables and their values
 # Names: NVIDIA's NCCL documentation, "Environment Variables"; torch.distributed's, "Choosing the
 # network interface".
 _P2P, _IB, _SHM = ("NCCL_P2P_DISABLE", "1"), ("NCCL_IB_DISABLE", "1"), ("NCCL_SHM_DISABLE", "1")
-_NVLS = ("NCCL_NVLS_ENABLE", "0")  # github.com/NVIDIA/nccl-tests/issues/216: it helped where eight H100s hung
+_NVLS = ("NCCL_NVLS_ENABLE", "0")
 _COSTS = {
     "NCCL_P2P_DISABLE": "no NVLink and no direct PCIe: GPUs exchange data through the node's memory",
     "NCCL_IB_DISABLE": "no InfiniBand or RoCE: nodes use TCP, often at a tenth of the speed",
@@ -33,7 +33,7 @@ _INTERFACE = "nothing if this is the fastest network of the node; other networks
 
 
 def switch_sets(request: Request) -> list[Switches]:
-    """The sets to try, the smaller first.
+    """The sets to try: those that have helped somebody, what costs least first.
 
     Of the networks over several nodes only the one that leads to node 0, so that all try as many.
     """
@@ -43,8 +43,10 @@ def switch_sets(request: Request) -> list[Switches]:
     sockets: list[Switches] = [((f"{request.backend.upper()}_SOCKET_IFNAME", name),) for name in names]
     if request.backend == "gloo":
         return sockets
+    # github.com/NVIDIA/nccl-tests/issues/216: eight H100s hung, and only this one helped.
+    first: list[Switches] = [(_NVLS,)] if request.hardware.capability >= (9, 0) else []
     infiniband: list[Switches] = [(_IB,)] if request.nodes > 1 or Path("/sys/class/infiniband").is_dir() else []
-    return [(_P2P,), *infiniband, *sockets, (_NVLS,), (_SHM,), (_P2P, _SHM, _IB)]
+    return [*first, (_P2P,), *infiniband, *sockets, (_P2P, _SHM, _IB)]
 
 
 def examine(meeting: Meeting, earlier: list[Check]) -> Iterator[Check]:

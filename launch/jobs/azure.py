@@ -8,7 +8,6 @@ what it does not say.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import importlib.util
 import io
@@ -66,9 +65,6 @@ python3 launch doctor
 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$((MASTER_PORT + 1))"
 && """
 
-# The value goes through a pipe into the environment: into no file, log or argument.
-_TOKEN = 'HF_TOKEN="$(python3 launch/jobs/key_vault.py {secret})" && export HF_TOKEN &&\n'
-
 
 def _one_of(choices: str, help: str) -> Any:
     return field(default=None, metadata={"choices": tuple(choices.split()), "help": help})
@@ -87,27 +83,19 @@ class Azure(Target):
     compute: str | None = flag(None, "name of a cluster")
     instance_type: str | None = flag(None, "a VM size, for serverless compute")
     spot: bool = flag(False, "spot (preemptible) serverless compute")
-    priority: str | None = _one_of("low medium high", "in the queue of the compute, where that has priorities")
     timeout: int | None = flag(None, "Azure ML cancels the job after so many seconds")
     data: tuple[str, ...] = flag((), "data asset (azureml:NAME:VERSION) or uri; becomes --dataset_name, several mix")
-    data_type: str | None = _one_of(
-        "uri_file uri_folder", "of --data [by the uri's suffix; submitting asks the workspace for an asset's]"
-    )
+    data_type: str | None = _one_of("uri_file uri_folder", "of --data [by the uri's suffix; an asset is a folder]")
     output_uri: str | None = flag(
         None,
         "datastore path for checkpoints; a start with the same path resumes [accelerate-recipes/LOGIN/NAME-HASH on "
         "workspaceblobstore: LOGIN is yours on this machine, HASH that of the flags of train.py and --data]",
     )
     environment: str | None = flag(None, "an environment's name, instead of azureml/environment")
-    identity: str | None = _one_of("managed user_identity", "the compute's or your own, to read data and secrets")
-    hf_token_secret: str | None = flag(
-        None, "VAULT/SECRET: the job reads HF_TOKEN from this key vault, with --identity managed"
-    )
+    identity: str | None = _one_of("managed user_identity", "the compute's or your own, to read data")
     experiment_name: str = flag("accelerate-recipes", "[accelerate-recipes]")
     job_name: str | None = flag(None, "[the recipe]")
-    tags: tuple[str, ...] = flag((), "KEY=VALUE ..., to find the job again in the studio")
     shm_size: str = flag("16g", "size of /dev/shm [16g]")
-    docker_args: str | None = flag(None, "more arguments of `docker run`: --docker_args='--ipc=host'")
     subscription_id: str | None = flag(None, "the workspace, with the next two [config.json here or in a folder above]")
     resource_group: str | None = flag(None, "")
     workspace_name: str | None = flag(None, "")
@@ -117,22 +105,11 @@ class Azure(Target):
         processes = processes or 1
         return Node(Hardware((ASSUMED_GPU,) * processes, cores=8 * processes), processes, _PACKAGES, self.data)
 
-    def render(self, job: Job, kinds: Mapping[str, str] | None = None) -> str:
-        """The job as YAML. Its relative paths are those of the code that `stage` writes beside it.
+    def render(self, job: Job) -> str:
+        """The job as YAML, whose relative paths are those of the code that `stage` writes."""
+        return yaml.dump(self._body(job), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
-        `kinds` are the types of data assets as the workspace says; None if it was not asked.
-        """
-        content = self._body(job, kinds or {})
-        text = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-        for asset in self._untold() if kinds is None else ():
-            text = f"# {asset} is taken for a folder: --data_type says otherwise, submitting asks.\n{text}"
-        return text
-
-    def _untold(self) -> list[str]:
-        """The data assets of which nobody said whether they are files."""
-        return [] if self.data_type else [data for data in self.data if _is_asset(data)]
-
-    def _body(self, job: Job, kinds: Mapping[str, str]) -> Json:
+    def _body(self, job: Job) -> Json:
         refuse_fresh(job, "another --output_uri")
         if self.data and with_flags(job.argv, {"dataset_name": None}) != list(job.argv):
             raise mistake("data", "is the job's data set, and so is --dataset_name", "one of them")
@@ -142,30 +119,24 @@ class Azure(Target):
             raise mistake("compute", "is not given", "--compute NAME of a cluster, or --instance_type for serverless")
         if self.spot and self.compute:  # which has a tier of its own: Azure would ignore this one, and charge for that
             raise mistake("spot", "is of serverless compute", "--instance_type, or no --spot")
-        inputs = self._inputs(kinds)
-        built = {"build": {"path": f"{CODE}/{ENVIRONMENT}"}}
-        if self.hf_token_secret and self.identity == "user_identity":
-            what = "is read with the identity of the compute, which the image can use"
-            raise mistake("hf_token_secret", what, "--identity managed")
-        identity = self.identity or ("managed" if self.hf_token_secret else None)
+        inputs = self._inputs()
         content = {
             "$schema": "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json",
             "type": "command",
             "display_name": self.job_name or job.run.recipe.name,
             "experiment_name": self.experiment_name,
             "description": job.run.recipe.purpose,
-            "tags": self._tags(),
             "code": CODE,
             "command": self._command(job, inputs),
-            "environment": _named(self.environment) or built,
+            "environment": _named(self.environment) or {"build": {"path": f"{CODE}/{ENVIRONMENT}"}},
             "compute": _named(self.compute),
-            "queue_settings": _present({"job_tier": self.spot and "spot", "priority": self.priority}),
-            "identity": _present({"type": identity}),
+            "queue_settings": _present({"job_tier": self.spot and "spot"}),
+            "identity": _present({"type": self.identity}),
             "limits": _present({"timeout": self.timeout}),
             "resources": {
                 "instance_count": job.nodes,
                 "shm_size": self.shm_size,
-                **_present({"instance_type": self.instance_type, "docker_args": self.docker_args}),
+                **_present({"instance_type": self.instance_type}),
             },
             "distribution": {"type": "pytorch", "process_count_per_instance": 1},
             "environment_variables": {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110"},
@@ -173,12 +144,6 @@ class Azure(Target):
             "outputs": {"run": {"type": "uri_folder", "mode": "rw_mount", "path": self.output_of(job)}},
         }
         return _present(content)
-
-    def _tags(self) -> dict[str, str]:
-        for pair in self.tags:
-            if not re.match(r"[^=]+=", pair):
-                raise mistake("tags", f"{pair!r} is not a key with its value", f"--tags {pair or 'KEY'}=VALUE")
-        return {key: value for key, _, value in (pair.partition("=") for pair in self.tags)}
 
     def output_of(self, job: Job) -> str:
         """The place of the checkpoints: the same command line of the same person resumes from
@@ -191,18 +156,13 @@ class Azure(Target):
         words += [_config(job)] if job.config != str(launch_yaml(job.run.recipe, job.run["deepspeed"])) else []
         if words and not self.job_name:
             name += "-" + hashlib.sha256("\0".join(words).encode(errors="backslashreplace")).hexdigest()[:8]
-        try:
-            login = re.sub(r"[^\w.-]", "-", getpass.getuser())
-        except (KeyError, OSError):  # a container's user without a name
-            what = "has a default under your login name, which this machine does not know"
-            raise mistake("output_uri", what, "--output_uri with a datastore's path, or USER=you") from None
+        user = os.environ.get("LOGNAME") or os.environ.get("USER") or str(os.getuid())
+        login = re.sub(r"[^\w.-]", "-", user)
         return f"azureml://datastores/workspaceblobstore/paths/accelerate-recipes/{login}/{name}"
 
     def _command(self, job: Job, inputs: Mapping[str, Any]) -> str:
         more = "--deepspeed_multinode_launcher standard" if job.launched == "deepspeed" else ""
         text = _LAUNCH.format(config=shlex.quote(_config(job)), more=more)
-        if self.hf_token_secret:
-            text = _TOKEN.format(secret=_address(self.hf_token_secret)) + text
         text = (_PREFLIGHT if job.preflight else "") + text
         lines = [line.strip() for line in text.splitlines()]
         lines += flag_lines(job.command[1:], _quoted)
@@ -212,15 +172,15 @@ class Azure(Target):
         lines += ["--output_dir ${{outputs.run}}"]
         return " \\\n  ".join(lines) + "\n"
 
-    def _inputs(self, kinds: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    def _inputs(self) -> dict[str, dict[str, str]]:
         """The data as the job mounts it, files under their own names, or folders: `data`, and for
         the other parts of a mixture `data_2` and so on.
         """
         inputs = {}
         for number, data in enumerate(self.data, start=1):
             uri = _remote("data", data)
-            is_file = not _is_asset(uri) and file_kind(PurePosixPath(uri.partition("?")[0]))
-            kind = self.data_type or kinds.get(data) or ("uri_file" if is_file else "uri_folder")
+            is_file = file_kind(PurePosixPath(uri.partition("?")[0]))
+            kind = self.data_type or ("uri_file" if is_file else "uri_folder")
             inputs["data" if number == 1 else f"data_{number}"] = {"type": kind, "path": uri}
         return inputs
 
@@ -228,23 +188,17 @@ class Azure(Target):
         """Write this package, and the user's files that the run names, beside the job's YAML.
 
         The user's files keep their paths, relative to the current folder, so that the command line
-        holds there. Raises `UserError` for a file that cannot be taken along.
+        holds there. Jobs in one folder share their code, which is written anew. Raises `UserError`
+        for a file that cannot be taken along.
         """
-        code, left_out = folder / CODE, shutil.ignore_patterns(*_LEFT_OUT)
-        with tempfile.TemporaryDirectory() as scratch:
-            new = Path(scratch)
-            shutil.copytree(SCRIPT.parent, new / "launch", ignore=left_out)
-            shutil.copytree(Path(recipes.__file__).parent, new / "recipes", ignore=left_out)
-            shutil.copytree(shipped(""), new / "accelerate_configs", ignore=shutil.ignore_patterns(".*"))
-            shutil.copytree(shipped("environment", "azureml"), new / ENVIRONMENT)
-            for file in own_files(job):
-                there = new / file
-                there.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, there)
-            if not code.exists():
-                shutil.copytree(new, code)
-            elif _content(code) != _content(new):
-                raise mistake("output", f"{code} holds something else than this job's code", "another folder")
+        code, own = folder / CODE, own_files(job)
+        sources = {"launch": SCRIPT.parent, "recipes": Path(recipes.__file__).parent}
+        sources |= {"accelerate_configs": shipped(""), ENVIRONMENT: shipped("environment", "azureml")}
+        for name, source in sources.items():
+            shutil.copytree(source, code / name, ignore=shutil.ignore_patterns(*_LEFT_OUT), dirs_exist_ok=True)
+        for file in own:
+            (code / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, code / file)
         return code
 
     def check(self, text: str, job: Job) -> None:
@@ -256,26 +210,20 @@ class Azure(Target):
                 load(text, Path(folder))
 
     def send(self, text: str, job: Job) -> int:
-        client = connected(self._workspace())
-        if assets := self._untold():
-            text = self.render(job, {asset: data_type(client, asset) for asset in assets})
+        client = connected({name: value for name in _WORKSPACE if (value := getattr(self, name))})
         with tempfile.TemporaryDirectory() as folder:
             self.stage(job, Path(folder))
             sdk_job = load(text, Path(folder))
             with silence(), _asking():
                 created = client.jobs.create_or_update(sdk_job)
         name, address = str(created.name), str(created.studio_url or "")
-        workspace = (client.subscription_id, client.resource_group_name, client.workspace_name or "")
-        names = dict(zip(_WORKSPACE, workspace, strict=True))
+        workspace = (client.subscription_id, client.resource_group_name, client.workspace_name)
+        names = dict(zip(_WORKSPACE, map(str, workspace), strict=True))
         submission = Submission("azureml", job.title, address, name, workspace=names)
         output = f"{self.output_of(job)}: submit the same job again to resume from there"
-        found_at = {"studio": address, "output": output}
-        announce(Path("outputs") / name, submission, found_at, cancel=f"az ml job cancel --name {name}")
+        cancel = f"az ml job cancel --name {name}"
+        announce(Path("outputs") / name, submission, {"studio": address, "output": output}, cancel)
         return 0
-
-    def _workspace(self) -> dict[str, str]:
-        """The names of the workspace in the flags; empty if they name none."""
-        return {name: value for name in _WORKSPACE if (value := getattr(self, name))}
 
     @classmethod
     def state(cls, submission: Submission) -> str:
@@ -295,37 +243,31 @@ class Azure(Target):
         name, state = submission.job, cls.state(submission)
         if not cls.is_over(state) and not following:
             raise mistake("logs", f"job {name} is {state}", f"recipes logs -f {folder}, or {submission.log}")
-        client = connected(submission.workspace)
+        jobs = connected(submission.workspace).jobs
         with silence(), _asking():
-            if cls.is_over(state):
-                client.jobs.download(name, download_path=folder)
-            else:
-                client.jobs.stream(name)
-                return
-        for file in sorted(folder.rglob("std_log*.txt")):
-            print(file.read_text(encoding="utf-8", errors="replace"), end="")
-        print(f"{state}: {submission.log}")
+            jobs.download(name, download_path=folder) if cls.is_over(state) else jobs.stream(name)
+        if cls.is_over(state):
+            for file in sorted(folder.rglob("std_log*.txt")):
+                print(file.read_text(encoding="utf-8", errors="replace"), end="")
+            print(f"{state}: {submission.log}")
 
     @classmethod
     def last_line(cls, submission: Submission) -> str:
         return submission.log  # the job's address: the log itself is not here
 
 
-_ASSET = re.compile(r"azureml:([^:@/\s]+)(?::([^:@/\s]+)|@([^:@/\s]+))")
-# The storage that Azure ML's documentation names. The SDK takes any other text for a local path.
-_URI = re.compile(r"(azureml|https?|wasbs?|abfss?|adl)://.+|azureml:/subscriptions/.+")
+# An asset, or the storage that Azure ML's documentation names.
+_REMOTE = re.compile(
+    r"azureml:[^:@/\s]+[:@][^:@/\s]+|azureml:/subscriptions/.+|(azureml|https?|wasbs?|abfss?|adl)://.+"
+)
 
 
 def _remote(name: str, uri: str) -> str:
-    if _ASSET.fullmatch(uri) or _URI.fullmatch(uri):
+    """The place in the cloud. The SDK takes any other text for a local path."""
+    if _REMOTE.fullmatch(uri):
         return uri
     fix = "azureml:NAME:VERSION, azureml:NAME@latest, or a uri: azureml://datastores/..."
     raise mistake(name, f"{uri} is not a place in the cloud", fix)
-
-
-def _is_asset(uri: str) -> bool:
-    """True if the workspace alone knows what it is: an asset, by its name or its id."""
-    return uri.startswith("azureml:") and not re.match(r"azureml://(subscriptions/.*/)?datastores/", uri)
 
 
 def _present(content: Json) -> Json:
@@ -343,15 +285,6 @@ def _quoted(word: str) -> str:
     return re.sub(r"\$(?=\{\{)|\{(?=inputs|outputs|\{)", lambda found: found.group() + "''", quoted)
 
 
-def _address(secret: str) -> str:
-    """The address of a secret. The error never shows what was given: it may be the token itself."""
-    found = re.fullmatch(r"(?:https://([\w.:-]+)/secrets|([\w-]+))/([\w-]+)", secret)
-    if found is None:
-        fix = "VAULT/SECRET, or the secret's identifier: https://VAULT.../secrets/SECRET"
-        raise mistake("hf_token_secret", "is not a key vault and the name of a secret in it", fix)
-    return f"https://{found[1] or f'{found[2]}.vault.azure.net'}/secrets/{found[3]}"
-
-
 class _Dumper(yaml.SafeDumper):
     """Writes text of several lines as a block, line by line."""
 
@@ -364,10 +297,6 @@ _Dumper.add_representer(str, _text)
 
 
 # --- The files that a job uploads -----------------------------------------------------------------
-
-
-def _content(folder: Path) -> dict[Path, bytes]:
-    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def _is_shipped(config: Path) -> bool:
@@ -385,35 +314,27 @@ def own_files(job: Job) -> list[Path]:
 
     Raises `UserError` with each one that would be missing on the nodes.
     """
-    run, problems = job.run, []
+    run, files, problems = job.run, [], []
     named = [("recipe", file) for file in run.recipe.files]
     yamls = [Path(job.config), *([shipped(run.recipe.engine)] if run.recipe.files else [])]
     named += [("accelerate_config", os.path.relpath(file.resolve())) for file in yamls if not _is_shipped(file)]
-    settings = "config deepspeed fsdp_config accelerator_config dataset_name model_name_or_path resume_from_checkpoint"
-    for name in filter(run.explicit, settings.split()):
-        is_data, value = name == "dataset_name", run[name]
-        texts = [part.name for part in parts_of(value)] if is_data else [value] if isinstance(value, str) else []
-        for text in texts:
-            if os.path.isfile(text):  # noqa: PTH113, Path.is_file raises for a long JSON
-                named.append((name, text))
-            elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
-                fix = "--data with an asset or uri" if is_data else "a name on the Hub, or a file in the current folder"
-                problems.append(Problem(name, f"{text} is on this machine only", fix))
-    files = [(name, Path(os.path.normpath(file))) for name, file in named]
-    for name, file in files:
-        if file.is_absolute() or file.parts[0] == "..":
-            what = f"{file} is not in the current folder, from which the job takes its files"
-            problems.append(Problem(name, what, f"copy it here, and name it {file.name}"))
+    named += [("dataset_name", part.name) for part in parts_of(run["dataset_name"]) if run.explicit("dataset_name")]
+    settings = "config deepspeed fsdp_config accelerator_config model_name_or_path resume_from_checkpoint"
+    named += [(name, run[name]) for name in filter(run.explicit, settings.split()) if isinstance(run[name], str)]
+    for name, text in named:
+        path, is_data = Path(os.path.normpath(text)), name == "dataset_name"
+        if os.path.isfile(text) and not path.is_absolute() and path.parts[0] != "..":  # noqa: PTH113, of any text
+            files.append(path)
+        elif text.startswith((".", "/", "~")) or existing_path(text) or (is_data and paths_of(text)):
+            what = f"{text} is not a file in the current folder, from which the job takes its files"
+            fix = f"a name on the Hub; or copy it here, and name it {path.name}"
+            problems.append(Problem(name, what, "--data with an asset or uri" if is_data else fix))
     if problems:
         raise UserError(*problems)
-    return [file for _, file in files]
+    return files
 
 
 # --- Reading a job's YAML -------------------------------------------------------------------------
-
-# A simple command of bash: up to a line's end or an operator outside quotes.
-_COMMAND = re.compile(r"(?:'[^']*'|\"[^\"]*\"|\\.|[^\n;&|<>()])+", re.DOTALL)
-_REFERENCE = re.compile(r"\$\{\{\s*(\w+)\.([^}\s]*)\s*\}\}")
 
 
 class Training(NamedTuple):
@@ -442,8 +363,12 @@ def read(file: Path, rest: Sequence[str]) -> tuple[RunSpec, list[Problem]]:
         raise mistake("command", "does not start launch/train.py", "as in azureml/fast.yaml")
     if problems := list(_missed_by_azure(content, training)):
         raise UserError(*problems)
+    code = (folder / str(content.get("code", ""))).resolve()
+    if not (code / "launch" / SCRIPT.name).is_file():
+        fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
+        raise mistake("code", f"there is no launch/train.py in {code}", fix)
     node = Azure().node(training.processes_per_node)
-    with contextlib.chdir(_code(content, folder)):  # where the job's command runs
+    with contextlib.chdir(code):  # where the job's command runs
         world = training.nodes * node.processes
         place = here(world, training.config, node.processes, hardware=node.hardware, packages=node.packages)
         run = resolve(training.flags, place)
@@ -457,8 +382,7 @@ def _missed_by_azure(content: Json, training: Training) -> Iterator[Problem]:
         what = "accelerate launch starts the processes of a node, and finds the other nodes where pytorch's are"
         yield Problem("distribution", what, "type: pytorch, process_count_per_instance: 1")
     name = next((word.split("/")[3] for word in training.flags if word.startswith("/mnt/outputs/")), "")
-    mode = _section(_section(content, "outputs"), name).get("mode", "rw_mount")
-    if not name or mode != "rw_mount":
+    if not name or _section(_section(content, "outputs"), name).get("mode", "rw_mount") != "rw_mount":
         what = "keeps nothing if the job is preempted" if name else "writes to a folder that is deleted with the job"
         fix = "--output_dir ${{outputs.run}}, and there mode: rw_mount"
         yield Problem(f"outputs.{name}.mode" if name else "command", what, fix)
@@ -470,27 +394,16 @@ def _section(content: Json, name: str) -> Json:
     return section if isinstance(section, dict) else {}
 
 
-def _code(content: Json, folder: Path) -> Path:
-    """The folder that the job uploads. Raises `UserError` if train.py is not in it."""
-    code = str(content.get("code", ""))
-    found = SCRIPT.parents[1] if code.startswith("azureml:") else (folder / code).resolve()  # uploaded already
-    if not (found / "launch" / SCRIPT.name).is_file():
-        fix = "the folder that `recipes submit azureml --dry_run --output FILE` writes beside the YAML"
-        raise mistake("code", f"there is no launch/train.py in {found}", fix)
-    return found
-
-
 def training_in(content: Json) -> Training | None:
     """The training in a job's command, inputs filled in; None if it does not start train.py."""
-    mounts = {("outputs", name): f"/mnt/outputs/{name}" for name in _section(content, "outputs")}
-    for name, given in (inputs := _section(content, "inputs")).items():
-        mounts["inputs", name] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
-    command = _REFERENCE.sub(lambda found: mounts.get((found[1], found[2]), found[0]), str(content.get("command", "")))
-    text = next((text for text in _COMMAND.findall(command) if "launch/train.py" in text), "")
-    # Everything between quotes is literal; elsewhere a backslash joins its line with the next.
-    joined = re.sub(r"('[^']*'|\"[^\"]*\")|\\\n", lambda found: found[1] or " ", text)
+    inputs, outputs = _section(content, "inputs"), _section(content, "outputs")
+    values = {f"outputs.{name}": f"/mnt/outputs/{name}" for name in outputs}
+    for name, given in inputs.items():
+        values[f"inputs.{name}"] = f"/mnt/inputs/{name}" if isinstance(given, dict) else str(given)
+    command = str(content.get("command", "")).replace("\\\n", " ")
+    line = next((line for line in command.split("\n") if "launch/train.py" in line), "")
     with contextlib.suppress(ValueError):  # a quotation that never ends, or no such word
-        words = shlex.split(joined)
+        words = shlex.split(re.sub(r"\$\{\{\s*([\w.]+)\s*}}", lambda found: values.get(found[1], found[0]), line))
         script = [word.endswith("launch/train.py") for word in words].index(True)
         before = " ".join(words[:script]).replace("=", " ").split()
         config = before[before.index("--config_file") + 1] if "--config_file" in before[:-1] else None
@@ -562,22 +475,6 @@ def connected(workspace: Mapping[str, str]) -> MLClient:
             fix = f"--{missing[0]}, or a config.json"
             raise mistake(missing[0], "is missing beside the rest of the workspace", fix)
         return MLClient(DefaultAzureCredential(), *(workspace[name] for name in _WORKSPACE))
-
-
-def data_type(client: MLClient, asset: str) -> str:
-    """The type of a data asset, uri_file or uri_folder, as the workspace says.
-
-    Raises `UserError` for an mltable, which train.py does not read, and for an asset elsewhere.
-    """
-    named = _ASSET.fullmatch(asset)
-    if named is None:
-        raise mistake("data", f"{asset} is not an asset of this workspace", "--data_type uri_file or uri_folder")
-    name, version, label = named.groups()
-    with silence(), _asking():
-        kind = str(client.data.get(name, version=version, label=label).type)
-    if kind not in ("uri_file", "uri_folder"):
-        raise mistake("data", f"{asset} is of type {kind}, which train.py cannot read", "a uri_file or uri_folder")
-    return kind
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ Every target renders the same job.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import re
 import shlex
@@ -236,14 +235,12 @@ class Target:
     def print_log(cls, submission: Submission, folder: Path, following: bool) -> None:
         """Print what the job has printed; with `following` until it has ended.
 
-        Raises `UserError` if there is no log, unless the job may still write one.
+        Raises `UserError` if there is no log and nobody waits for it.
         """
         log = Path(submission.log)
-        if not log.exists():
-            state = cls.state(submission)
-            if cls.is_over(state) or not following:
-                fix = "submit it again" if cls.is_over(state) else f"recipes logs -f {shlex.quote(str(folder))}"
-                raise mistake("logs", f"there is no {log}: {state or 'the run has ended'}", fix)
+        if not following and not log.exists():
+            state = cls.state(submission) or "the run has ended"
+            raise mistake("logs", f"there is no {log}: {state}", f"recipes logs -f {shlex.quote(str(folder))}")
         follow(log, lambda: not following or cls.is_over(cls.state(submission)), ask_every=cls.ASK_EVERY)
 
     @classmethod
@@ -257,7 +254,6 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: floa
 
     The log may not exist yet. It is read more often than `ended`, every `ask_every` seconds.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character can arrive in two parts
     asked, done = float("-inf"), False
     while True:
         now = time.monotonic()
@@ -268,18 +264,19 @@ def follow(log: Path, ended: Callable[[], bool], start: int = 0, ask_every: floa
             stream.seek(start)
             added = stream.read()
         start += len(added)
-        print(decoder.decode(added, final=done), end="", flush=True)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(added)
+        sys.stdout.buffer.flush()
         if done:
             return
         time.sleep(min(0.2, ask_every))
 
 
-def last_line(log: Path, longest: int = 80) -> str:
-    """The last line about a step, else the last line with text, shortened; or an empty string."""
+def last_line(log: Path) -> str:
+    """The last line about a step, else the last line with text; or an empty string."""
     try:
         lines = [line.strip() for line in last_lines(log, 1000) if line.strip()]
     except OSError:
         return ""
     about_steps = [line for line in lines if re.search(r"\bstep \d+", line)]
-    last = (about_steps or lines or [""])[-1]
-    return last if len(last) <= longest else last[: longest - 3] + "..."
+    return (about_steps or lines or [""])[-1][:80]

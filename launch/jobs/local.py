@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,18 +74,15 @@ class Local(Target):
         impossible.
         """
         tried: list[Json] = []
-        while code not in (0, EXIT_CODE):
-            attempt = next_flags(job.folder)
-            if attempt is None or attempt in tried:
-                if tried:
-                    print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
-                break
+        while code not in (0, EXIT_CODE) and (attempt := next_flags(job.folder)) and attempt not in tried:
             tried.append(attempt)
             _, recipe, *argv = job.argv
             again = Node(job.run.hardware, job.processes_per_node)
             job = checked_job(recipe, with_flags(argv, attempt), again, 1, job.preflight, job.config)
             print(f"\nout of memory: again, with batch {job.run.batch}: {join(with_flags([], attempt))}", flush=True)
             code = run_script(without_secrets(self.render(job)), job)
+        if tried and code not in (0, EXIT_CODE):
+            print("\nno smaller micro-batch of the same global batch is left to try", file=sys.stderr)
         return code
 
     @classmethod
@@ -114,23 +110,22 @@ def run_script(text: str, job: Job) -> int:
         end = path.stat().st_size  # of what earlier runs have printed
         process = start(["bash", "-c", text, "recipes"], log)
 
+    interrupts = 0
+
     def pass_on(received: int, frame: FrameType | None) -> None:
-        """A run is told to stop. A second Ctrl-C kills it."""
-        if received == signal.SIGINT:
-            signal.signal(signal.SIGINT, lambda *_: _tell(process, signal.SIGQUIT))
+        """Stop the run. A second Ctrl-C kills it."""
+        nonlocal interrupts
+        interrupts += received == signal.SIGINT
+        if received == signal.SIGINT and interrupts == 1:
             print("stopping, after the step in progress if any; Ctrl-C again kills", file=sys.stderr, flush=True)
-        _tell(process, signal.SIGTERM)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGQUIT if interrupts > 1 else signal.SIGTERM)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, pass_on)
     follow(path, lambda: process.poll() is not None, end)
     note(job.folder, replace(submission, exit_code=process.returncode))
     return process.returncode
-
-
-def _tell(process: subprocess.Popen[bytes], number: int) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, number)
 
 
 def is_written(path: Path) -> bool:
@@ -140,14 +135,20 @@ def is_written(path: Path) -> bool:
     except OSError:  # there is none
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
+        return not _lock(handle, fcntl.LOCK_SH)
     finally:
         os.close(handle)
-    return False
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """False if another process holds the lock. Some file systems have none."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _locked_log(path: Path) -> IO[bytes]:
@@ -158,13 +159,9 @@ def _locked_log(path: Path) -> IO[bytes]:
     except OSError as error:
         what = f"{path.parent} cannot be written: {error.strerror}"
         raise mistake("output_dir", what, "choose a writable folder with --output_dir") from None
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _lock(log.fileno(), fcntl.LOCK_EX):
         log.close()
-        raise in_use(path.parent) from None
-    except OSError:  # a file system without locks
-        pass
+        raise in_use(path.parent)
     return log
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,21 +34,26 @@ from recipes.run.hardware import read as read_hardware
 _SBATCH = "as sbatch takes it"
 _DIRECTIVES = "partition account qos time gpus_per_node cpus_per_task mem constraint reservation".split()
 
-# sbatch lets its own arguments win over the script's. srun on too few nodes only warns, and the run
-# would wait for the others; the jobs of an array would write into one folder.
-_AS_WRITTEN = """\
-if [ -n "${{SLURM_ARRAY_JOB_ID-}}" ] || [ "${{SLURM_JOB_NUM_NODES-{nodes}}}" != {nodes} ]; then
-    echo "this script is one run with --nodes {nodes}: submit it without --array and without another --nodes" >&2
-    exit 2
-fi"""
+# The job. The srun command runs in the background, so that bash handles signals while it waits.
+_SCRIPT = """\
+#!/bin/bash
+@directives@
 
-_HEAD_NODE = """\
+# @title@
+@environment@set -uo pipefail
+max_restarts=@restarts@
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@patience@
+
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR=$(scontrol show node -o "$head_node" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
-"""
 
-_WAIT = """\
+@command@
+
+@container@launcher=@launcher@
+# One word: srun reads a lone : among its own as the start of another job.
+srun @options@ \\
+    @inside@bash -c "@home@$launcher$(printf ' %q' "${command[@]}")" &
 step=$!
 told=no
 tell() { scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null; }  # the steps, not this script
@@ -72,24 +78,33 @@ fi
 exit "$code"
 """
 
-_FOLDERS = """\
+# Every folder has the same path inside a container as outside, so that no argument has to change.
+_CONTAINER = """\
+folders=(@folders@)
 export HF_HOME=${HF_HOME:-${XDG_CACHE_HOME:-$HOME/.cache}/huggingface}
 for folder in "$PWD" "$HOME" "$HF_HOME" "${HF_HUB_CACHE-}" "${HF_DATASETS_CACHE-}"; do
     [ -z "$folder" ] || folders+=("$folder")
 done
 mkdir -p "${folders[@]}" || exit 1
-binds=$(printf '%s\\n' "${folders[@]}" | sort -u | sed 's/.*/&:&/' | paste -sd ,)"""
-
-_HOME = """\
-# Said again inside, where the image may say otherwise. Packages in the home folder are not the image's.
-printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME\""""
+binds=$(printf '%s\\n' "${folders[@]}" | sort -u | sed 's/.*/&:&/' | paste -sd ,)
+@more@# Said again inside, where the image may say otherwise. Packages in the home folder are not the image's.
+printf -v home 'export HOME=%q HF_HOME=%q PYTHONNOUSERSITE=1' "$HOME" "$HF_HOME"
+@runner@
+"""
 
 _APPTAINER = """\
 runner=$(command -v apptainer || command -v singularity) || {
     echo "neither apptainer nor singularity is on this node: load a module with it (--module)" >&2
     exit 1
 }
-container=("$runner" exec --nv --pwd "$PWD" --bind "$binds" """
+container=("$runner" exec --nv --pwd "$PWD" --bind "$binds" @image@)"""
+
+_PYXIS = 'container=(--container-image=@image@ "--container-mounts=$binds" "--container-workdir=$PWD")'
+
+
+def _filled(template: str, **values: object) -> str:
+    """The template with each `@name@` replaced, and nothing inside of a value."""
+    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), template)
 
 
 @dataclass(frozen=True)
@@ -146,27 +161,42 @@ class Slurm(Target):
     def render(self, job: Job) -> str:
         """An sbatch script: one task per node, which calls `accelerate launch` with its rank."""
         refuse_fresh(job, "another --output_dir")
+        if re.search(r"[/%]", self.job_name or ""):  # Slurm would find no place for the log, and say nothing
+            fix = "letters, digits and .,:@+=-"
+            raise mistake("job_name", f"{self.job_name} names the log too, which can hold neither / nor %", fix)
         directives: dict[str, object] = {"job-name": self.job_name or job.run.recipe.name, "output": "%x-%j.log"}
         directives |= {"nodes": job.nodes, "ntasks-per-node": 1}
         directives |= {key.replace("_", "-"): getattr(self, key) for key in _DIRECTIVES if getattr(self, key)}
         directives |= {"signal": f"B:USR1@{self.signal_seconds}", "open-mode": "append"}
-        lines = ["#!/bin/bash", *(f"#SBATCH --{key}={_plain(key, value)}" for key, value in directives.items())]
-        lines += [f"#SBATCH --{'requeue' if self.max_restarts else 'no-requeue'}", "", f"# {job.title}"]
+        # sbatch reads quotes as a shell does, and expands nothing.
+        texts = {key: shlex.quote(str(value).replace("\n", " ")) for key, value in directives.items()}
+        lines = [f"#SBATCH --{key}={text}" for key, text in texts.items()]
+        lines.append(f"#SBATCH --{'requeue' if self.max_restarts else 'no-requeue'}")
         # Before `set -u`: what modules and environments run reads variables that may not be set.
-        lines += [f"module load {' '.join(quoted(self.module))} || exit 1"] if self.module else []
+        environment = f"module load {' '.join(quoted(self.module))} || exit 1\n" if self.module else ""
         if self.venv and not self.container_image:
-            lines.append(f"source {quoted([str(expanded(self.venv) / 'bin' / 'activate')])[0]} || exit 1")
-        lines += ["set -uo pipefail", f"max_restarts={self.max_restarts}"]
-        lines += [f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={max(30, self.signal_seconds - 10)}"]
-        lines += [_AS_WRITTEN.format(nodes=job.nodes), "", _HEAD_NODE.rstrip(), "", *arguments(job), ""]
-        lines += [*(self._container(job) if self.container_image else []), *self._step(job), _WAIT.rstrip()]
-        return "\n".join(lines) + "\n"
+            environment += f"source {shlex.quote(str(expanded(self.venv) / 'bin' / 'activate'))} || exit 1\n"
+        # srun has not inherited --cpus-per-task since 22.05.
+        options = [f"--nodes={job.nodes}", "--ntasks-per-node=1"]
+        options += [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
+        return _filled(
+            _SCRIPT,
+            directives="\n".join(lines),
+            title=job.title,
+            environment=environment,
+            restarts=self.max_restarts,
+            patience=max(30, self.signal_seconds - 10),
+            command="\n".join(arguments(job)),
+            container=self._container(job) if self.container_image else "",
+            launcher=shlex.quote(self._launcher(job)),
+            options=" ".join([*options, "--kill-on-bad-exit=1", "--wait=60", "--label"]),
+            inside='"${container[@]}" ' if self.container_image else "",
+            home="$home; " if self.container_image else "",
+        )
 
-    def _step(self, job: Job) -> list[str]:
-        """The srun command. It runs in the background, so that bash handles signals while it waits.
-
-        The launcher is ours on every node. accelerate's own dies of SIGUSR1, and with a single
-        process of SIGTERM too: Slurm then kills the rank, which has not saved yet.
+    def _launcher(self, job: Job) -> str:
+        """The command of each node. The launcher is ours: accelerate's own dies of SIGUSR1, with a
+        single process also of SIGTERM, and then Slurm kills the rank, which has not saved yet.
         """
         launcher = quoted(launch_words(job, self.python))
         if job.nodes > 1:
@@ -174,37 +204,21 @@ class Slurm(Target):
             if job.launched == "deepspeed":  # the default, pdsh, logs in to the other nodes
                 launcher += ["--deepspeed_multinode_launcher", "standard"]
         meeting = _meeting('"$((MASTER_PORT - 10000))"') if job.nodes > 1 else []
-        inner = quoted([" ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])])[0]
-        options = [f"--nodes={job.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=60", "--label"]
-        if self.cpus_per_task:
-            options.insert(2, f"--cpus-per-task={self.cpus_per_task}")  # srun has not inherited it since 22.05
-        inside = '"${container[@]}" ' if self.container_image else ""
-        home = "$home; " if self.container_image else ""
-        return [
-            f"launcher={inner}",
-            "# One word: srun reads a lone : among its own as the start of another job.",
-            f"srun {' '.join(options)} \\",
-            f'    {inside}bash -c "{home}$launcher$(printf \' %q\' "${{command[@]}}")" &',
-        ]
+        return " ".join([*preflight_command(job, self.python, meeting), "exec", *launcher])
 
-    def _container(self, job: Job) -> list[str]:
+    def _container(self, job: Job) -> str:
         """Bash that sets `container`, the words before srun's command, and `home` for inside it.
 
         FILE.sif is run by apptainer (or singularity, with the same options), any other image by
-        pyxis, a plugin of srun. Both take folders as SRC:DST,SRC:DST, and every folder has the same
-        path inside as outside, so that no argument of the run has to change. Inside are the image's
-        own python and accelerate; this package is mounted as it is here. Read in their
-        documentation and source: only a site can show that its image and its settings go along.
+        pyxis, a plugin of srun. Both take folders as SRC:DST,SRC:DST. Inside are the image's own
+        python and accelerate; this package is mounted as it is here. Read in their documentation
+        and source: only a site can show that its image and its settings go along.
         """
         image = self.container_image or ""
-        script = [f"folders=({' '.join(quoted(mounted(job)))})", _FOLDERS]
-        more = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in self.container_mounts)
-        script += [f"binds+={quoted([',' + more])[0]}"] if more else []
-        script.append(_HOME)
-        if image.endswith(".sif"):
-            return [*script, f"{_APPTAINER}{quoted([image])[0]})"]
-        words = f'--container-image={quoted([image])[0]} "--container-mounts=$binds" "--container-workdir=$PWD"'
-        return [*script, f"container=({words})"]
+        more = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in self.container_mounts)
+        runner = _filled(_APPTAINER if image.endswith(".sif") else _PYXIS, image=shlex.quote(image))
+        binds = f"binds+={shlex.quote(more)}\n" if more else ""
+        return _filled(_CONTAINER, folders=" ".join(quoted(mounted(job))), more=binds, runner=runner)
 
     def send(self, text: str, job: Job) -> int:
         """Hand the script to sbatch. Raises `UserError` with Slurm's own message if it refuses."""
@@ -235,16 +249,6 @@ def _meeting(port: str) -> list[str]:
     return ["--machine_rank", '"$SLURM_NODEID"', "--main_process_ip", '"$MASTER_ADDR"', "--main_process_port", port]
 
 
-def _plain(key: str, value: object) -> str:
-    """A directive's value. sbatch expands nothing in it, and reads up to the first blank."""
-    text = str(value)
-    # A job's name is that of its log too, where / is a folder and % a pattern.
-    if re.fullmatch(r"[\w.,:@+=-]+" if key == "job-name" else r"[\w.,:/@%+=&|*()\[\]-]+", text):
-        return text
-    fix = "letters, digits and .,:@+=-" if key == "job-name" else "letters, digits and .,:/@%+=-"
-    raise mistake(key.replace("-", "_"), f"{text!r} holds characters that an #SBATCH line cannot have", fix)
-
-
 def _ask(words: list[str], text: str = "", environment: dict[str, str] | None = None, forgotten: str = "") -> str:
     """The output of a command of Slurm's; empty if it fails and says `forgotten`.
 
@@ -268,26 +272,23 @@ def mounted(job: Job) -> list[str]:
     """The folders that a container must see besides those that the job finds out on its node.
 
     This package, and every folder that a setting of the run names by an absolute path or by one
-    that leaves the current folder. The output folder is made if it is not there.
+    that leaves the current folder. The output folder is made if it is not there. Links in a path
+    stay: inside the container it must be the same text.
     """
     found = [SCRIPT.parent, SCRIPT.parents[1] / "recipes", Path(job.config).parent]
-    if _is_outside(job.folder):
-        found.append(_absolute(str(job.folder)))
-    named = [job.run[name] for name in job.run.given if name != "output_dir"]  # which need not exist yet
-    for value in [*named, *map(str, job.run.recipe.files)]:
-        for path in map(_absolute, filter(_is_outside, value if isinstance(value, list | tuple) else [value])):
-            folder = path if os.path.isdir(path) else path.parent  # noqa: PTH112, Path.is_dir raises for a long text
-            if os.path.isdir(folder) and folder != Path("/"):  # noqa: PTH112
-                found.append(folder)
+    if own := _outside(str(job.folder)):
+        found.append(own)
+    values = [job.run[name] for name in job.run.given if name != "output_dir"]  # which need not exist yet
+    texts = [text for value in values for text in (value if isinstance(value, list | tuple) else [value])]
+    for path in filter(None, map(_outside, map(str, [*texts, *job.run.recipe.files]))):
+        folder = path if os.path.isdir(path) else path.parent  # noqa: PTH112, Path.is_dir raises for a long text
+        if os.path.isdir(folder) and folder != Path("/"):  # noqa: PTH112
+            found.append(folder)
     outermost = (folder for folder in found if not any(other in folder.parents for other in found))
     return list(dict.fromkeys(map(str, outermost)))
 
 
-def _is_outside(value: object) -> bool:
-    """True for a path that leads out of the current folder, wherever that is."""
-    return str(value).startswith(("/", "~/", ".."))
-
-
-def _absolute(text: str) -> Path:
-    """The path without `..`. Links in it stay: inside the container it must be the same text."""
-    return Path(os.path.normpath(Path.cwd() / expanded(text)))
+def _outside(text: str) -> Path | None:
+    """The path that a text names outside of the current folder, wherever that is; without `..`."""
+    leads_out = text.startswith(("/", "~/", ".."))
+    return Path(os.path.normpath(Path.cwd() / expanded(text))) if leads_out else None

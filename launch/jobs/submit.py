@@ -8,20 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from shlex import join, quote
 from typing import Any
 
-from launch.flags import add_fields, given
+from launch.flags import Parser, add_fields, given
 from launch.jobs.azure import Azure
 from launch.jobs.job import Job, Target, checked_job
 from launch.jobs.local import Local, in_use, is_written
 from launch.jobs.slurm import Slurm
 from launch.output import record
 from launch.output.submission import LOCAL_LOG, NAME, Submission, noted
-from recipes.errors import Problem, UserError, mistake
+from recipes.errors import UserError, mistake
 from recipes.rules.probe import probe_in_child
 from recipes.run.files import existing_path, nearest, read_yaml
 
@@ -112,26 +112,24 @@ def site_file() -> Path:
 def site_defaults(target: str) -> dict[str, Any]:
     """A target's flags in the site file, read as the command line would be; empty without a file.
 
-    The names of other targets are checked too. Raises `UserError` for what is wrong in the file.
+    Raises `UserError` for what is wrong in the file.
     """
     file = existing_path(str(site_file()))
     content = read_yaml(file, "site.yaml", as_text=True) if file else {}
+    for name in content.keys() - TARGETS.keys():
+        raise mistake(name, "is not a target", nearest(name, TARGETS) or "one of " + ", ".join(TARGETS), str(file))
     section = content.get(target) or {}
     if not isinstance(section, Mapping):
         fix = "`name: value` on each line below it, indented"
         raise mistake(target, "holds no flags", fix, str(file))
-    known = {field.name: field for field in fields(TARGETS[target])}
-    named = {name.replace("-", "_"): value for name, value in section.items() if value not in ("", "null", "~")}
-    kind = f"flag of `recipes submit {target}`"
-    if problems := [*_unknown(content, TARGETS, "target"), *_unknown(named, known, kind)]:
-        raise UserError(*problems)
+    known = {field.name: isinstance(field.default, bool) for field in fields(TARGETS[target])}
     words: list[str] = []
-    for name, value in named.items():
-        if isinstance(known[name].default, bool) and str(value).lower() in ("true", "false", "yes", "no", "on", "off"):
-            words += [f"--{name}"] if value.lower() in ("true", "yes", "on") else []
-        else:
+    for name, value in section.items():
+        if known.get(name.replace("-", "_")) and value in ("true", "false", "yes", "no", "on", "off"):
+            words += [f"--{name}"] if value in ("true", "yes", "on") else []
+        elif value not in ("", "null", "~"):
             words += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
-    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    parser = Parser(exit_on_error=False, add_help=False)
     add_fields(parser, TARGETS[target])
     try:
         options, rest = parser.parse_known_args(words)
@@ -139,14 +137,10 @@ def site_defaults(target: str) -> dict[str, Any]:
         name = str(error.argument_name).partition("/")[0].strip("-")
         raise mistake(name, error.message, "what the command line takes", str(file)) from None
     if rest:
-        raise mistake(rest[0], "is more than its flag takes", "what the command line takes", str(file))
+        name = rest[0].lstrip("-").partition("=")[0]
+        fix = nearest(name, known) or f"recipes submit {target} --help lists them"
+        raise mistake(name, f"is not a flag of `recipes submit {target}`", fix, str(file))
     return given(TARGETS[target], options)
-
-
-def _unknown(names: Mapping[str, Any], known: Mapping[str, Any], kind: str) -> Iterator[Problem]:
-    for name in names.keys() - known.keys():
-        fix = nearest(name, known) or "one of " + ", ".join(known)
-        yield Problem(name, f"is not a {kind}", fix, str(site_file()))
 
 
 def from_site(site: Mapping[str, Any]) -> str:
@@ -205,9 +199,7 @@ def _described(folder: Path) -> tuple[str, str, str]:
         if outcome == "running" and not is_written(folder):
             outcome = "ended unexpectedly (killed?), or runs on another machine"
         return "started by hand", outcome, ""
-    target, where = TARGETS[submission.target], submission.target
-    if submission.job and submission.job != folder.name:
-        where += f" {submission.job}"
+    target, where = TARGETS[submission.target], f"{submission.target} {submission.job}".strip()
     try:
         state = target.state(submission)
     except UserError as error:  # the other runs can still be described

@@ -31,8 +31,7 @@ class Workspace:
     """`jobs` are the bodies that were sent, `blobs` the uploads.
 
     The test sets a job's `status` and `log`. With `refuse` the service answers every job with
-    that error. `assets` are data assets, by name: the type of version 1. `secrets` are those of a
-    key vault.
+    that error.
     """
 
     def __init__(self) -> None:
@@ -40,8 +39,6 @@ class Workspace:
         self.blobs: dict[str, bytes] = {}
         self.status, self.log, self.refuse = "Running", b"", ""
         self.log_was_read = threading.Event()
-        self.assets: dict[str, str] = {}
-        self.secrets: dict[str, str] = {}
         self.port = 0
 
     @property
@@ -51,9 +48,6 @@ class Workspace:
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         if path.startswith(_ARM):
             return self._resource(method, path.removeprefix(_ARM), body)
-        if path.startswith("/secrets/"):
-            name = path.removeprefix("/secrets/")
-            return (200, {"value": self.secrets[name]}) if name in self.secrets else (404, {"error": {}})
         if path.endswith("/rundata"):
             return 200, {"runMetadata": {"runId": next(iter(self.jobs)), "outputs": {}}}
         if path.startswith("/history/"):
@@ -86,8 +80,6 @@ class Workspace:
             studio = {"Studio": {"endpoint": f"https://studio/runs/{name}", "jobServiceType": "Studio"}}
             job = {"status": self.status, "services": studio, "properties": {}, "tags": {}}
             return 200, {"id": _ARM + path, "name": name, "type": "job", "properties": {**self.jobs[name], **job}}
-        if kind == "data":
-            return self._asset(name)
         if path.endswith("startPendingUpload"):
             box = f"https://acct.blob.localhost:{self.port}/box"
             reference = {"blobUri": box, "credential": {"credentialType": "SAS", "sasUri": f"{box}?sig=none"}}
@@ -103,18 +95,6 @@ class Workspace:
         if method == "PUT":
             return 201, {"id": _ARM + path, "name": name.rpartition("/")[2], **json.loads(body)}
         return (200, {"value": []}) if "/versions" in path else (404, {"error": {"code": "NotFound", "message": path}})
-
-    def _asset(self, name: str) -> tuple[int, Any]:
-        asset, _, versions = name.partition("/")
-        if asset not in self.assets:
-            return 404, {"error": {"code": "UserError", "message": f"{asset} is not found"}}
-        uri = f"azureml://datastores/x/paths/{asset}"
-        known = {"dataType": self.assets[asset], "dataUri": uri, "isArchived": False}
-        version = {"id": f"{_ARM}/data/{asset}/versions/1", "name": "1", "type": "data", "properties": known}
-        if not versions:
-            latest = {**known, "latestVersion": "1", "nextVersion": "2"}
-            return 200, {"id": f"{_ARM}/data/{asset}", "name": asset, "type": "data", "properties": latest}
-        return 200, {"value": [version]} if versions == "versions" else version
 
     def _blob(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         if path == "/box" and "comp" in query:

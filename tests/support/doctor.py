@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -11,6 +10,7 @@ import sys
 from launch.cli import main
 from launch.doctor import command
 from launch.doctor.machine import Check, Request
+from launch.flags import Parser
 from recipes.run.hardware import Gpu, Hardware
 
 DOCTOR = [sys.executable, "-m", "launch", "doctor"]
@@ -31,7 +31,7 @@ def checks_in(text: str) -> dict[str, Check]:
 
 def requested(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Request:
     """What the doctor makes of these flags, on a machine with 8 cores and so many H100s."""
-    parser = argparse.ArgumentParser()
+    parser = Parser("recipes")
     command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["doctor", *words])
     hardware = Hardware((Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30),) * gpus, cores=8)

@@ -1,15 +1,15 @@
-"""Stand-ins for what this machine lacks: an NVIDIA driver, its nvidia-smi, another torch."""
+"""Stand-ins for what this machine lacks: an NVIDIA driver, its nvidia-smi, a broken torch."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-# What launch/ and recipes/ ask of the driver: two H100s, and the newest CUDA that it runs.
+# What launch/ and recipes/ ask of the driver: two H100s.
 _LIBCUDA = """\
 #include <string.h>
 int cuInit(unsigned flags) { return 0; }
-int cuDriverGetVersion(int *version) { *version = CUDA; return 0; }
+int cuDriverGetVersion(int *version) { *version = 12080; return 0; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "NVIDIA H100 80GB HBM3", size); return 0; }
@@ -29,31 +29,21 @@ esac
 
 def make(folder: Path) -> None:
     """Write the stand-ins; a fault puts those that it needs on its search paths."""
-    for version in (12080, 13000):
-        library = folder / f"cuda-{version}" / "libcuda.so.1"
-        library.parent.mkdir()
-        argv = ["gcc", "-shared", "-fPIC", f"-DCUDA={version}", "-x", "c", "-", "-o", str(library)]
-        subprocess.run(argv, input=_LIBCUDA, text=True, check=True)
+    library = folder / "cuda" / "libcuda.so.1"
+    library.parent.mkdir()
+    argv = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(argv, input=_LIBCUDA, text=True, check=True)
     for name, script in {
         "smi": _SMI,
         "smi-hangs": "#!/bin/sh\nsleep 1000\n",
-        "smi-garbage": "#!/bin/sh\nhead -c 4000 /dev/urandom\n",
-        "smi-empty": "#!/bin/sh\nexit 0\n",
         "smi-fails": "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
         "smi-words": "#!/bin/sh\necho 'Unable to determine the device handle for GPU0: Unknown Error'\n",
     }.items():
         (folder / name).mkdir()
         (folder / name / "nvidia-smi").write_text(script)
         (folder / name / "nvidia-smi").chmod(0o755)
-    _package(folder / "torch-cu130", "torch", "__version__ = '2.13.0+cu130'\ncuda = '13.0'\n")
     (folder / "torch-broken" / "torch").mkdir(parents=True)
     (folder / "torch-broken" / "torch" / "__init__.py").write_text("raise ImportError('libcudart is missing')\n")
     old = folder / "old" / "transformers-4.40.0.dist-info"
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.40.0\n")
-
-
-def _package(folder: Path, name: str, version: str) -> None:
-    (folder / name).mkdir(parents=True)
-    (folder / name / "__init__.py").write_text("raise ImportError('a stand-in')\n")
-    (folder / name / "version.py").write_text(version)

@@ -4,7 +4,6 @@ import resource
 import sys
 
 import pytest
-import torch
 
 from launch.doctor import machine
 from recipes.errors import UserError
@@ -53,8 +52,7 @@ def test_a_version_is_compared_with_the_supported_range(version, wanted, how):
 @pytest.mark.parametrize(
     ("visible", "invalid"),
     [
-        ("0,1", None), ("GPU-b", None), ("0, 1", None), ("0,2", "2"), ("0,0", "0"),
-        ("0,GPU-a1", "GPU-a1"), ("0,-1,1", "-1"), ("0,,1", ""), ("MIG-1234", None),
+        ("0,1", None), ("GPU-b", None), ("0,2", "2"), ("0,0", "0"), ("0,GPU-a1", "GPU-a1"), ("MIG-1234", None),
     ],
 )  # fmt: skip
 def test_an_entry_that_is_not_a_gpu_is_found(visible, invalid):
@@ -70,23 +68,6 @@ def test_an_invalid_ordinal_explains_why_gpus_are_missing(nvidia_smi, monkeypatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = machine.visible_gpus(requested("--num_processes", "3", gpus=2))
     assert (found.status, found.fix, found.fatal) == ("error", "--num_processes 2, or more GPUs", True)
-
-
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (["0, 0x0000000000000001, 8, 16"], "GPU 0 has 8 of 16 PCIe lanes"),
-        (["0, 0x0, 16, 16", "3, 0x0, 16, 16"], "GPU 1: 3 uncorrected memory errors"),
-        (["0, 0x00000000000000C4, 16, 16"], "GPU 0 is slowed down by heat (hardware) and a power brake"),
-        (["0, 0x0000000000000005, 16, 16"], ""),  # idle, and a power cap
-        (["[N/A], [N/A], [N/A], [N/A]"], ""),
-    ],
-)
-def test_a_sick_gpu_is_named(rows, words, nvidia_smi):
-    health = f"--query-gpu={machine._HEALTH}) printf '{chr(10).join(rows)}' ;;\n    --query-gpu=uuid)"
-    nvidia_smi(SMI.replace("--query-gpu=uuid)", health))
-    check = machine.gpu_health(requested(gpus=2))
-    assert check.status == ("warning" if words else "ok") and words in check.found
 
 
 def test_a_gpu_that_others_use_is_a_warning_that_names_them(nvidia_smi):
@@ -105,35 +86,11 @@ def test_an_nvidia_smi_that_hangs_is_given_up_once(nvidia_smi, tmp_path, monkeyp
     assert (tmp_path / "asked").read_text() == "asked\n"
 
 
-@pytest.mark.parametrize("script", ["head -c 4000 /dev/urandom", "echo '<html>'"])
-def test_what_nvidia_smi_prints_instead_of_an_answer_is_shown_and_not_believed(script, nvidia_smi):
-    nvidia_smi(f"#!/bin/sh\n{script}\n")
+def test_what_nvidia_smi_prints_instead_of_an_answer_is_shown_and_not_believed(nvidia_smi):
+    nvidia_smi("#!/bin/sh\necho 'Unable to determine the device handle for GPU0'\n")
     check = machine.driver_of_gpus(requested())
-    assert (check.status, check.title) == ("error", "driver") and "is not understood: " in check.found
-    assert check.found.isprintable()
+    assert (check.status, check.title) == ("error", "driver") and "handle for GPU0" in check.found
     assert machine.visible_gpus(requested()).status == "ok"
-
-
-@pytest.mark.parametrize(
-    ("build", "driver", "words", "advice"),
-    [
-        (("2.13.0+cpu", None), (12, 8), "built for the CPU only", "pip install --force-reinstall torch==2.13.0"),
-        (("2.13.0+cu130", "13.0"), (12, 8), "CUDA 13.0, and the driver runs CUDA up to 12.8", "a newer driver"),
-        (("2.13.0+cu129", "12.9"), (12, 2), None, None),  # the same major version
-        (("2.13.0+cu126", "12.6"), (13, 0), None, None),
-        (("2.13.0+cu126", "12.6"), None, None, None),
-        (None, (12, 8), None, None),
-    ],
-)
-def test_a_torch_that_cannot_use_the_gpus_is_named_before_ranks_start(build, driver, words, advice, monkeypatch):
-    monkeypatch.setattr(machine, "_build", lambda: build)
-    monkeypatch.setattr(machine, "driver_cuda", lambda: driver)
-    check = machine.torch_build(requested(gpus=2))
-    assert (check is None) == (words is None)
-    assert check is None or (check.fatal and words in check.found and advice in check.fix)
-    assert machine.torch_build(requested()) is None
-    monkeypatch.undo()
-    assert machine._build() == (torch.__version__, torch.version.cuda)  # read without importing it
 
 
 # --- Limits, disks, /dev/shm ----------------------------------------------------------------------
@@ -143,8 +100,8 @@ def test_a_torch_that_cannot_use_the_gpus_is_named_before_ranks_start(build, dri
     ("which", "soft", "hard", "status", "fix"),
     [
         (resource.RLIMIT_NOFILE, 256, 20000, "warning", "`ulimit -S -n 20000`"),
-        (resource.RLIMIT_NOFILE, 24, resource.RLIM_INFINITY, "error", "`ulimit -S -n 65536`"),
-        (resource.RLIMIT_NOFILE, 256, 256, "warning", "a higher hard limit than 256"),
+        (resource.RLIMIT_NOFILE, 24, resource.RLIM_INFINITY, "error", "`ulimit -S -n unlimited`"),
+        (resource.RLIMIT_NOFILE, 256, 256, "warning", "a hard limit above 256"),
         (resource.RLIMIT_AS, 1 << 30, resource.RLIM_INFINITY, "error", "`ulimit -S -v unlimited`"),
     ],
 )
@@ -155,14 +112,15 @@ def test_a_low_limit_is_raised_as_far_as_one_may(which, soft, hard, status, fix,
     assert check.status == status and fix in check.fix
 
 
-@pytest.mark.parametrize(("offline", "status"), [("0", "error"), ("1", "warning")])  # which is only read
-def test_a_cache_that_is_a_file_is_named_with_its_variable(offline, status, tmp_path, monkeypatch):
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
+@pytest.mark.parametrize("place", ["/proc/nothing", "/dev/null/cache", "{file}"])
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_it(variable, place, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    place = place.format(file=tmp_path / "file")
+    monkeypatch.setenv(variable, place)
     check = machine.caches(requested())
-    assert check.status == status and f"{tmp_path}/file cannot be written" in check.found
-    assert "export HF_HOME=" in check.fix
+    assert check.status == "error" and check.found.startswith(f"{place} cannot be written")
+    assert "export HF_HOME=" in check.fix and variable in check.fix
 
 
 @pytest.mark.parametrize(("free", "status"), [(1 << 29, "error"), (5 << 30, "warning"), (1 << 40, "ok")])

@@ -12,7 +12,7 @@ from launch.host.world import World
 from launch.training.banner import show_results
 from recipes.planner.measured import context_of, file_in, host_of
 from recipes.run.hardware import Gpu, Hardware
-from tests.recipes.planner.small import planned, run_of
+from tests.recipes.planner.small import run_of
 
 MIB = 2**20
 H100 = "NVIDIA H100 80GB HBM3"
@@ -61,13 +61,10 @@ def own(world=1):
 @pytest.mark.parametrize(
     ("processes", "size"),
     [
-        (["GPU, {pid}, 620"], 620),
         (["GPU, {pid}, 620", "GPU, 77, 9000", "GPU-other, {pid}, 30"], 620),
         (["GPU, 77, 620", "GPU-other, 78, 30"], 620),  # a container, in which processes have other numbers
         (["GPU, 77, 620", "GPU, 78, 9000"], None),
         (["GPU, {pid}, [N/A]"], None),
-        (["GPU-other, {pid}, 620"], None),
-        ([], None),
         (["No running processes found"], None),
     ],
     ids=str,
@@ -92,12 +89,6 @@ def test_where_processes_are_hidden_it_is_what_came_since_before(gpu):
     assert measured.outside_torch(40 * MIB) is None
 
 
-@pytest.mark.parametrize("taken", [50, 100, 60_000])
-def test_what_cannot_be_a_context_is_none(taken, gpu):
-    gpu(f"{UUID}, {os.getpid()}, {taken}")
-    assert measured.outside_torch() is None
-
-
 # --- Kept for the next plan -----------------------------------------------------------------------
 
 
@@ -112,7 +103,7 @@ def test_a_training_keeps_the_largest_context_for_such_a_card_and_no_other(gpu):
     assert len(json.loads(file_in(os.environ).read_text())["context"]) == 2
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"context": 3, "host": [null]}', b'{"later": {"is": "kept"}}'])
+@pytest.mark.parametrize("content", [b"{", b'{"context": 3, "host": [null]}', b'{"later": {"is": "kept"}}'])
 def test_a_damaged_file_is_replaced_and_what_a_later_release_keeps_there_stays(content, nvidia_smi):
     nvidia_smi(SMI)
     file_in(os.environ).parent.mkdir(parents=True)
@@ -148,23 +139,3 @@ def test_the_doctor_keeps_the_speed_of_the_host_or_warns(writable, tmp_path):
     assert (check.status, check.found) == ("ok", "10.0 GB/s; kept for `recipes plan`")
     host, source = host_of(run_of(hardware=Hardware(CARD.gpus * 2, cores=8), world=2))
     assert (host.adam, host.pcie, source) == (2e-9, 1e10, "measured here")
-
-
-@pytest.mark.parametrize("row", [{"adam": 0, "pcie": 1e10}, {"adam": "fast", "pcie": 1e10}, {"adam": 1e-9}])
-def test_a_speed_that_cannot_be_is_not_used(row):
-    measured.keep("host", {"card": "H100 SXM", "processes": 1}, row)
-    assert host_of(run_of(hardware=CARD))[1] != "measured here"
-
-
-@pytest.mark.slow
-def test_the_plan_takes_what_was_measured_on_such_a_card(gpu):
-    before = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    gpu(f"{UUID}, {os.getpid()}, 620")
-    measured.keep_own_context(H100, several=False)
-    KEEP_HOST(2e-9, 1e10)
-    after = planned(gpu="H100", gpu_memory=None, recipe="memory")
-    assert after.recipes[0].time.host > before.recipes[0].time.host
-    assert after.host_source == "measured here" != before.host_source
-    assert after.recipes[0].components.context == 520 * MIB and after.context.source == own().source
-    other = planned(gpu="L4", gpu_memory=None, recipe="memory")
-    assert other.host_source == before.host_source and other.context.bytes != 520 * MIB

@@ -36,16 +36,14 @@ def loopback_after(line: str) -> dict:
 
 @needs_network
 @pytest.mark.parametrize(
-    ("made", "words", "fix"),
-    [
-        ("true", "lo is down", "ip link set lo up"),
-        ("ip link set lo up; ip addr flush dev lo", "has no address 127.0.0.1", "ip addr add 127.0.0.1/8 dev lo"),
-    ],
+    ("made", "words"),
+    [("true", "lo is down"), ("ip link set lo up; ip addr flush dev lo", "127.0.0.1 cannot be used")],
+    ids=["down", "no address"],
 )
-def test_a_loopback_that_cannot_work_is_named_and_its_fix_mends_it(made, words, fix):
+def test_a_loopback_that_cannot_work_is_named_and_its_fix_mends_it(made, words):
     check = loopback_after(made)
-    assert check["fatal"] and words in check["found"] and f"`{fix}`" in check["fix"]
-    assert loopback_after(f"{made}; {fix}")["status"] == "ok"
+    assert check["fatal"] and words in check["found"]
+    assert loopback_after(f"{made}; {check['fix'].split('`')[1]}")["status"] == "ok"
 
 
 # --- Nodes ----------------------------------------------------------------------------------------
@@ -78,7 +76,7 @@ def test_nodes_that_reach_each_other_meet_and_hear_what_each_says():
     ("nodes", "present", "fatal", "words"),
     [
         (3, (0, 2), None, "node 1 did not come within 3 s"),
-        (2, (1,), None, "did not answer within 3 s: refused"),
+        (2, (1,), None, "did not answer within 3 s"),
         (2, (0, 1), 1, "node 1 failed a check"),
     ],
     ids=["absent", "node 0 absent", "failed"],

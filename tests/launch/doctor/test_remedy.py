@@ -61,10 +61,10 @@ def test_a_success_needs_no_second_run(probe_runs):
 
 
 def test_what_fails_again_gets_the_switch_without_which_it_fails(probe_runs):
-    tried = probe_runs(lambda _, names: "NCCL_NVLS_ENABLE" in names)
+    tried = probe_runs(lambda _, names: names == ("NCCL_P2P_DISABLE",))
     check = found()
-    assert check.found == REFUSED.what and "export NCCL_NVLS_ENABLE=0  # costs: no sums" in check.fix
-    assert tried[2] == ("NCCL_P2P_DISABLE",) and tried[-1] == ()  # the control, without it
+    assert check.found == REFUSED.what and "export NCCL_P2P_DISABLE=1  # costs: no NVLink" in check.fix
+    assert tried[2] == ("NCCL_NVLS_ENABLE",) and tried[-1] == ()  # the control, without it
 
 
 def test_the_set_of_several_switches_comes_last(probe_runs):

@@ -4,7 +4,6 @@ Nothing here has run on Azure.
 """
 
 import json
-import re
 import shutil
 import tomllib
 from dataclasses import replace
@@ -22,7 +21,6 @@ from tests.support.hostile import HOSTILE
 from tests.support.jobs import job
 from tests.support.running import ROOT
 
-MODEL = "--model_name_or_path somebody/model"
 FOLDER = ROOT / "azureml"
 SHIPPED = ["standard", "fast", "memory"]
 SUBMIT = "submit azureml --compute c --processes_per_node 2 --dry_run".split()
@@ -32,7 +30,7 @@ SUBMIT = "submit azureml --compute c --processes_per_node 2 --dry_run".split()
 def test_a_shipped_job_is_what_the_renderer_writes_azures_parser_takes_and_check_calls_legal(
     recipe, monkeypatch, capsys
 ):
-    monkeypatch.setattr("getpass.getuser", lambda: "YOU")
+    monkeypatch.setenv("LOGNAME", "YOU")
     shipped = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
     rendered = yaml.safe_load(Azure(compute="gpu-cluster").render(job(recipe, processes=4)))
     rendered |= {"code": "..", "environment": {"build": {"path": "environment"}}}  # they stand in the checkout
@@ -44,26 +42,13 @@ def test_a_shipped_job_is_what_the_renderer_writes_azures_parser_takes_and_check
     assert f"legal: {recipe}" in capsys.readouterr().out
 
 
-def test_a_shipped_job_grows_with_the_set_option_that_its_comment_names():
-    azure = pytest.importorskip("azure.ai.ml")
-    comment = " ".join(line.lstrip("# ") for line in (FOLDER / "fast.yaml").read_text().splitlines()[:8])
-    words = dict(re.findall(r"([\w.]+)=(\S+)", comment))
-    job = azure.load_job(str(FOLDER / "fast.yaml"), params_override=[{name: words[name]} for name in words])
-    body = job._to_job()._to_rest_object().as_dict()["properties"]
-    assert (body["resources"]["instanceCount"], body["inputs"]["processes_per_node"]["value"]) == (2, "8")
-    assert set(words) == {"compute", "resources.instance_count", "inputs.processes_per_node"}
-
-
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"baseline"}))
 def test_azures_own_parser_takes_a_rendered_job(recipe, tmp_path):
     azure = Azure(instance_type="Standard_NC24ads_A100_v4", spot=True, data=("azureml:texts:1",), timeout=129600)
-    azure = replace(azure, tags=("team=nlp", "run=7"), identity="user_identity", priority="high")
-    body = sent(written(job(recipe, nodes=2), replace(azure, docker_args="--ipc=host --cap-add X"), tmp_path))
+    body = sent(written(job(recipe, nodes=2), replace(azure, identity="user_identity"), tmp_path))
     assert body["resources"]["instanceCount"] == 2 and body["inputs"]["data"]["uri"].endswith("texts:1")
-    assert body["queueSettings"] == {"jobTier": "Spot", "priority": 3}
-    assert (body["limits"]["timeout"], body["tags"]) == ("P1DT12H", {"team": "nlp", "run": "7"})
+    assert (body["queueSettings"], body["limits"]["timeout"]) == ({"jobTier": "Spot"}, "P1DT12H")
     assert body["identity"] == {"identityType": "UserIdentity"}
-    assert body["resources"]["dockerArgs"] == "--ipc=host --cap-add X"
 
 
 @pytest.mark.slow
@@ -78,8 +63,9 @@ def test_arguments_arrive_as_they_were_typed(tmp_path):
 
 
 def test_the_check_reads_a_command_as_bash_does():
-    content = yaml.safe_load(Azure(compute="c").render(job(argv=HOSTILE)))
-    assert training_in(content).flags[2 : 2 + len(HOSTILE)] == HOSTILE
+    words = [word for word in HOSTILE if "\n" not in word]
+    content = yaml.safe_load(Azure(compute="c").render(job(argv=words)))
+    assert training_in(content).flags[2 : 2 + len(words)] == words
 
 
 def test_another_command_line_data_engine_or_person_has_another_place_for_its_checkpoints(monkeypatch):
@@ -118,21 +104,12 @@ def test_the_environment_and_the_extra_pin_what_is_tested():
         ("", "--compute NAME"),
         ("--compute c --spot", "--instance_type, or no --spot"),
         ("--compute c -- --output_dir out", "--output_uri"),
-        ("--compute c --environment two&words", "azureml:"),
         ("--compute c --workspace_name lab", "--subscription_id"),
-        ("--compute c --tags team", "--tags team=VALUE"),
-        ("--compute c --tags key=hf_a1B2c3D4a1B2c3D4a1B2c3D4", "looks like a secret"),
-        (f"--compute c --data azureml:texts -- {MODEL}", "azureml:NAME@latest"),
-        (
-            f"--compute c --data azureml:a:1 --dry_run -- --dataset-name=b {MODEL}",
-            "is the job's data set, and so is --dataset",
-        ),
-        ("--compute c --hf_token_secret just-a-name", "VAULT/SECRET"),
-        ("--compute c --hf_token_secret vault/hf --identity user_identity", "--identity managed"),
+        ("--compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "looks like a secret"),
+        ("--compute c --data azureml:a:1 --dry_run -- --dataset-name=b", "is the job's data set, and so is --dataset"),
         (f"--compute c --dry_run --output {FOLDER}/fast.yaml", "another name"),
         ("--compute c --output_uri ./here", "azureml://datastores"),
-        (f"--compute c -- --dataset_name ./here.jsonl {MODEL}", "--data with an asset or uri"),
-        ("--compute c -- --model_name_or_path ~/model --dataset_name a/b", "on this machine only"),
+        ("--compute c -- --dataset_name ./here.jsonl", "--data with an asset or uri"),
         ("--compute c -- --fresh", "--output_uri"),
     ],
 )
@@ -174,33 +151,23 @@ def test_files_of_ones_own_travel_under_their_own_paths(project, capsys):
     assert "legal: ours" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("folder", ["{project}", ".."])
-def test_a_file_that_the_job_would_not_find_is_refused(folder, project, monkeypatch, capsys):
+def test_a_file_that_the_job_would_not_find_is_refused(project, monkeypatch, capsys):
     monkeypatch.chdir(project / "ours")
-    assert main([*SUBMIT, "--recipe", f"{folder.format(project=project)}/ours.yaml"]) == 2
+    assert main([*SUBMIT, "--recipe", "../ours.yaml"]) == 2
     assert "copy it here, and name it ours.yaml" in capsys.readouterr().err
-
-
-def test_two_jobs_share_their_code(project, capsys):
-    assert main([*SUBMIT, "--output", "one.yaml"]) == main([*SUBMIT, "--output", "two.yaml"]) == 0
-    (project / CODE / "recipes" / "catalog.py").write_text("changed\n")
-    assert main([*SUBMIT, "--output", "three.yaml"]) == 2
-    assert "another folder" in capsys.readouterr().err and not (project / "three.yaml").exists()
 
 
 # --- A YAML that was edited: what Azure accepts and should not, and what it reports ---------------
 
 
 def edited(path: str, value: object) -> str:
-    """azureml/fast.yaml with one value changed, or taken out where it is None."""
+    """azureml/fast.yaml with one value changed."""
     content = yaml.safe_load((FOLDER / "fast.yaml").read_text())
     *folders, last = path.split(".")
     section = content
     for name in folders:
         section = section.setdefault(name, {})
     section[last] = value
-    if value is None:
-        del section[last]
     return yaml.safe_dump(content)
 
 
@@ -213,19 +180,15 @@ def replaced(old: str, new: str) -> str:
     [
         # Azure's SDK sends these.
         (edited("distribution.process_count_per_instance", 4), "distribution: accelerate launch starts the processes"),
-        (edited("distribution", None), "type: pytorch"),
         (edited("outputs.run.mode", "upload"), "keeps nothing if the job is preempted"),
         (edited("environment_variables.HF_TOKEN", "hf_" + "a1B2c3D4" * 4), "looks like a secret"),
         (replaced("--recipe fast", "--recipe fast --lerning_rate 1"), "--learning_rate"),
-        (replaced("instance_count: 1", "instance_count: 3"), "global_batch_size"),
         (replaced("processes_per_node: 4", "processes_per_node: '3'"), "global_batch_size"),
         (replaced("launch/train.py", "my_own.py"), "does not start launch/train.py"),
         (replaced("--report_to mlflow \\", "--report_to mlflow"), "--output_dir ${{outputs.run}}"),  # a line ends it
         # Azure's SDK reports these, over many lines.
         (edited("resources.instance_cnt", 2), "resources: instance_cnt: Unknown field"),
-        (edited("code", "nowhere"), "Can't find directory or file"),
         (edited("command", "cat ${{inputs.data}}"), "does not contain 'data' referenced in command"),
-        (edited("outputs.run", 7), "Azure's parser says"),
         (edited("code", "./environment"), "there is no launch/train.py"),
         (replaced("type: command", "type: ["), "not valid YAML"),
     ],

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,34 +165,6 @@ def test_a_cancelled_run_is_found_again_has_saved_and_stays_cancelled(cluster, s
     assert "CANCELLED, preempted" in recipes(cluster, tmp_path, "status", "run").output
     assert cluster.wait_for(job, "COMPLETED", "CANCELLED") == "CANCELLED"
     assert "requeued" not in log(tmp_path)
-
-
-@pytest.mark.slow
-def test_one_process_in_a_container_saves_when_it_is_cancelled_and_has_its_preflight_there(
-    cluster, slow_flags, tmp_path
-):
-    """accelerate passes no signal on to a single process: it has to get its own."""
-    tools = stand_in("apptainer", tmp_path / "site")
-    variables = {"PATH": f"{tools}:{os.environ['PATH']}", "HF_HOME": str(tmp_path / "hf")}
-    words = ["--container_image", IMAGES["apptainer"], "--preflight", "--", *slow_flags]
-    job, outcome = submit(cluster, tmp_path, *words, **variables)
-    assert job, outcome.output
-    cluster.wait_for_step(tmp_path, 3)
-    assert "healthy:" in log(tmp_path)
-    cluster.run("scancel", job)
-    cluster.wait_until("the run's record", lambda: read_record(tmp_path / "run").get("status") == "preempted")
-    assert list((tmp_path / "run").glob("checkpoint-*/trainer_state.json")) and "requeued" not in log(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_single_process_of_another_environment_may_be_told_by_sigusr1(cluster, slow_flags, tmp_path):
-    """accelerate's own launcher dies of it, and Slurm then ends the step."""
-    job, _ = submit(cluster, tmp_path, "--recipe", "baseline", "--venv", sys.prefix, "--", *slow_flags)
-    cluster.wait_for_step(tmp_path, 2)
-    cluster.run("scancel", "--signal=USR1", job)
-    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED", log(tmp_path)
-    assert "told to stop by SIGUSR1 at step" in log(tmp_path) and "Exited with exit code 75" in log(tmp_path)
-    assert read_record(tmp_path / "run")["status"] == "preempted"
 
 
 @pytest.mark.slow

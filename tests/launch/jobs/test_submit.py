@@ -73,7 +73,6 @@ def test_signals_reach_the_training(number, processes, tiny_model, texts, tmp_pa
     command = [sys.executable, "-m", "launch", "submit", "local", "--processes_per_node", processes, "--", *flags]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as job:
-        assert "no GPU here" in job.stdout.readline()
         next(line for line in job.stdout if "step 5/" in line)
         job.send_signal(number)
         job.communicate(timeout=PATIENCE)
@@ -96,15 +95,11 @@ def unsent(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("submit slurm --recipe fas", "Fix: fast"),
         ("submit slurm -- --lerning_rate 1", "learning_rate"),
         ("submit slurm --nodes 3 -- --global_batch_size 16", "--global_batch_size 15 or 18"),
-        ("submit slurm --recipe memory -- --optim adamw_bnb_8bit", "--optim adamw_torch"),
         ("submit slurm --recipe baseline --nodes 2", "--recipe standard"),
         ("submit slurm --gpus_per_node a100:2,h100:2", "--gpus_per_node 4, or a100:4"),
-        ("submit slurm --job_name $HOME", "letters, digits"),
         ("submit slurm --job_name a/b", "letters, digits"),
-        ("submit slurm --dry_run -- --hub_token abc", "hf auth login"),
         ("submit slurm -- --run_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "others can read it"),
         ("submit slurm --container_image hf_abcdefghijklmnopqrstuvwxyz", "looks like a secret"),
         ("submit slurm -- --config fresh.yaml", "another --output_dir"),
@@ -126,11 +121,6 @@ def test_a_configuration_names_its_recipe(tmp_path, capsys):
     assert main(["submit", "local", "--dry_run", "--", "--config", str(tmp_path / "mine.yaml")]) == 0
     script = capsys.readouterr().out
     assert "--recipe memory" in script and "accelerate_configs/memory.yaml" in script
-
-
-def test_a_recipe_behind_the_dashes_is_one_flag_of_the_job(capsys):
-    assert main(["submit", "local", "--dry_run", "--", "--recipe", "fast", "--seed", "3"]) == 0
-    assert capsys.readouterr().out.count("--recipe fast") == 1
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
@@ -164,12 +154,3 @@ def test_an_accelerate_yaml_of_ones_own_replaces_the_recipes(target, tmp_path, c
     assert "--deepspeed" not in printed
     file.write_text(memory.replace("zero_stage: 2", "zero_stage: many"))
     assert main(words) == 2 and "zero_stage" in capsys.readouterr().err
-
-
-def test_the_command_starts_quickly_also_for_a_dry_run():
-    """Without torch: the training imports what takes seconds, not the command that submits it."""
-    code = (
-        "import sys; from launch.cli import main; main(['submit', 'slurm', '--dry_run']); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "False"

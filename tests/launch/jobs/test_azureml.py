@@ -21,6 +21,7 @@ from tests.support.hostile import HOSTILE
 from tests.support.jobs import job
 from tests.support.running import ROOT
 
+MODEL = "--model_name_or_path somebody/model"
 FOLDER = ROOT / "azureml"
 SHIPPED = ["standard", "fast", "memory"]
 SUBMIT = "submit azureml --compute c --processes_per_node 2 --dry_run".split()
@@ -106,10 +107,13 @@ def test_the_environment_and_the_extra_pin_what_is_tested():
         ("--compute c -- --output_dir out", "--output_uri"),
         ("--compute c --workspace_name lab", "--subscription_id"),
         ("--compute c --job_name hf_a1B2c3D4a1B2c3D4a1B2c3D4", "looks like a secret"),
-        ("--compute c --data azureml:a:1 --dry_run -- --dataset-name=b", "is the job's data set, and so is --dataset"),
+        (
+            f"--compute c --data azureml:a:1 --dry_run -- --dataset-name=b {MODEL}",
+            "is the job's data set, and so is --dataset",
+        ),
         (f"--compute c --dry_run --output {FOLDER}/fast.yaml", "another name"),
         ("--compute c --output_uri ./here", "azureml://datastores"),
-        ("--compute c -- --dataset_name ./here.jsonl", "--data with an asset or uri"),
+        (f"--compute c -- --dataset_name ./here.jsonl {MODEL}", "--data with an asset or uri"),
         ("--compute c -- --fresh", "--output_uri"),
     ],
 )

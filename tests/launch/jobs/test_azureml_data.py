@@ -19,6 +19,7 @@ from tests.support.models import SMALL, save
 from tests.support.running import read_record
 
 SUBMIT = "submit azureml --compute gpus".split()
+MODEL = "--model_name_or_path somebody/model".split()
 STORE = "azureml://datastores/lab/paths"
 TWO_NODES = [*SUBMIT, *"--recipe fast --nodes 2 --processes_per_node 8 -- --seed 1".split()]
 
@@ -101,30 +102,30 @@ def test_a_refusal_a_missing_login_and_a_missing_workspace_are_one_line(workspac
     ],
 )
 def test_a_uris_own_form_says_whether_it_is_a_file(uri, kind, empty):
-    data = sent(dry_run("--data", uri))["inputs"]["data"]
+    data = sent(dry_run("--data", uri, training=MODEL))["inputs"]["data"]
     assert (data["jobInputType"], data["uri"]) == (kind, uri)
 
 
 def test_a_recorded_run_can_be_sent(empty):
-    record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl"]), 1))
+    record.write("out", record.started(resolve(["--output_dir", "out", "--dataset_name", "t.jsonl", *MODEL]), 1))
     data = sent(dry_run("--data", f"{STORE}/t.jsonl", training=["--config", "out/run.json"]))["inputs"]["data"]
     assert data["uri"] == f"{STORE}/t.jsonl"
 
 
 @pytest.mark.parametrize("words", ["azureml:texts", "azureml:texts:x:y", "hf://x"])
 def test_what_azure_cannot_mount_is_refused(words, capsys):
-    assert main([*SUBMIT, "--data", words, "--dry_run"]) == 2
+    assert main([*SUBMIT, "--data", words, "--dry_run", "--", *MODEL]) == 2
     assert "is not a place in the cloud" in capsys.readouterr().err
 
 
 def test_a_mixture_has_an_input_for_each_part_and_data_type_says_what_an_asset_is(workspace):
-    assert main([*SUBMIT, "--data", "azureml:rows:1", f"{STORE}/a.csv"]) == 0
+    assert main([*SUBMIT, "--data", "azureml:rows:1", f"{STORE}/a.csv", "--", *MODEL]) == 0
     (body,) = workspace.jobs.values()
     kinds = {name: entry["jobInputType"] for name, entry in body["inputs"].items() if name.startswith("data")}
     assert kinds == {"data": "uri_folder", "data_2": "uri_file"}
     assert body["inputs"]["data"]["uri"].endswith("/data/rows/versions/1")
     assert "--dataset_name ${{inputs.data}} ${{inputs.data_2}}" in body["command"]
-    file = sent(dry_run("--data", "azureml:rows:1", "--data_type", "uri_file"))["inputs"]["data"]
+    file = sent(dry_run("--data", "azureml:rows:1", "--data_type", "uri_file", training=MODEL))["inputs"]["data"]
     assert file["jobInputType"] == "uri_file"
 
 

@@ -131,15 +131,6 @@ def test_one_that_was_removed_again_has_taken_our_file_along(site, empty):
     assert (done.returncode, "overwritten or removed" in done.stderr) == (2, True), done.stderr
 
 
-def test_one_that_was_there_before_does_no_harm(installed, tmp_path, empty):
-    site = tmp_path / "site"
-    install_beside(site, "recipes", TORCHTUNE)
-    (site / "recipes" / "full_finetune.py").write_text("")
-    shutil.copytree(installed, site, dirs_exist_ok=True)
-    assert recipes("list", cwd=empty, path=[site]).returncode == 0
-    assert python("-c", "from recipes import fast", cwd=empty, path=[site]).returncode == 0
-
-
 @pytest.mark.parametrize("name", ["recipes", "launch"])
 def test_one_that_is_earlier_on_the_path_does_not_hide_ours(name, installed, tmp_path, empty):
     """ROS 2's `launch`, or such a folder of the user's own: on PYTHONPATH, or the current one."""

@@ -1,172 +1,130 @@
-"""What a training writes, in order, and what a crash at any moment leaves of it.
+"""All that a training's folder held and had flushed, moment by moment, and what a crash leaves.
 
-`traced` runs train.py under strace. Run as a script, this file is what strace runs: it trains, and
-copies each file at the moment that it is flushed.
+`traced` runs train.py through this file as a script, which notes both before each file there is
+opened, renamed or removed, and around each flush.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
-import re
 import runpy
 import shutil
 import stat
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 
-CALLS = "openat,open,creat,mkdir,mkdirat,rename,renameat,renameat2,unlink,unlinkat,rmdir,link,linkat,symlink,fsync"
-_CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (-?\d+)")
+_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
+Names = dict[int, dict[str, int]]  # of each folder by its inode: the inodes of its names
 
 
 @dataclass(frozen=True)
-class Operation:
-    """`kind` is create, mkdir, rename, remove or flush.
-
-    `other` is the new name, or the copy that was made of a file when it was flushed.
+class Moment:
+    """Of folders `there` has the names that programs see, and `flushed` those that are on the disk
+    for sure; `copies` are those that were made of files when they were flushed.
     """
 
-    kind: str
-    path: Path
-    other: Path | None = None
-
-
-def traced(script: Path, flags: list[str], output: Path, folder: Path) -> list[Operation]:
-    """Train into `output`. Returns what became of the names in it, and every flush."""
-    (folder / "copies").mkdir(parents=True)
-    command = ["strace", "-f", "-y", "-s", "4096", "-e", f"trace={CALLS}", "-o", str(folder / "calls")]
-    command += [sys.executable, __file__, str(folder / "copies"), str(script), *flags, "--output_dir", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return list(_operations((folder / "calls").read_text(), output, folder / "copies"))
-
-
-def _operations(calls: str, output: Path, copies: Path):
-    flushes = Counter[Path]()
-    for call, words, result in _whole_calls(calls):
-        if result < 0 or str(output) not in words:
-            continue
-        if call == "fsync":
-            path = Path(words.partition("<")[2].rpartition(">")[0])
-            flushes[path] += 1
-            yield Operation("flush", path, copies / _copy_name(flushes[path], path))
-            continue
-        # Relative names follow the folder's descriptor: `4</folder>, "name"`.
-        names = [Path(above or ".", name) for above, name in re.findall(r'(?:\d+<([^>]*)>, |)"([^"]*)"', words)]
-        if call.startswith(("open", "creat")):
-            if "O_CREAT" in words or call == "creat":
-                yield Operation("create", names[0])
-        elif call.startswith("mkdir"):
-            yield Operation("mkdir", names[0])
-        elif call.startswith("rename"):
-            yield Operation("rename", names[0], names[1])
-        elif call.startswith(("unlink", "rmdir")):
-            yield Operation("remove", names[0])
-        else:
-            raise AssertionError(f"a crash's view of {call} is not known: {words}")
-
-
-def _whole_calls(calls: str):
-    """(call, arguments, result), with those in one piece that another thread has interrupted."""
-    begun: dict[str, str] = {}
-    for line in calls.splitlines():
-        thread = line.split()[0]
-        if line.endswith("<unfinished ...>"):
-            begun[thread] = line.removesuffix("<unfinished ...>")
-            continue
-        if resumed := re.match(r"^\d+ +<\.\.\. \w+ resumed>(.*)", line):
-            line = begun.pop(thread) + resumed.group(1)
-        if found := _CALL.match(line):
-            yield found.group(1), found.group(2), int(found.group(3))
-
-
-@dataclass
-class Node:
-    """A file or folder: as programs see it, and as much of it as is on the disk."""
-
-    is_folder: bool
-    names: dict[str, Node] = field(default_factory=dict)
-    flushed_names: dict[str, Node] = field(default_factory=dict)
-    copy: Path | None = None
-
-
-class Disk:
-    """A folder on a disk that keeps, for sure, only what was flushed."""
-
-    def __init__(self, root: Path) -> None:
-        self.root, self.top = root, Node(is_folder=True)
-
-    def do(self, operation: Operation) -> None:
-        path = operation.path
-        if operation.kind == "flush":
-            if path == self.root or path.is_relative_to(self.root):
-                self._flush(self._find(path), operation.other)
-            return
-        if path == self.root:
-            return
-        above, name = self._find(path.parent), path.name
-        if operation.kind == "create":
-            above.names.setdefault(name, Node(is_folder=False))
-        elif operation.kind == "mkdir":
-            above.names[name] = Node(is_folder=True)
-        elif operation.kind == "remove":
-            del above.names[name]
-        else:
-            self._find(operation.other.parent).names[operation.other.name] = above.names.pop(name)
-
-    def _find(self, path: Path) -> Node:
-        node = self.top
-        for name in path.relative_to(self.root).parts:
-            node = node.names[name]
-        return node
-
-    def _flush(self, node: Node, copy: Path) -> None:
-        if node.is_folder:
-            node.flushed_names = dict(node.names)
-        else:
-            node.copy = copy
+    event: str
+    root: int
+    there: Names
+    flushed: Names
+    copies: dict[int, Path]
 
     def crash(self, folder: Path, chance: random.Random | None = None) -> None:
         """Write into `folder` what a crash leaves now: what was flushed and, where `chance` says
         so, names that were not. Of files it leaves nothing that was not flushed, or zeros.
         """
-        self._write(self.top, folder, chance)
+        self._write(self.root, folder, chance)
 
-    def _write(self, node: Node, path: Path, chance: random.Random | None) -> None:
-        if not node.is_folder:
-            if node.copy is not None:
-                os.link(node.copy, path)
-            else:
-                path.write_bytes(bytes(chance.choice((0, 5000)) if chance else 0))
+    def _write(self, inode: int, path: Path, chance: random.Random | None) -> None:
+        if inode in self.flushed:  # a folder
+            path.mkdir()
+            names = self.there.get(inode, {}) if chance and chance.random() < 0.5 else self.flushed[inode]
+            for name, child in names.items():
+                self._write(child, path / name, chance)
+        elif inode in self.copies:
+            os.link(self.copies[inode], path)
+        else:
+            path.write_bytes(bytes(chance.choice((0, 5000)) if chance else 0))
+
+
+def traced(script: Path, flags: list[str], output: Path, folder: Path) -> list[Moment]:
+    """Train into `output`. Returns its moments that differ, in order."""
+    folder.mkdir()
+    command = [sys.executable, __file__, str(folder), str(output), str(script), *flags, "--output_dir", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    moments = [Moment(*one) for one in pickle.loads((folder / "moments").read_bytes())]
+    return [one for one, before in zip(moments, [None, *moments], strict=False) if _differ(one, before)]
+
+
+def _differ(one: Moment, before: Moment | None) -> bool:
+    return before is None or (one.there, one.flushed, one.copies) != (before.there, before.flushed, before.copies)
+
+
+class Notes:
+    """Notes the moments of one process. What is seen is held open, so that no inode comes again."""
+
+    def __init__(self, output: Path, folder: Path) -> None:
+        output.mkdir()
+        self.output, self.folder, self.flush = output, folder, os.fsync
+        self.moments: list[tuple] = []
+        self.flushed: Names = {}
+        self.copies: dict[int, Path] = {}
+        self.held: set[int] = set()
+        self.lock, self.here = threading.Lock(), threading.local()
+
+    def audit(self, event: str, arguments: tuple) -> None:
+        if event not in _EVENTS or not isinstance(arguments[0], str | os.PathLike) or getattr(self.here, "busy", False):
             return
-        path.mkdir()
-        names = node.names if chance and chance.random() < 0.5 else node.flushed_names
-        for name, child in names.items():
-            self._write(child, path / name, chance)
+        path = str(arguments[0])
+        if path.startswith(str(self.output)) or "/" not in path:  # rmtree names files without their folder
+            self.note(f"{event} {path}")
 
-
-def _copy_name(number: int, path: Path) -> str:
-    return f"{number}{str(path).replace('/', '%')}"
-
-
-def _train_and_copy(copies: Path, script: str) -> None:
-    flush, times = os.fsync, Counter[Path]()
-
-    def copy_and_flush(handle: int) -> None:
+    def fsync(self, handle: int) -> None:
         path = Path(f"/proc/self/fd/{handle}").readlink()
-        times[path] += 1
-        if stat.S_ISREG(os.fstat(handle).st_mode):
-            shutil.copyfile(path, copies / _copy_name(times[path], path))
-        flush(handle)
+        self.note(f"flush {path}")
+        inode, copy = os.fstat(handle).st_ino, self.folder / str(len(self.moments))
+        self.here.busy = True
+        is_folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        names = self._names(path) if is_folder else shutil.copyfile(path, copy)
+        self.here.busy = False
+        self.flush(handle)
+        if is_folder:
+            self.flushed = {**self.flushed, inode: names}
+        else:
+            self.copies = {**self.copies, inode: copy}
+        self.note(f"flushed {path}")
 
-    os.fsync = copy_and_flush
-    runpy.run_path(script, run_name="__main__")
+    def note(self, event: str) -> None:
+        with self.lock:
+            self.here.busy = True
+            there = {Path(path).stat().st_ino: self._names(Path(path)) for path, _, _ in os.walk(self.output)}
+            self.here.busy = False
+            self.flushed = {**{inode: {} for inode in there}, **self.flushed}
+            self.moments.append((event, self.output.stat().st_ino, there, self.flushed, self.copies))
+
+    def _names(self, folder: Path) -> dict[str, int]:
+        found = {}
+        for entry in os.scandir(folder):
+            if entry.inode() not in self.held:
+                os.open(entry.path, os.O_PATH)
+                self.held.add(entry.inode())
+            found[entry.name] = entry.inode()
+        return found
 
 
 if __name__ == "__main__":
-    copies = Path(sys.argv[1])
-    sys.argv = sys.argv[2:]
-    _train_and_copy(copies, sys.argv[0])
+    folder, output, *sys.argv = map(str, sys.argv[1:])
+    notes = Notes(Path(output), Path(folder))
+    os.fsync = notes.fsync
+    sys.addaudithook(notes.audit)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        notes.note("the end")
+        Path(folder, "moments").write_bytes(pickle.dumps(notes.moments))

@@ -2,40 +2,35 @@
 
 import random
 import shutil
-import subprocess
+import sys
 
 import pytest
 
 from launch.output import manifest, record
 from launch.output.checkpoints import newest_valid
 from tests.support.running import SCRIPT, losses, model_flags, train_here
-from tests.support.traced import Disk, traced
+from tests.support.traced import traced
 
 EIGHT_STEPS = "--max_steps 8 --save_steps 2 --learning_rate 1e-3 --logging_steps 1".split()
 
 
-def can_trace() -> bool:
-    return shutil.which("strace") is not None and subprocess.run(["strace", "-o", "/dev/null", "true"]).returncode == 0
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not can_trace(), reason="strace records the order of writes and flushes")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 def test_every_crash_leaves_the_last_complete_checkpoint(tiny_model, texts, tmp_path):
-    """Whatever was not flushed is lost, or is there in part: each prefix of what the training did
-    is judged in both ways. Of all that are judged alike, one is trained to its end.
+    """Whatever was not flushed is lost, or is there in part: each moment of the training is judged
+    in both ways. Of all that are judged alike, one is trained to its end.
     """
     output = tmp_path / "run"
-    operations = traced(SCRIPT, [*model_flags(tiny_model, texts), *EIGHT_STEPS], output, tmp_path / "trace")
-    disk, complete, found = Disk(output), 0, {}
-    for number, operation in enumerate(operations):
-        disk.do(operation)
+    moments = traced(SCRIPT, [*model_flags(tiny_model, texts), *EIGHT_STEPS], output, tmp_path / "trace")
+    complete, found = 0, {}
+    for number, moment in enumerate(moments):
         for chance in (None, random.Random(number)):
             left = tmp_path / "left"
-            disk.crash(left, chance)
+            moment.crash(left, chance)
             newest, damaged = newest_valid(left)
             step = newest.step if newest else 0
             assert newest is None or manifest.is_committed(newest.path)
-            assert step >= complete, f"after {operation} step {complete} was lost"
+            assert step >= complete, f"before {moment.event} step {complete} was lost"
             if chance is None:
                 complete = step
             judged = (step, record.read(left).get("status"), *((path.step, path.faults) for path in damaged))

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
     """The longest files first, so that the workers end together; DeepSpeed compiles at once."""
     longest = "test_every_recipe test_slurm test_containers test_optimizer test_train_engines test_style test_rehearsal"
     longest += " test_scale test_deepspeed_json test_parallelism test_preemption test_submit test_same_training"
-    longest += " test_fit test_resident test_doctor test_explain test_out_of_memory test_train_switches test_trace"
+    longest += " test_fit test_doctor test_explain test_out_of_memory test_train_switches test_trace"
     longest += " test_other_world"
     order = longest.split()
     items.sort(key=lambda item: order.index(item.path.stem) if item.path.stem in order else len(order))

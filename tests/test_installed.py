@@ -91,7 +91,8 @@ def test_a_command_works_from_an_empty_folder(words, answer, installed, empty):
 
 
 def test_a_job_for_azure_uploads_what_a_clone_uploads(installed, tmp_path):
-    words = "submit azureml --compute c --data azureml:rows:1 --dry_run --output job.yaml -- --max_steps 4".split()
+    words = "submit azureml --compute c --data azureml:rows:1 --dry_run --output job.yaml -- --max_steps 4"
+    words = [*words.split(), "--model_name_or_path", "somebody/model"]
     content = []
     for packages in (installed, ROOT):
         folder = tmp_path / packages.name

@@ -21,31 +21,18 @@ TESTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def oldest(tmp_path_factory):
-    """A folder that holds the oldest supported transformers."""
-    folder = tmp_path_factory.mktemp("oldest")
-    words = ["install", "--quiet", "--no-deps", "--target", str(folder), "-r", str(ROOT / "tests" / "oldest.txt")]
+@pytest.mark.slow
+def test_the_same_tests_pass_with_the_oldest_supported_version(tmp_path):
+    words = ["install", "--quiet", "--no-deps", "--target", str(tmp_path), "-r", str(ROOT / "tests" / "oldest.txt")]
     installed = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
     if installed.returncode and not os.environ.get("CI"):
         pytest.skip("the oldest transformers cannot be installed here")
     assert installed.returncode == 0, installed.stderr
-    return folder
-
-
-@pytest.mark.slow
-def test_the_same_tests_pass_with_the_oldest_supported_version(oldest):
+    oldest = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
+    version = "import transformers; print(f'transformers=={transformers.__version__}')"
+    found = subprocess.run([sys.executable, "-c", version], **oldest).stdout.strip()
+    assert found and found in (ROOT / "tests" / "oldest.txt").read_text()
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(oldest)}
-    )
+    done = subprocess.run(words, **oldest)
     # Indented, so that nobody takes its last line for the outer run's.
     assert done.returncode == 0, "\n".join(f"  {line}" for line in done.stdout.splitlines()[-60:])
-
-
-@pytest.mark.slow
-def test_it_really_is_the_oldest(oldest):
-    code = "import transformers; print(transformers.__version__)"
-    environment = {**os.environ, "PYTHONPATH": str(oldest)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert f"transformers=={done.stdout.strip()}" in (ROOT / "tests" / "oldest.txt").read_text()

@@ -128,27 +128,6 @@ def room_sizes() -> Counter[str]:
 # --- The rules ------------------------------------------------------------------------------------
 
 
-def test_imports_are_found_wherever_they_stand():
-    code = """
-import torch, recipes.legal
-from recipes.run import spec
-from recipes.run.batch import Batch
-if TYPE_CHECKING:
-    from recipes.errors import Problem
-def later():
-    from importlib import import_module
-    from recipes import catalog, fast
-    return import_module("recipes.rules.check")
-"""
-    found = imports_of("recipes.run.resolve", ast.parse(code))
-    of_run, of_recipes = {"spec", "batch"}, {"legal", "errors", "catalog", "rules.check"}
-    assert found == {
-        "recipes",
-        *(f"recipes.run.{name}" for name in of_run),
-        *(f"recipes.{name}" for name in of_recipes),
-    }
-
-
 def test_every_file_is_in_a_room_of_a_layer():
     assert not [module for module in files() if room_of(module) not in LEVEL]
 
@@ -170,28 +149,6 @@ def _is_before(room: str, other: str) -> bool:
 def test_no_circle_of_imports():
     """Raises CycleError, which names the files of the circle."""
     graphlib.TopologicalSorter(imports()).prepare()
-
-
-def test_an_init_only_hands_names_on():
-    assert not [
-        f"{_name(path)}, line {node.lineno}"
-        for path in files().values()
-        if path.name == "__init__.py"
-        for node in ast.parse(path.read_text()).body
-        if not _hands_on(node)
-    ]
-
-
-def _hands_on(node: ast.stmt) -> bool:
-    """Docstring, imports, __all__, __version__, and a __getattr__ that imports when asked for."""
-    if isinstance(node, ast.Assign):
-        return {ast.unparse(target) for target in node.targets} <= {"__all__", "__version__"}
-    if isinstance(node, ast.If):
-        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(_hands_on, node.body))
-    if isinstance(node, ast.FunctionDef):
-        return node.name == "__getattr__"
-    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    return is_docstring or isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def test_no_file_is_too_long():

@@ -4,9 +4,9 @@
 
 Writes a file of texts made of Python's own source, trains a small model on it packed, and
 starts the same command a second time. Prints for each the seconds to the first step, the peak of
-anonymous memory of all its processes (shared pages count once), what the cache holds as a multiple
-of the tokens (4 bytes each), and tokens/s of steady steps. train.py's ranks wait 20 s for each
-other in the process group, which is shorter than the tokenizing and must not matter.
+anonymous memory of all its processes (shared pages count once), and what the cache holds as a
+multiple of the tokens (4 bytes each). train.py's ranks wait 20 s for each other in the process
+group, which is shorter than the tokenizing and must not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -39,14 +39,9 @@ STEP = re.compile(r"step +\d+/|\{'loss'")
 class Start:
     """What one start took."""
 
-    steps: list[float] = field(default_factory=list)  # seconds until each was logged
+    first_step: float = 0.0  # seconds until it was logged
     peak_bytes: int = 0
     cache_bytes: int = 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the steps after the second."""
-        return BATCH * LENGTH * (len(self.steps) - 2) / (self.steps[-1] - self.steps[1])
 
 
 # --- What is trained ------------------------------------------------------------------------------
@@ -127,8 +122,8 @@ def start(command: list[str], cache: Path, processes: int) -> Start:
     assert process.stdout is not None
     for line in process.stdout:
         output.append(line)
-        if STEP.search(line):
-            found.steps.append(time.perf_counter() - begun)
+        if STEP.search(line) and not found.first_step:
+            found.first_step = time.perf_counter() - begun
     if process.wait():
         sys.exit("".join(output[-30:]))
     found.cache_bytes = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
@@ -190,9 +185,8 @@ def main() -> None:
                 words = command(model, data, folder / f"{name}-{number}")
                 found = start(words, folder / f"cache of {name}", options.processes)
                 print(
-                    f"{name:<11} {when:<6} start: {found.steps[0]:7.1f} s to the first step, "
-                    f"{found.peak_bytes / 1e9:5.2f} GB, cache {found.cache_bytes / 4 / tokens:.2f} x the tokens, "
-                    f"{found.tokens_per_second:,.0f} tokens/s",
+                    f"{name:<11} {when:<6} start: {found.first_step:7.1f} s to the first step, "
+                    f"{found.peak_bytes / 1e9:5.2f} GB, cache {found.cache_bytes / 4 / tokens:.2f} x the tokens",
                     flush=True,
                 )
 

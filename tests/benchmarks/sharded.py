@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from launch.host.world import leave_group
-from tests.benchmarks.resident import planned, print_found, run_of
 
 WORLD = 2
 _WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 8}
@@ -48,12 +47,17 @@ def case_of(name: str):
     """The model's configuration and the run of a case."""
     from transformers import LlamaConfig
 
+    from recipes.run import here, resolve
     from recipes.run.files import shipped
+    from recipes.run.hardware import Hardware
 
     changes, length, flags = CASES[name]
-    flags += "" if "--bf16" in flags else " --bf16 true"
-    place = {"world_size": WORLD, "accelerate_config": str(shipped("sharded.yaml"))}
-    return LlamaConfig(**_WIDE, **changes), run_of("sharded", length, MICRO, flags, **place)
+    flags += f" --recipe sharded --optim adamw_torch_fused --max_length {length} --per_device_train_batch_size {MICRO}"
+    for flag, value in {"--bf16": "true", "--gradient_accumulation_steps": "1"}.items():
+        flags += "" if flag in flags else f" {flag} {value}"
+    yaml = str(shipped("sharded.yaml"))
+    place = here(WORLD, hardware=Hardware(cores=2), accelerate_config=yaml, environment={}, trained_by="nobody")
+    return LlamaConfig(**_WIDE, **changes), resolve(flags.split(), place)
 
 
 def _measure(rank: int, folder: str) -> None:
@@ -153,15 +157,24 @@ def _live_bytes(tensors):
         yield live
 
 
-def measure() -> dict[str, tuple[int, int]]:
-    """Bytes of each case: planned, and real."""
+def main() -> None:
+    """A table for people, and on the last line JSON for tests: bytes planned and real."""
     import torch.multiprocessing
+
+    from recipes.planner.fits import Estimator
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder,), nprocs=WORLD)
-        found = json.loads(Path(folder, "live.json").read_text())
-    return {case: (planned(*case_of(case)), live) for case, live in found.items()}
+        live = json.loads(Path(folder, "live.json").read_text())
+    found = {}
+    print("| two steps on two ranks, FSDP2, live | planned MiB | real MiB | off by |\n|---|---|---|---|")
+    for case, real in live.items():
+        config, run = case_of(case)
+        planned = Estimator(config).memory(run, MICRO).gpu.total
+        found[case] = planned, real
+        print(f"| {case} | {planned / 2**20:.1f} | {real / 2**20:.1f} | {planned / real - 1:+.1%} |")
+    print(f"\n{json.dumps(found)}")
 
 
 if __name__ == "__main__":
-    print_found(measure(), "two steps on two ranks, FSDP2, live")
+    main()

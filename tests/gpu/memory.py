@@ -31,6 +31,7 @@ FAMILIES = {
     "llama": {"vocab_size": 32_000},
     "qwen2": {"vocab_size": 151_936, "tie_word_embeddings": True},
     "bert": {"vocab_size": 30_522},
+    "qwen3-moe": {"vocab_size": 151_936, "num_experts": 8, "num_experts_per_tok": 2},
 }
 # Width, layers, heads, heads of keys and values, and width of the MLP.
 SHAPES = {
@@ -86,6 +87,7 @@ CASES = [
     Case("qwen2", "0.5B", "fast", 4, 2048),
     Case("qwen2", "0.5B", "standard", 4, 2048, accumulation=2, flags=EIGHT_BIT),
     Case("qwen2", "0.5B", "standard", 4, 2048, flags=LORA),
+    Case("qwen3-moe", "0.1B", "standard", 4, 1024),
     Case("llama", "1.2B", "standard", 4, 2048, ddp=False, flags=PACKED),
     Case("llama", "1.2B", "standard", 4, 2048, flags=PACKED),
     Case("llama", "1.2B", "fast", 8, 2048),
@@ -107,7 +109,7 @@ def cases(rehearse: bool) -> list[Case]:
 
 def config_of(case: Case):
     import torch
-    from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config
+    from transformers import BertConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
     width, layers, heads, shared, mlp = SHAPES[case.size]
     own = {**FAMILIES[case.family], "use_cache": False}
@@ -128,7 +130,10 @@ def config_of(case: Case):
     }
     if case.family == "bert":
         return BertConfig(**shape, **own)
-    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[case.family](**shape, num_key_value_heads=shared, **own)
+    shape["num_key_value_heads"] = shared
+    if case.family == "qwen3-moe":
+        return Qwen3MoeConfig(**shape, moe_intermediate_size=mlp // 4, **own)
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[case.family](**shape, **own)
 
 
 # --- Predicted -----------------------------------------------------------------------------------

@@ -32,11 +32,21 @@ def test_a_case_of_the_group_works_on_this_cpu(name, tmp_path):
     assert measured(name, tmp_path)
 
 
+# Accumulated gradients beside the buckets that views would spare, pooled rows, LoRA, experts.
+PLANNED = (
+    "llama tiny, fast, 4x2 of 64",
+    "gpt2 tiny, standard, 8x1 of 64",
+    "bert tiny, standard, 16x1 of 64, gradient_checkpointing",
+    "qwen2 tiny, standard, 4x1 of 64, use_peft",
+    "qwen3-moe tiny, standard, 4x1 of 64",
+)
+
+
 @pytest.mark.slow
-def test_accumulated_gradients_exist_beside_the_buckets_that_views_would_spare(tmp_path):
-    case = "llama tiny, fast, 4x2 of 64"
-    tries = (measured(case, tmp_path)["difference"] for _ in range(3))  # a busy rank may release buckets late
-    assert any(abs(difference) < 0.01 for difference in tries)
+@pytest.mark.parametrize("name", PLANNED)
+def test_two_real_steps_take_as_much_memory_as_planned(name, tmp_path):
+    tries = (measured(name, tmp_path)["difference"] for _ in range(3))  # a busy rank may release buckets late
+    assert any(abs(difference) < 0.08 for difference in tries)
 
 
 def test_a_case_that_has_figures_is_not_run_again(tmp_path):

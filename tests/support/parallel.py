@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from launch.host.world import leave_group
+from tests.support.real_failures import arguments, tiny_llama
 from tests.support.running import run_ranks
 
 ROWS = torch.randint(1, 32, (32, 16), generator=torch.Generator().manual_seed(0))
@@ -25,17 +26,14 @@ def train(folder: str, settings: dict, sizes: dict | None = None, tp_plan: str |
     """The Trainer after four steps, the same for every rank of whatever engine."""
     from accelerate import ParallelismConfig, PartialState
     from accelerate.utils import DistributedType
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     if lift:
         PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    fixed = dict(
-        output_dir=folder, use_cpu=not lift, max_steps=4, logging_steps=1, report_to="none", save_strategy="no"
-    )
+    own = dict(use_cpu=not lift, max_steps=4, logging_steps=1, learning_rate=0.05, lr_scheduler_type="constant")
     config = ParallelismConfig(**sizes) if sizes else None
-    constant = dict(learning_rate=0.05, lr_scheduler_type="constant", optim="sgd", disable_tqdm=True)
-    args = TrainingArguments(**{**fixed, **constant, "parallelism_config": config, **settings})
+    args = arguments(Path(folder), **{**own, "optim": "sgd", "parallelism_config": config, **settings})
     if sizes and sizes.get("sp_size"):
         import deepspeed
 
@@ -52,16 +50,12 @@ def train(folder: str, settings: dict, sizes: dict | None = None, tp_plan: str |
 
 
 def _model(folder: str, tp_plan: str | None):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+    model = tiny_llama(num_hidden_layers=2, num_attention_heads=4)
     if tp_plan is None:
         return model
     model.save_pretrained(folder)
     torch.distributed.barrier()
-    return LlamaForCausalLM.from_pretrained(folder, tp_plan=tp_plan, dtype=torch.float32)
+    return type(model).from_pretrained(folder, tp_plan=tp_plan, dtype=torch.float32)
 
 
 def ranks(folder: Path, processes: int, **request) -> tuple[list[dict], str]:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 LENGTH = 512  # tokens of a long text
-BASE = 0.56e9  # about what a process takes once everything is imported
 
 
 def wide_model(folder: Path) -> Path:

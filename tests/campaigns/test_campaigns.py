@@ -1,7 +1,10 @@
-"""Kills and damage come as they are drawn, are judged rightly, and a broken product is caught."""
+"""Campaigns draw the same again by a seed, judge rightly, excuse nothing in silence, and catch a
+broken product.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pickle
@@ -11,33 +14,129 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 import launch.training.trainer  # noqa: F401 - what is forked below need not import it
-from tests.campaigns import resuming
+from recipes.errors import Problem
+from tests.campaigns import breaks, resuming
+from tests.campaigns.drawing import draw
+from tests.campaigns.legality import Judgement, compare, shrink
 from tests.campaigns.moment import BACKGROUND, HIT, MAIN, VARIABLE, Moment, watched
-from tests.campaigns.runs import Outcome, forked
-from tests.support.campaigns import campaign
+from tests.campaigns.runs import FILES, Case, Change, Outcome, forked, from_json
 from tests.support.running import ROOT
+
+
+def campaign(name: str, *words: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", f"tests.campaigns.{name}", "--workers", "1", *words]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+# --- Drawing --------------------------------------------------------------------------------------
 
 PHASES = ["start"] * 9 + ["step 1", "save"] * 20 + ["end"] * 3
 EVENTS = {"single": [{MAIN: PHASES, BACKGROUND: []}], "ddp": [{MAIN: PHASES, BACKGROUND: [BACKGROUND] * 9}] * 2}
 
 
-def test_the_same_seed_draws_the_same():
+def test_the_same_seed_draws_the_same_runs_of_every_sort():
+    cases = [[draw(Random(f"seed-{number}")) for number in range(300)] for _ in range(2)]
+    assert cases[0] == cases[1] == [from_json(case.as_json()) for case in cases[0]]
+    assert len({case.as_json() for case in cases[0]}) > 280
+    assert {change.where for case in cases[0] for change in case.changes} == {"flag", "variable", *FILES}
+    assert any(case.lifted for case in cases[0])
+
+
+def test_the_same_seed_draws_the_same_kills():
     chains = [[resuming.draw_kills(Random(f"seed-{number}"), EVENTS) for number in range(99)] for _ in range(2)]
     assert chains[0] == chains[1] == [resuming.chain_from(str(chain)) for chain in chains[0]]
     moments = [moment for chain in chains[0] for moment in chain.moments]
     assert {moment.thread for moment in moments} == {MAIN, BACKGROUND} and any(moment.alone for moment in moments)
-    faults = [resuming.draw_damage(Random("seed"), ["single", "ddp"], 30) for _ in range(2)]
+
+
+def test_the_same_seed_draws_the_same_damage_and_each_kind_of_it_in_the_shortest_campaign():
+    faults = [resuming.draw_damage(Random("seed"), ["single", "ddp"], 1) for _ in range(2)]
     assert faults[0] == faults[1] == [resuming.fault_from(str(fault)) for fault in faults[0]]
+    assert {fault.kind for fault in faults[0] if fault.where == resuming.CHECKPOINT} == set(resuming.KINDS)
+    assert {fault.where for fault in faults[0]} == {
+        resuming.CHECKPOINT,
+        resuming.WHOLE,
+        resuming.TWO,
+        *resuming.INPUTS,
+    }
 
 
-def test_each_kind_of_damage_is_drawn_in_the_shortest_campaign():
-    faults = resuming.draw_damage(Random("seed"), ["single"], 1)
-    assert {fault.kind for fault in faults if fault.where == resuming.CHECKPOINT} == set(resuming.KINDS)
-    assert {fault.where for fault in faults} == {resuming.CHECKPOINT, resuming.WHOLE, resuming.TWO, *resuming.INPUTS}
+def test_the_same_seed_draws_the_same_breaks_of_every_room():
+    first, again = (breaks.draw(Random("seed"), ROOT, 40) for _ in range(2))
+    assert first == again
+    assert {Path("launch/output"), Path("recipes/rules")} <= {one.file.parent for one in first}
+
+
+# --- Breaks ---------------------------------------------------------------------------------------
+
+SOURCE = """\
+def f(x):
+    if x > 3:
+        raise ValueError("größer")
+    return x if x == 1 else True
+"""
+
+
+def test_each_break_is_another_program(tmp_path):
+    found = []
+    for one in breaks.breaks_of(Path("f.py"), SOURCE):
+        (tmp_path / "f.py").write_text(SOURCE, encoding="utf-8")
+        one.apply(tmp_path)
+        found.append(ast.unparse(ast.parse((tmp_path / "f.py").read_text(encoding="utf-8"))))
+    assert len(found) == len(set(found)) == 9 and ast.unparse(ast.parse(SOURCE)) not in found
+
+
+# --- What check says, and what becomes of it ------------------------------------------------------
+
+
+def test_a_case_shrinks_to_what_matters():
+    needed = Change("flag", "bf16", ["true"])
+    others = [Change("flag", name, ["1"]) for name in ("seed", "lora_r", "save_steps", "eval_steps", "max_steps")]
+    case = Case("accelerate", 2, "memory.yaml", "gpt2", "texts.txt", changes=(*others[:2], needed, *others[2:]))
+    assert shrink(case, lambda other: needed in other.changes) == Case(changes=(needed,))
+
+
+CASE = Case(changes=(Change("flag", "do_train", ["false"]),))
+PROVABLE, UNKNOWN, AT_ITS_WORD = "a_training_trains", "a_rule_without_a_proof", "sequences_fit_the_model"
+
+
+def compared(rules: list[str], of: list[str] | None = None, without: float = 2.5):
+    """A run that `rules` refuse and that trains, and one `without` the setting: with that loss."""
+
+    def trained(loss: float) -> Outcome:
+        return Outcome(0, "", [{"losses": [loss]}], {"status": "finished"})
+
+    judgement = Judgement({rule: [Problem("do_train", "is off", "leave it out")] for rule in rules})
+    return compare(judgement, trained(2.5), CASE, of or rules, lambda case, rule: trained(without))
+
+
+def test_a_refusal_is_right_if_the_same_trains_without_the_setting():
+    assert compared([PROVABLE]).proven and not compared([PROVABLE]).disagreement
+    assert "a_training_trains" in compared([PROVABLE], without=2.4).disagreement
+
+
+def test_a_refusal_that_nothing_proves_is_counted():
+    assert compared([AT_ITS_WORD]).unproven and not compared([AT_ITS_WORD]).proven
+
+
+def test_a_wrong_refusal_beside_an_explained_one_is_found_when_it_is_tried_on_its_own():
+    assert compared([UNKNOWN]).disagreement
+    assert not compared([PROVABLE, UNKNOWN]).disagreement
+    assert UNKNOWN in compared([PROVABLE, UNKNOWN], of=[UNKNOWN]).disagreement
+
+
+def test_a_legal_run_that_fails_is_a_disagreement():
+    failed = Outcome(1, "Traceback (most recent call last):\nValueError: no")
+    assert compare(Judgement(), failed, CASE, [], SimpleNamespace).disagreement
+
+
+# --- Kills and damage -----------------------------------------------------------------------------
 
 
 def written(folder: Path, moment: Moment) -> tuple[int, list[str]]:
@@ -147,12 +246,21 @@ def test_another_state_in_the_last_checkpoint_is_another_training(name, finished
     assert name in resuming.difference(tmp_path, "single")
 
 
+# --- The campaigns themselves ---------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "engines"), [("kills", ["single", "ddp", "lora-best"]), ("damage", ["single", "ddp"])]
+    ("words", "ends"),
+    [
+        ("legality --runs 25", " 0 disagreements"),
+        ("resuming kills --count 12 --engine single ddp lora-best", " 0 lost"),
+        ("resuming damage --count 12 --engine single ddp", " 0 lost"),
+    ],
 )
-def test_no_run_is_lost(what, engines):
-    assert " 0 lost" in campaign("resuming", what, "--seed", "slow tier", "--count", "12", "--engine", *engines)
+def test_a_short_campaign_finds_nothing(words, ends):
+    done = campaign(*words.split(), "--seed", "slow tier")
+    assert done.returncode == 0 and ends in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -163,9 +271,6 @@ def test_a_product_that_never_checks_whose_checkpoint_it_is_does_not_pass(tmp_pa
     checked = 'return run is not None and writer is not None and writer["id"] != run["id"]'
     assert checked in product.read_text()
     product.write_text(product.read_text().replace(checked, "return False"))
-    words = ["damage", "--only", f"single:{resuming.WHOLE}:{resuming.REPLACED}:0", "--workers", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.campaigns.resuming", *words],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+    fault = f"single:{resuming.WHOLE}:{resuming.REPLACED}:0"
+    done = campaign("resuming", "damage", "--only", fault, folder=tmp_path)
     assert done.returncode == 1 and resuming.DIFFERENT in done.stdout, done.stdout + done.stderr

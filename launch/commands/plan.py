@@ -16,7 +16,7 @@ from launch.commands.train import in_own_yaml
 from launch.flags import Commands
 from launch.terminal import console, duration, print_problems, print_table
 from recipes.errors import mistake
-from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, Planned
+from recipes.planner.fits import MARGIN, Planned
 from recipes.planner.memory import EVALUATION
 from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.speed import StepTime
@@ -40,15 +40,15 @@ optim: the optimizer's state, such as Adam's two moments, or this GPU's share of
 activ: what the forward pass keeps for the backward pass, and autocast's 16-bit weights
 logits: tensors as wide as the vocabulary: the head's output, its loss, their gradients
 buffers: what is neither weight nor gradient: DDP's and DeepSpeed's buckets, the model's buffers
-cached: what torch has reserved in pieces that nothing fits into; it may shrink as the rest grows
+cached: what torch has reserved in pieces that nothing fits into; 0 where the rest does not fit already
 context: what CUDA takes for itself before the first tensor: driver and kernels
 total: the sum of these, at the moment of a step or evaluation that needs most; not each part's own peak
 fits: whether total fits the GPU with {MARGIN:.0%} to spare, and host the RAM that --host_memory says
 host: RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save
 step: seconds of an optimizer step: compute + exposed communication + offload
-{{readings}}not counted: memory of data loading; kernels of torch.compile
+not counted: memory of data loading; kernels of torch.compile
 how sure: of 21 public readings of reserved memory two lie 3.5% and 7.8% above the plan, the others at most
-1% (python -m tests.benchmarks.published); here {{margin:.0%}} is kept free
+1% (python -m tests.benchmarks.published); here {MARGIN:.0%} is kept free
 """
 
 
@@ -116,8 +116,7 @@ def _draw(plan: Plan, file: str) -> None:
 
 # --- As JSON --------------------------------------------------------------------------------------
 
-_OF_PLANNED = "name fits micro_batch accumulation margin_bytes host_bytes_per_node traced fits_gpu flags moment"
-_OF_PLANNED += " evaluation_batch notes total_bytes"
+_OF_PLANNED = "name fits micro_batch accumulation host_bytes_per_node fits_gpu flags moment notes total_bytes"
 
 
 def as_json(plan: Plan) -> Json:
@@ -129,7 +128,7 @@ def as_json(plan: Plan) -> Json:
     return {
         "model": {"name": plan.model, **_of(plan, "parameters trained shape")},
         **_of(plan, "length asked_length recommended command refused"),
-        "margin": _margin(plan),
+        "margin": MARGIN,
         "context": asdict(plan.context),
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
         "assumed": _of(plan, "mfu mfu_source unknown_compute link host_source") | {"bytes_per_second": plan.bandwidth},
@@ -146,7 +145,7 @@ def as_json(plan: Plan) -> Json:
             for split in plan.choices
         ],
         "next_steps": [
-            _of(step, "words saves_bytes saves_host_bytes slowdown adapters install")
+            _of(step, "words saves_bytes saves_host_bytes slowdown adapters")
             | _of(step.planned, "total_bytes fits fits_gpu host_bytes_per_node")
             | {"step_ms": _milliseconds(step.planned.time.total)}
             for step in plan.next_steps
@@ -189,8 +188,7 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
     _print_time(plan, processes, timed)
     _print_notes(plan)
     if explain:
-        readings = "".join(f"context of {reading}\n" for reading in plan.context.readings)
-        print(_EXPLANATION.format(readings=readings, margin=_margin(plan)))
+        print(_EXPLANATION)
     if plan.advice:
         print_problems(plan.advice, console())
         print()
@@ -204,9 +202,7 @@ def _print(plan: Plan, processes: int, explain: bool) -> None:
         seconds = step.planned.time.total
         time = "" if seconds is None else f" and {duration(seconds)} a step"
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
-        how = "without offload" if best.time.host else "with a smaller micro-batch, not checkpointed"
-        install = f" after pip install {step.install}" if step.install else ""
-        print(f"or {adapters}{how}, in {_gib(step.planned.total_bytes)} GiB{time}{install}: {step.words}")
+        print(f"or {adapters}without offload, in {_gib(step.planned.total_bytes)} GiB{time}: {step.words}")
 
 
 def _print_time(plan: Plan, processes: int, timed: bool) -> None:
@@ -229,19 +225,12 @@ def _print_notes(plan: Plan) -> None:
     """What is special about single recipes, and which are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
-            batch = f" {entry.evaluation_batch} fits" if entry.evaluation_batch else " sets their memory"
-            print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size{batch}")
+            print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size sets their memory")
     for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
         print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():
         print(f"{name}: not legal with these flags: {why}")
-    if _margin(plan) != MARGIN:
-        print(f"this model cannot be traced: memory is estimated from its shape, with {_margin(plan):.0%} to spare")
     print()
-
-
-def _margin(plan: Plan) -> float:
-    return MARGIN if all(entry.traced for entry in plan.recipes) else CLOSED_FORM_MARGIN
 
 
 def _why(plan: Plan) -> str:

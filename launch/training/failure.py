@@ -319,7 +319,7 @@ def _planned(run: RunSpec) -> str:
     from recipes.planner.plan import plan_run
 
     try:
-        parts = plan_run(run, load_config(run, load_tokenizer(run)), 0, as_it_is=True).components
+        parts = plan_run(run, load_config(run, load_tokenizer(run))).components
     except Exception as error:  # the rest of the message matters more than this table
         return f"not: {type(error).__name__}"
     words = [f"{name} {memory_size(size)}" for name, size in vars(parts).items() if size]

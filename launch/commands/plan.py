@@ -12,7 +12,7 @@ from dataclasses import asdict
 from launch.commands.train import in_own_yaml
 from launch.flags import Commands
 from launch.terminal import console, duration, print_problems, print_table
-from recipes.planner.fits import CLOSED_FORM_MARGIN, MARGIN, Planned
+from recipes.planner.fits import MARGIN, Planned
 from recipes.planner.memory import EVALUATION
 from recipes.planner.plan import Plan, plan_memory
 from recipes.planner.speed import StepTime
@@ -33,16 +33,16 @@ optim: the optimizer's state, such as Adam's two moments, or this GPU's share of
 activ: what the forward pass keeps for the backward pass, and autocast's 16-bit weights
 logits: tensors as wide as the vocabulary: the head's output, its loss, their gradients
 buffers: what is neither weight nor gradient: DDP's and DeepSpeed's buckets, the model's buffers
-cached: what torch has reserved in pieces that nothing fits into; it may shrink as the rest grows
+cached: what torch has reserved in pieces that nothing fits into; 0 where the rest does not fit already
 context: what CUDA takes for itself before the first tensor: driver and kernels
 total: the sum of these, at the moment of a step or evaluation that needs most; not each part's own peak. nvidia-smi
 shows it for the process; without context it is torch's memory_reserved, without cached too its memory_allocated
 fits: whether total fits the GPU with {MARGIN:.0%} to spare, and host the RAM that --host_memory says
 host: RAM of a node: the model while it is loaded; later what is offloaded, and copies of it for a save
 step: seconds of an optimizer step: compute + exposed communication + offload
-{{readings}}not counted: memory of data loading; kernels of torch.compile
+not counted: memory of data loading; kernels of torch.compile
 how sure: of 21 public readings of reserved memory two lie 3.5% and 7.8% above the plan, the others at most
-1% (python -m tests.benchmarks.published); here {{margin:.0%}} is kept free
+1% (python -m tests.benchmarks.published); here {MARGIN:.0%} is kept free
 """
 
 
@@ -85,8 +85,7 @@ def show_plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 # --- As JSON --------------------------------------------------------------------------------------
 
-_OF_PLANNED = "name fits micro_batch accumulation margin_bytes host_bytes_per_node traced fits_gpu flags moment"
-_OF_PLANNED += " evaluation_batch notes total_bytes"
+_OF_PLANNED = "name fits micro_batch accumulation host_bytes_per_node fits_gpu flags moment notes total_bytes"
 
 
 def as_json(plan: Plan) -> Json:
@@ -98,7 +97,7 @@ def as_json(plan: Plan) -> Json:
     return {
         "model": {"name": plan.model, **_of(plan, "parameters trained shape")},
         **_of(plan, "length asked_length recommended command refused"),
-        "margin": _margin(plan),
+        "margin": MARGIN,
         "context": asdict(plan.context),
         "gpu": {"name": plan.gpu, "usable_bytes": plan.usable_bytes},
         "assumed": _of(plan, "mfu mfu_source unknown_compute link host_source") | {"bytes_per_second": plan.bandwidth},
@@ -115,7 +114,7 @@ def as_json(plan: Plan) -> Json:
             for split in plan.choices
         ],
         "next_steps": [
-            _of(step, "words saves_bytes saves_host_bytes slowdown adapters install")
+            _of(step, "words saves_bytes saves_host_bytes slowdown adapters")
             | _of(step.planned, "total_bytes fits fits_gpu host_bytes_per_node")
             | {"step_ms": _milliseconds(step.planned.time.total)}
             for step in plan.next_steps
@@ -167,9 +166,8 @@ def _print(plan: Plan, processes: int, details: bool) -> None:
         return
     if plan.recommended:
         _print_splits(plan, processes)
-    readings = "".join(f"context of {reading}\n" for reading in plan.context.readings)
     print(f"context: {plan.context.bytes / 2**20:,.0f} MiB, {plan.context.source}")
-    print(_EXPLANATION.format(readings=readings, margin=_margin(plan)))
+    print(_EXPLANATION)
 
 
 def _print_answers(plan: Plan) -> None:
@@ -178,9 +176,7 @@ def _print_answers(plan: Plan) -> None:
     answers = [(best.time.total, f"take {best.name}, {_why(plan)}", best, plan.command)]
     for step in plan.next_steps:
         adapters = "train adapters, " if step.adapters and plan.trained == plan.parameters else ""
-        how = "without offload" if best.time.host else "with a smaller micro-batch, not checkpointed"
-        install = f" after pip install {step.install}" if step.install else ""
-        answers.append((step.planned.time.total, f"{adapters}{how}{install}", step.planned, step.words))
+        answers.append((step.planned.time.total, f"{adapters}without offload", step.planned, step.words))
     answers.sort(key=lambda answer: answer[0] or 0)  # 0: no time is known, and the order stays
     for number, (seconds, what, entry, command) in enumerate(answers):
         free = plan.usable_bytes - entry.total_bytes
@@ -210,19 +206,12 @@ def _print_notes(plan: Plan) -> None:
     """What is special about single recipes, and which are refused."""
     for entry in plan.recipes:
         if entry.moment == EVALUATION:
-            batch = f" {entry.evaluation_batch} fits" if entry.evaluation_batch else " sets their memory"
-            print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size{batch}")
+            print(f"{entry.name}: evaluations need most, not steps: --per_device_eval_batch_size sets their memory")
     for note in dict.fromkeys(note for entry in plan.recipes for note in entry.notes):
         print(f"{', '.join(entry.name for entry in plan.recipes if note in entry.notes)}: {note}")
     for name, why in plan.refused.items():
         print(f"{name}: not legal with these flags: {why}")
-    if _margin(plan) != MARGIN:
-        print(f"this model cannot be traced: memory is estimated from its shape, with {_margin(plan):.0%} to spare")
     print()
-
-
-def _margin(plan: Plan) -> float:
-    return MARGIN if all(entry.traced for entry in plan.recipes) else CLOSED_FORM_MARGIN
 
 
 def _why(plan: Plan) -> str:

@@ -87,7 +87,7 @@ def report(found: Findings, folder: Path, formats: Sequence[str] = ()) -> list[P
 
 
 def file_stems(names: Sequence[str]) -> dict[str, str]:
-    """How the files of each training begin: letters, digits, `-`, `.` and `_`.
+    """The beginning of each training's file names: letters, digits, `-`, `.` and `_`.
 
     No two differ only in case.
     """

@@ -147,7 +147,7 @@ def points(
     sizes: Sequence[int] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> list[Point]:
-    """What is measured: by default every world size of this machine, with the recipe standard."""
+    """The points to measure: by default every world size of this machine with `standard`."""
     sizes = sorted(set(sizes or _all_sizes()))
     found = []
     for recipe in recipes or ["standard"]:

@@ -59,7 +59,7 @@ def find(rows: Sequence[Timing], command: str = "", files: Sequence[str] = ()) -
 
 @dataclass(frozen=True)
 class Section:
-    """What is said of one series: sentences, and each advice with its commands."""
+    """The words about one series: sentences, and each advice with its commands."""
 
     title: str
     sentences: list[str]

@@ -1,4 +1,4 @@
-"""What torch reserves for a training: its allocator's rules, and all that is asked of it in order.
+"""Memory that torch reserves for a training: its allocator's rules, and all requests in order.
 
 The rules of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13, for one
 stream, without graphs and with its default settings. Sizes are in bytes.
@@ -46,7 +46,7 @@ _IN_DOUBT = ROUND_LARGE / 2 / _UNCERTAIN
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """What torch allocates for each cuBLAS handle, if the user's environment does not say.
+    """Bytes that torch allocates for each cuBLAS handle, if the user's environment does not say.
 
     parseChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp. A handle belongs to a thread, and
     autograd's backward runs in one of its own.
@@ -77,7 +77,7 @@ Pool: TypeAlias = list[tuple[int, int, Block]]  # the cached blocks of a size cl
 
 
 class Allocator:
-    """What torch.cuda.memory_allocated and memory_reserved count, and their peaks.
+    """Counts as torch.cuda.memory_allocated and memory_reserved do, with their peaks.
 
     `limit` is what may be reserved, None for any amount. `retries` counts how often everything that
     was cached had to be given back.
@@ -233,16 +233,13 @@ class Requests:
         return self.replay().peak_allocated
 
     def reserved(self, limit: int | None = None) -> int:
-        """What torch reserves under this limit, or without one if they do not fit.
+        """Bytes that torch reserves under this limit. Raises `OutOfMemory` if they do not fit.
 
         A piece that is just large enough may be just too small on a card. So this is the worse of
         two replays: as traced, and with a training whose largest requests are larger by what a
         trace may be off, less what that adds to what is allocated.
         """
-        try:
-            exact = self.replay(limit)
-        except OutOfMemory:
-            return self.reserved()
+        exact = self.replay(limit)
         try:
             larger = self.replay(limit, 1 + _UNCERTAIN)
         except OutOfMemory:
@@ -267,23 +264,28 @@ class Requests:
 
 
 def with_cached(memory: Memory, limit: int) -> Components:
-    """What a run needs with cuBLAS's workspaces, and with what torch reserves beside its
+    """The needs of a run with cuBLAS's workspaces, and all that torch reserves beside its
     allocations.
 
-    If that is above `limit`, it is what is reserved under this limit: torch then gives back what it
-    has cached, and asks again. If that fails too, it is what is reserved without a limit.
+    Under `limit`: torch then gives back what it has cached, and asks again. If that fails too, it
+    is what is reserved under the least limit, to 5 %, under which it does not. What it caches is
+    not asked where not even the allocations fit.
     """
     if not memory.run.hardware.cuda:
         return memory.gpu
     workspaces = 2 * workspace_bytes(memory.run.hardware.capability)
     states = replace(memory.gpu, buffers=memory.gpu.buffers + workspaces)
-    if not len(memory.micro_batch.allocations):
+    if not len(memory.micro_batch.allocations) or states.total > limit:
         return states
     # In one piece, states count as if they were at their fullest all the time.
     requests = requests_of(memory, states)
     more = requests.peak() - states.allocated if casts_the_model(memory.run) else 0
-    reserved = requests.reserved(limit - states.context + more if states.total <= limit else None)
-    return replace(states, cached=max(0, reserved - more - states.allocated))
+    limit += more - states.context
+    while True:
+        try:
+            return replace(states, cached=max(0, requests.reserved(limit) - more - states.allocated))
+        except OutOfMemory:
+            limit += limit // 20
 
 
 def requests_of(memory: Memory, states: Components) -> Requests:
@@ -331,7 +333,7 @@ def requests_of(memory: Memory, states: Components) -> Requests:
         for size in trained:
             moments += [round(states.optimizer * size / sum(trained) / pieces)] * pieces
         temporaries = requests_of_update(run, weights, width)
-        gradients_stay = not memory.viewed or accumulation > 1
+        gradients_stay = not memory.viewed or memory.beside_views
     requests.loaded = len(requests.events)
     for step in range(2):
         buckets_of_step = [requests.allocate(bucket)] if bucket else []

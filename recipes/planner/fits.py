@@ -1,22 +1,20 @@
-"""What the micro-batches of one model keep in memory, and which of them fit on a GPU."""
+"""The memory of one model's micro-batches, and the largest one that fits on a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from recipes.errors import mistake, one_line
 from recipes.legal.models import types_with_fused_loss
 from recipes.planner.allocator import with_cached
 from recipes.planner.memory import (
-    CLOSED_FORM,
     EAGER,
     EVALUATION,
+    FUSED_LOSS,
     LOADING,
     LOOP,
     MATH,
@@ -34,6 +32,7 @@ from recipes.planner.memory import (
 )
 from recipes.planner.speed import StepTime, step_time
 from recipes.rules.data_and_model import what_peft_accepts
+from recipes.rules.facts import mapping
 from recipes.run import RunSpec
 
 if TYPE_CHECKING:
@@ -42,7 +41,9 @@ if TYPE_CHECKING:
 # Of the readings in tests/benchmarks/published.py two lie 3.5 % and 7.8 % above the plan, the
 # others at most 2 %: what their allocator reserved, not what was allocated.
 MARGIN = 0.06
-CLOSED_FORM_MARGIN = 0.25  # for a model that cannot be traced; a choice, not a measurement
+# The parts of Liger's kernels that lower the memory. It replaces each unless `liger_kernel_config`
+# says otherwise.
+_LIGER = (FUSED_LOSS, "rms_norm", "swiglu", "geglu")
 
 
 # --- One model ------------------------------------------------------------------------------------
@@ -55,12 +56,11 @@ class Estimator:
         self.config = _with_padding(config)
         self._weights: dict[tuple[str, Adapters | None], Weights] = {}
         self._traced: dict[Case, Traced] = {}
-        self._untraceable = False
 
     def memory(self, run: RunSpec, micro: int) -> Memory:
-        """What the run keeps at this micro-batch and its global batch.
+        """The memory of the run at this micro-batch and its global batch.
 
-        Raises `UserError` if the model cannot be built, or cannot have these adapters.
+        Raises `UserError` if the model cannot be built or traced, or cannot have these adapters.
         """
         return Memory(run, self.weights(run), self.traced(run, micro), share(run) // micro, self._evaluation(run))
 
@@ -77,13 +77,9 @@ class Estimator:
                 self._weights[key] = weigh(self.config, *key)
             except Exception as error:  # models and peft raise exceptions of their own
                 message = one_line(error)
-                if "Unrecognized configuration class" in message:
-                    what = f"there is no {run['task']} model of type {self.config.model_type}"
-                    fix = "a decoder, or an encoder with --task sequence_classification"
-                    raise mistake("model", what, fix) from None
                 if adapters is None:
-                    what = f"cannot be built: {message}"
-                    raise mistake("model", what, "a config.json that transformers loads") from None
+                    fix = "a decoder, or an encoder with --task sequence_classification"
+                    raise mistake("model", f"cannot be built for {run['task']}: {message}", fix) from None
                 what = f"peft refuses this model: {message}"
                 raise mistake("use_peft", what, what_peft_accepts(message, run["use_dora"])) from None
         return self._weights[key]
@@ -94,6 +90,7 @@ class Estimator:
         return min(run["max_length"], longest) if longest and longest > 0 else run["max_length"]
 
     def traced(self, run: RunSpec, micro: int) -> Traced:
+        """One micro-batch. Raises `UserError` if the model does not run without data."""
         return self._of_case(run, self.case(run, micro))
 
     def _evaluation(self, run: RunSpec) -> Traced | None:
@@ -111,8 +108,6 @@ class Estimator:
     def _of_case(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import at_batch
 
-        if self._untraceable:
-            return self._closed_form(run, case)
         try:
             # A mask of joined rows grows with the square of the micro-batch, and Liger's chunks of
             # tokens are powers of 2. A batch of 1 takes views where others are copied.
@@ -121,9 +116,9 @@ class Estimator:
                     two, three = (self._trace(run, replace(case, batch=batch)) for batch in (2, 3))
                     return at_batch(two, three, case.batch)
             return self._trace(run, case)
-        except Exception:  # a model's own code may fail in any way on fake tensors
-            self._untraceable = True
-            return self._closed_form(run, case)
+        except Exception as error:  # a model's own code may fail in any way on fake tensors
+            what = f"cannot be planned, as its code does not run on tensors without data: {one_line(error)}"
+            raise mistake("model", what, "recipes fit, which measures it in real steps") from None
 
     def _trace(self, run: RunSpec, case: Case) -> Traced:
         from recipes.planner.trace import trace_any
@@ -154,33 +149,18 @@ class Estimator:
             on_cuda=run.hardware.cuda,
             capability=run.hardware.capability,
             attention=asked if wanted in (None, "eager", "sdpa") else PACKAGED,
-            liger=self.has_liger(run),
-            label_smoothing=run["task"] == "causal_lm" and bool(run["label_smoothing_factor"]),
+            liger=self.liger(run),
         )
 
-    def has_liger(self, run: RunSpec) -> bool:
-        """Whether the run asks for Liger's kernels, and the package has some for this model."""
+    def liger(self, run: RunSpec) -> frozenset[str]:
+        """The parts of Liger's kernels that the run asks for, if the package has this model's."""
         if not run["use_liger_kernel"] or run["task"] != "causal_lm":
-            return False
-        return self.config.model_type in types_with_fused_loss()
-
-    def _closed_form(self, run: RunSpec, case: Case) -> Traced:
-        """82 bytes per unit of width, token and layer, 12 per logit, and autocast's weight copies.
-
-        This is about what traces of Llama and Qwen models find in mixed precision; dropout takes
-        more, and label smoothing 16 per logit. With checkpointing, each layer keeps its input, and
-        one layer at a time the rest. An evaluation keeps nothing of the layers before.
-        """
-        text = self.config.get_text_config()
-        tokens = case.batch * case.length
-        layer = 82 * tokens * text.hidden_size
-        layers = text.num_hidden_layers
-        kept = 4 * tokens * text.hidden_size * layers + layer if case.checkpointing else layer * layers
-        kept = layer if case.evaluation else kept
-        copies = 2 * self.weights(run).total if case.autocast else 0
-        vocabulary = text.vocab_size if run["task"] == "causal_lm" else 0
-        logits = (16 if case.label_smoothing else 12) * tokens * vocabulary
-        return Traced(np.array([[kept + copies, logits, 0]]), forward=1, kernels=frozenset({CLOSED_FORM}))
+            return frozenset()
+        asked = mapping(run["liger_kernel_config"])
+        if run["label_smoothing_factor"]:  # Trainer asks for logits: Liger makes them if it gets no labels
+            asked[FUSED_LOSS] = False
+        has_them = self.config.model_type in types_with_fused_loss()
+        return frozenset(part for part in _LIGER if has_them and asked.get(part, True))
 
 
 def _adapters(run: RunSpec) -> Adapters | None:
@@ -210,12 +190,9 @@ class Planned:
     """A run at one of its micro-batches on the requested GPU, with its time per step.
 
     `fits_gpu` is about the GPU alone, `fits` about the RAM of a node too, if that is known.
-    `margin_bytes` is what stays free on the GPU, negative if the plan exceeds it. `accumulation`
-    keeps the global batch. `traced` is false if the model could not be traced: then a closed form
-    with a wider margin replaces the trace. `flags` are what the recipe needs in order to fit:
-    checkpointing, or a smaller evaluation. `moment` needs most on the GPU (memory.py). If that is
-    EVALUATION and does not fit, `evaluation_batch` is the largest --per_device_eval_batch_size that
-    does, if any. `notes` say what it has that other plans have not, and what is not counted.
+    `accumulation` keeps the global batch. `flags` are what the recipe needs in order to fit:
+    checkpointing, or a smaller evaluation. `moment` needs most on the GPU (memory.py). `notes` say
+    what it has that other plans have not, and what is not counted.
     """
 
     run: RunSpec
@@ -223,14 +200,11 @@ class Planned:
     micro_batch: int
     accumulation: int
     components: Components
-    margin_bytes: int
     host_bytes_per_node: int
     time: StepTime
-    traced: bool = True
     fits_gpu: bool = True
     flags: Mapping[str, Any] = field(default_factory=dict)
     moment: str = TRAINING
-    evaluation_batch: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -256,82 +230,73 @@ class Planner:
     mfu: float = 1
     bandwidth: float | None = None
 
-    def largest(self, run: RunSpec, sizes: Sequence[int] = ()) -> Planned:
-        """The run at the first of these micro-batches that fits, or at the last one if none fits.
+    def best(self, run: RunSpec) -> Planned:
+        """The run at the largest micro-batch that fits, or at the smallest one if none fits.
 
-        Without any it is the user's own, or the largest that keeps the global batch. What torch
-        caches beside its allocations takes longer to find out, and only adds to them: so it is
-        asked only where they fit, and weights alone first, which take no trace.
+        If it is the evaluation that does not fit: with a half, a quarter, and so on, of its batch,
+        on which the result does not depend.
         """
-        sizes = sizes or ([run.batch.micro] if asks_for_a_micro_batch(run) else divisors(share(run)))
+        found = entry = self._largest(run)
+        batch = run["per_device_eval_batch_size"]
+        while not found.fits and found.moment == EVALUATION and batch > 1:
+            batch //= 2
+            flags = {"per_device_eval_batch_size": batch}
+            found = replace(self._largest(run.given_too(**flags)), flags=flags)
+        return found if found.fits else entry
+
+    def _largest(self, run: RunSpec) -> Planned:
+        """As `best`, with this evaluation. Only micro-batches up to the user's own are tried."""
+        sizes = micro_batches(run)
         for micro in sizes if self._may_fit(run, sizes[-1]) else ():
             if self._may_fit(run, micro) and (entry := self.at(run, micro)).fits:
                 return entry
         return self.at(run, sizes[-1])
 
     def _may_fit(self, run: RunSpec, micro: int) -> bool:
+        """False if the allocations do not fit: of weights, which take no trace, or of all.
+
+        What torch caches beside them takes longer to find out, and only adds to them.
+        """
         weights = Memory(run, self.estimator.weights(run), accumulation=share(run) // micro)
-        if not all(self._fit(weights, weights.gpu)):
-            return False
-        memory = self.estimator.memory(run, micro)
-        return memory.gpu.total <= self._limit(memory)
+        may = self._fits_gpu(weights.gpu) and self._fits_host(weights)
+        return may and self._fits_gpu(self.estimator.memory(run, micro).gpu)
 
-    def _fit(self, memory: Memory, gpu: Components) -> tuple[bool, bool]:
-        """Whether the GPU has room, with a margin, and whether the node has."""
-        on_host = self.host is None or memory.host_bytes * (1 + MARGIN) <= self.host
-        return gpu.total <= self._limit(memory), on_host
-
-    def _limit(self, memory: Memory) -> int:
+    @property
+    def _limit(self) -> int:
         """The bytes that leave a margin beside them."""
-        return int(self.usable / (1 + (CLOSED_FORM_MARGIN if CLOSED_FORM in memory.micro_batch.kernels else MARGIN)))
+        return int(self.usable / (1 + MARGIN))
+
+    def _fits_gpu(self, gpu: Components) -> bool:
+        return gpu.total <= self._limit
+
+    def _fits_host(self, memory: Memory) -> bool:
+        return self.host is None or memory.host_bytes * (1 + MARGIN) <= self.host
 
     def at(self, run: RunSpec, micro: int) -> Planned:
         """The run at this micro-batch and its own global batch, whether that fits or not."""
         estimator, memory = self.estimator, self.estimator.memory(run, micro)
-        gpu = with_cached(memory, self._limit(memory))
-        fits_gpu, fits_host = self._fit(memory, gpu)
-        length, kernels = estimator.length(run), memory.micro_batch.kernels
+        gpu, length = with_cached(memory, self._limit), estimator.length(run)
         return Planned(
             run=run,
-            fits=fits_gpu and fits_host,
+            fits=self._fits_gpu(gpu) and self._fits_host(memory),
             micro_batch=micro,
             accumulation=memory.accumulation,
             components=gpu,
-            margin_bytes=self.usable - gpu.total,
             host_bytes_per_node=memory.host_bytes,
             time=step_time(run, memory.weights, estimator.config, length, micro, self.mfu, self.bandwidth),
-            traced=CLOSED_FORM not in kernels,
-            fits_gpu=fits_gpu,
+            fits_gpu=self._fits_gpu(gpu),
             moment=memory.moment,
-            notes=tuple(_notes(run, kernels, estimator.has_liger(run), memory.moment)),
+            notes=tuple(_notes(run, memory.micro_batch.kernels, estimator.liger(run), memory.moment)),
         )
-
-    def best(self, run: RunSpec) -> Planned:
-        """The run at the largest micro-batch that fits, or at the smallest one if none fits.
-
-        If it is the evaluation that does not fit: with a half, a quarter, and so on, of its batch,
-        on which the result does not depend. If the user has written that batch, the run stays as it
-        is, and the entry says which one fits.
-        """
-        found = entry = self.largest(run)
-        batch = run["per_device_eval_batch_size"]
-        while not found.fits and found.moment == EVALUATION and batch > 1:
-            batch //= 2
-            found = self.largest(run.given_too(per_device_eval_batch_size=batch))
-        if not found.fits or found is entry:
-            return entry
-        if run.explicit("per_device_eval_batch_size"):
-            return replace(entry, evaluation_batch=batch)
-        return replace(found, flags={"per_device_eval_batch_size": batch})
 
     def splits(self, planned: Planned) -> Iterator[Planned]:
         """Every split of its global batch, largest micro-batch first."""
-        for micro in divisors(share(planned.run)):
+        for micro in _divisors(share(planned.run)):
             yield planned if micro == planned.micro_batch else self.at(planned.run, micro)
 
 
 def asks_for_a_micro_batch(run: RunSpec) -> bool:
-    """Whether the user has written one, or what it follows from."""
+    """True if the user has written one, or what it follows from."""
     return run.explicit("per_device_train_batch_size") or run.explicit("gradient_accumulation_steps")
 
 
@@ -340,12 +305,17 @@ def share(run: RunSpec) -> int:
     return run.batch.micro * run.batch.accumulation
 
 
-def divisors(number: int) -> list[int]:
-    """Those of a process's share are the micro-batches that keep the global batch."""
+def micro_batches(run: RunSpec) -> list[int]:
+    """Those that keep the global batch, from the user's own, or else the largest, to 1."""
+    most = run.batch.micro if asks_for_a_micro_batch(run) else share(run)
+    return [size for size in _divisors(share(run)) if size <= most]
+
+
+def _divisors(number: int) -> list[int]:
     return [size for size in range(number, 0, -1) if number % size == 0]
 
 
-def _notes(run: RunSpec, kernels: frozenset[str], has_liger: bool, moment: str) -> Iterator[str]:
+def _notes(run: RunSpec, kernels: frozenset[str], liger: frozenset[str], moment: str) -> Iterator[str]:
     """Of attention that is not a fused kernel, of Liger and torch.compile, of loading.
 
     What Llama keeps from forward to backward is 0.64 to 0.86 of it if compiled (aot_eager with the
@@ -356,8 +326,10 @@ def _notes(run: RunSpec, kernels: frozenset[str], has_liger: bool, moment: str) 
     if LOOP in kernels:
         yield "planned as transformers' own loop over a sequence: with a package of kernels the peak is lower"
         yield "what torch caches is not counted: nvidia-smi shows more"
-    if run["use_liger_kernel"] and (not has_liger or CLOSED_FORM in kernels):
+    if run["use_liger_kernel"] and not liger:
         yield "planned without Liger's kernels, so the real peak is lower: they are not known for this model"
+    if run["label_smoothing_factor"] and run["task"] == "causal_lm":
+        yield "what label smoothing computes from the logits is not counted: the real peak is higher"
     if run["torch_compile"] or run["torch_compile_backend"] or run["torch_compile_mode"]:
         graphs = (run["torch_compile_mode"] or "default") not in ("default", "max-autotune-no-cudagraphs")
         higher = ", or with CUDA graphs higher, as their memory is apart" if graphs else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from recipes.planner.memory import EAGER, MATH, PACKAGED
+from recipes.planner.memory import EAGER, FUSED_LOSS, MATH, PACKAGED
 
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 _F, _T = torch.nn.functional, torch.Tensor
@@ -291,20 +291,20 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # --- Liger's kernels ------------------------------------------------------------------------------
 
 
-def apply_liger(model: Any, capability: tuple[int, int], with_loss: bool = True) -> None:
+def apply_liger(model: Any, parts: Collection[str], capability: tuple[int, int]) -> None:
     """Replace the loss, the norms, and gated products of layers that have a projection for each.
 
     As read in liger-kernel 0.8.5. Only what lowers the memory is replaced: its rotary embedding
     works in place, which is one tensor of one layer less for a moment.
-
-    Without `with_loss` the model makes its logits, as `lce_forward` does if it gets no labels.
     """
-    if with_loss:
+    if FUSED_LOSS in parts:
         _fuse_loss(model, capability)
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+        is_norm = type(module).__name__.endswith("RMSNorm") and getattr(module, "weight", None) is not None
+        if is_norm and "rms_norm" in parts:
             module.forward = MethodType(lambda self, rows: _Norm.apply(rows, self.weight), module)
-        elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        is_gated = all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        if is_gated and {"swiglu", "geglu"} <= set(parts):  # a model has one of them
             module.forward = MethodType(_gated, module)
 
 
@@ -409,21 +409,6 @@ class _Product4bit(torch.autograd.Function):
 class Linear4bit(torch.nn.Linear):
     """As Linear4bit of bitsandbytes: computes in its weight's dtype, returns its input's dtype."""
 
-    stored: torch.dtype
-
-    @property
-    def W_q(self) -> torch.Tensor:
-        """By this name peft's DoRA, which needs the norm of the whole matrix, asks to unpack it."""
-        return self.weight
-
-    def __deepcopy__(self, memo: dict) -> Linear4bit:
-        """peft's DoRA makes a copy before it asks for that first."""
-        return self
-
-    def dequantize(self) -> torch.Tensor:
-        """The matrix in the type that it had when it was packed."""
-        return torch.empty_like(self.weight, dtype=self.stored)
-
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return _Product4bit.apply(rows.to(self.weight.dtype), self.weight, self.bias).to(rows.dtype)
 
@@ -433,7 +418,6 @@ def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
     from transformers.pytorch_utils import Conv1D
 
     output, last = model.get_output_embeddings(), list(model.children())[-1]
-    stored = model.dtype
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     for name, layer in list(model.named_modules()):
@@ -442,7 +426,6 @@ def quantise(model: PreTrainedModel, compute: torch.dtype) -> None:
         transposed = isinstance(layer, Conv1D)
         rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
         packed = Linear4bit(columns, rows, bias=layer.bias is not None, dtype=compute)
-        packed.stored = stored
         packed.requires_grad_(False)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed)

@@ -1,4 +1,4 @@
-"""What is known of a card and its node: measured on this machine before, or else published.
+"""Facts about a card and its node: measured on this machine before, or else published.
 
 `recipes doctor`, `--fit` and every training add to a file in the user's cache
 (launch/doctor/measured.py), which costs no run anything. What is damaged there, or somebody else's,
@@ -31,7 +31,7 @@ def file_in(environment: Mapping[str, str]) -> Path:
 
 
 def rows(kind: str, environment: Mapping[str, str]) -> list[Json]:
-    """What was kept of this kind, the oldest first. Empty if the file is missing or damaged."""
+    """All that was kept of this kind, the oldest first. Empty if the file is missing or damaged."""
     found = (read_json(file_in(environment))[0] or {}).get(kind)
     return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
@@ -98,15 +98,10 @@ def host_of(run: RunSpec, environment: Mapping[str, str] = os.environ) -> tuple[
 
 @dataclass(frozen=True)
 class Context:
-    """What a process takes on its GPU beside what torch has reserved: `bytes` to plan with, the
-    least and the most that are known, where they were read, in short and (`readings`) one by one.
-    """
+    """Bytes that a process takes on its GPU beside torch's, and where they were read."""
 
     bytes: int
-    low: int
-    high: int
     source: str
-    readings: tuple[str, ...] = ()
 
 
 # MiB that a training had, by the beginning of the card's name in the catalogue. Kernels are loaded
@@ -124,34 +119,29 @@ _READ = {
 
 
 def context_of(run: RunSpec, environment: Mapping[str, str] = os.environ) -> Context:
-    """What CUDA takes on each GPU of this run; nothing on a CPU.
+    """CUDA's own overhead on each GPU of this run; nothing on a CPU.
 
     It is measured on this machine if it can be, otherwise as others have read it on such a card, or
     else the most that they have read on any. Of several measurements, that of as many processes
     counts (among others NCCL takes memory too), then of the installed torch, and then the newest.
     """
     if not run.hardware.cuda:
-        return Context(0, 0, 0, "")
+        return Context(0, "")
     card, several, torch = catalogue_name(run.hardware.gpus[0].name), run.world_size > 1, version("torch")
 
     def worth(row: Json) -> tuple[bool, bool]:
         return row.get("several") is several, row.get("torch") == torch
 
     if own := _best(CONTEXT, card, environment, lambda row: is_context(row.get("bytes")), worth):
-        source = f"measured here with torch {own.get('torch')}, driver {own.get('driver')}"
-        return Context(own["bytes"], own["bytes"], own["bytes"], source)
-    alike = [name for name in _READ if card.startswith(name)]
-    sizes = [round(_READ[name][0] * _MIB) for name in alike or _READ]
-    low, high = min(sizes), max(sizes)
-    source = f"the most of {low / _MIB:.0f} to {high / _MIB:.0f} that others read on other cards"
-    if alike:
-        source = f"as others read it on {alike[0]}"
-    if several:
-        source += "; what NCCL takes beside it is unknown until it is measured here"
-    readings = (f"{name}: {_READ[name][0]:.0f} MiB ({_READ[name][1]})" for name in alike or _READ)
-    return Context(high, low, high, source, tuple(readings))
+        return Context(own["bytes"], f"measured here with torch {own.get('torch')}, driver {own.get('driver')}")
+    alike = next((name for name in _READ if card.startswith(name)), None)
+    most = alike or max(_READ, key=lambda name: _READ[name][0])
+    mib, where = _READ[most]
+    source = f"as others read it on {most}" if alike else f"the most that others read, on {most}"
+    unknown = "; what NCCL takes beside it is unknown until it is measured here" if several else ""
+    return Context(round(mib * _MIB), f"{source} ({where}){unknown}")
 
 
 def is_context(size: Any) -> bool:
-    """Whether this can be the bytes of a context."""
+    """True if this can be the bytes of a context."""
     return type(size) is int and 0 < size <= _MOST_BYTES

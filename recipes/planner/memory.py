@@ -1,4 +1,4 @@
-"""What a run keeps in memory, by component: on each GPU, and in the RAM of each node.
+"""The memory of a run by component: on each GPU, and in the RAM of each node.
 
 Pure arithmetic on what a trace found, in bytes, without torch. Every constant and formula names its
 source.
@@ -29,7 +29,7 @@ PACKAGED = "recipes_packaged"
 EAGER, MATH = "eager", "math"
 
 LOOP = "loop"  # over a sequence, in the model's own code
-CLOSED_FORM = "closed form"  # the model could not be traced: this is estimated from its shape
+FUSED_LOSS = "fused_linear_cross_entropy"  # Liger's: no logits are made
 TRAINED, IN_4_BITS, FROZEN = "trained", "in 4 bits", "frozen"
 
 # The columns of a trace's allocations. Time is counted in allocations, those that were made before.
@@ -97,8 +97,8 @@ class Case:
     or has several sequences in a row. `on_cuda`: operations keep what they keep on a GPU of this
     compute capability, not on a CPU. `attention` is transformers' name for it, None if it chooses,
     PACKAGED for FlashAttention's package and the like. `evaluation`: a forward without gradients,
-    by a model in eval mode. `liger`: with the kernels of that package. `label_smoothing`: Trainer
-    computes the loss of a language model from its logits.
+    by a model in eval mode. `liger`: the parts of that package's kernels, by the names of
+    `liger_kernel_config`.
     """
 
     batch: int
@@ -113,13 +113,12 @@ class Case:
     on_cuda: bool = True
     evaluation: bool = False
     capability: tuple[int, int] = (8, 0)
-    liger: bool = False
-    label_smoothing: bool = False
+    liger: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What one micro-batch keeps, without parameters and buffers.
+    """The memory of one micro-batch, without parameters and buffers.
 
     `moments` are rows of the bytes alive: activations, logits and gradients of the parameters, each
     from the moment it is complete. The first `forward` moments, and `made_forward` of the
@@ -188,7 +187,7 @@ class Components:
 
     @property
     def total(self) -> int:
-        """What nvidia-smi shows of the process: with what CUDA itself takes."""
+        """The figure of nvidia-smi for the process: with CUDA's own overhead."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -213,14 +212,14 @@ HALF_A_BYTE, NF4, NF4_NESTED = 0.5, 0.5 + 4 / 64, 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def recomputes(run: RunSpec) -> bool:
-    """Whether activations are computed again in the backward pass: Trainer's way, or FSDP's own."""
+    """True if activations are computed again in the backward pass: Trainer's way, or FSDP's own."""
     return bool(run["gradient_checkpointing"]) or (
         run.engine.kind == "fsdp" and is_true(fsdp_section(run).get("activation_checkpointing"))
     )
 
 
 def syncs_each_micro_batch(run: RunSpec) -> bool:
-    """Whether DDP and FSDP exchange gradients in every micro-batch, and not once a step."""
+    """True if DDP and FSDP exchange gradients in every micro-batch, and not once a step."""
     return is_true(gradient_accumulation_kwargs(run).get("sync_each_batch"))
 
 
@@ -230,7 +229,7 @@ def mixed_precision(run: RunSpec) -> str | None:
 
 
 def casts_the_model(run: RunSpec) -> bool:
-    """Whether the parameters are cast for mixed precision, and no operation (`_prepare_fsdp2`)."""
+    """True if the parameters are cast for mixed precision, and no operation (`_prepare_fsdp2`)."""
     return run.engine.kind in ("deepspeed", "fsdp")
 
 
@@ -299,7 +298,7 @@ def few_bits(run: RunSpec) -> float | None:
 
 
 def optimizer_bytes_per_parameter(run: RunSpec) -> float:
-    """What the optimizer keeps of each trained parameter on all devices together, at least."""
+    """The optimizer's state for each trained parameter, on all devices together, at least."""
     copy = FP32 if run.engine.kind == "deepspeed" else 0  # of the parameter
     in_fp32 = copy or str(run["optim"]).removeprefix("paged_").startswith(_IN_FP32)
     return copy + moments_of(run) * (few_bits(run) or (FP32 if in_fp32 else trained_bytes(run)))
@@ -324,7 +323,7 @@ def requests_of_update(run: RunSpec, weights: Weights, width: int) -> list[list[
 
 
 class Memory:
-    """What a run keeps if each of its `accumulation` micro-batches keeps what was traced.
+    """The memory of a run whose `accumulation` micro-batches each keep what was traced.
 
     `evaluation` is the trace of a batch of an evaluation, None without evaluations. `context` is
     what CUDA itself takes on a GPU, None for what is known of such a card. All sizes are bytes, and
@@ -346,12 +345,14 @@ class Memory:
         self.stage = run.engine.zero_stage
         self.offloads = run.engine.offload_optimizer != "none"
         self.offloads_parameters = run.engine.offload_param != "none"
-        # Gradients become views of DDP's buckets when they are reduced, with the last micro-batch.
+        # Gradients become views of DDP's buckets when they are reduced. If that is with the last
+        # micro-batch only, those of the ones before exist beside the buckets.
         self.viewed = run["gradient_as_bucket_view"] and run.world_size > 1 and not casts_the_model(run)
+        self.beside_views = self.viewed and accumulation > 1 and not syncs_each_micro_batch(run)
 
     @property
     def gpu(self) -> Components:
-        """What the run needs on each GPU at the fullest of its moments."""
+        """The needs on each GPU at the fullest of the run's moments."""
         return self._moments[self.moment]
 
     @cached_property
@@ -361,7 +362,7 @@ class Memory:
 
     @cached_property
     def _moments(self) -> dict[str, Components]:
-        """What each of them needs. Raises `UserError` for tensor parallelism."""
+        """The needs at each of them. Raises `UserError` for tensor parallelism."""
         if self.run.engine.parallelism.sharing > 1:
             what = "is not planned: how much of this model each process of a group holds is unknown"
             raise mistake("tensor_parallel", what, "recipes fit, which measures it")
@@ -371,9 +372,7 @@ class Memory:
             buffers=self.weights.buffer_bytes + self._bucket_bytes,
             context=self.context,
         )
-        # Accumulated gradients exist beside the buckets that they become views of.
-        beside = self.gradients if self.viewed and self.accumulation > 1 else 0
-        states = replace(after, buffers=after.buffers + beside)
+        states = replace(after, buffers=after.buffers + (self.gradients if self.beside_views else 0))
         if self.stage in (1, 2):  # these have their bucket in the backward alone
             after = replace(after, buffers=self.weights.buffer_bytes)
         # Weights in 4 bits are loaded onto each GPU as a whole, and sharded only then:
@@ -425,7 +424,7 @@ class Memory:
         )
 
     def _held_by_fsdp(self, done: np.ndarray, is_forward: np.ndarray, has_logits: np.ndarray) -> tuple[np.ndarray, ...]:
-        """What FSDP2 holds while the share `done` of a micro-batch's gradients is complete:
+        """Bytes that FSDP2 holds while the share `done` of a micro-batch's gradients is complete:
         gathered parameters, whole gradients, and the buffers that they are scattered from.
 
         Read from the source of torch 2.13 and accelerate 1.15, and compared with the live bytes of
@@ -544,7 +543,7 @@ class Memory:
 
     @cached_property
     def update(self) -> int:
-        """What the update needs for a moment.
+        """Bytes that the update needs for a moment.
 
         DeepSpeed gives torch's optimizer one flat fp32 parameter, ZeRO-3 one for each billion.
         """
@@ -600,8 +599,8 @@ class Memory:
 
     @property
     def _offloaded_bytes(self) -> tuple[float, float]:
-        """What offload keeps on a node from step to step, and FSDP's gradients, gone after the
-        update.
+        """Bytes that offload keeps on a node from step to step, and of FSDP's gradients, which the
+        update ends.
 
         With DeepSpeed an offloaded parameter takes 18 bytes: fp32 copy, gradient and two moments,
         and a 16-bit copy to send back (deepspeed/runtime/zero/stage_1_and_2.py).

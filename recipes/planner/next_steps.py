@@ -1,16 +1,17 @@
-"""What a plan was asked about, and what to try if no recipe fits: each step with what it saves."""
+"""The request for a plan, and the steps to try if no recipe fits, each with what it saves."""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recipes.errors import Problem, UserError
 from recipes.legal.schema import package_folder
-from recipes.planner.fits import Planned, Planner, divisors, share
+from recipes.planner.fits import Planned, Planner
+from recipes.planner.memory import FUSED_LOSS
 from recipes.planner.sizes import is_size
 from recipes.rules.check import require_legal
 from recipes.run import Json, RunSpec, Settings, here, resolve, with_flags
@@ -19,7 +20,7 @@ from recipes.run.hardware import Gpu, Hardware
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: the model, its configuration, the card, how many cards and nodes, the flags.
+    """A request for a plan: the model, its configuration, the cards and nodes, the flags.
 
     `model` is as the user wrote it, empty for a configuration without a name. `config` is None
     until it is read: the rules then judge what they know without it.
@@ -53,7 +54,7 @@ class Request:
         return run
 
     def advice(self, run: RunSpec) -> list[Problem]:
-        """What `recipes check` says of one of these runs, which is legal."""
+        """The advice of `recipes check` on one of these runs, which is legal."""
         return require_legal(replace(run, model=self.config))
 
     def command(self, recipe: str, **flags: object) -> str:
@@ -92,8 +93,7 @@ class NextStep:
 
     `words` is the whole command, for the shell. `saves_bytes` counts on each GPU,
     `saves_host_bytes` in the RAM of each node, both compared to the plan's row of what was asked
-    for; below 0 if the step needs more. `slowdown` says what the change costs in time. `install` is
-    a package that it needs and that is not here, None without one.
+    for; below 0 if the step needs more. `slowdown` says what the change costs in time.
     """
 
     words: str
@@ -101,15 +101,11 @@ class NextStep:
     saves_bytes: int
     saves_host_bytes: int
     slowdown: str
-    install: str | None = None
 
     @property
     def adapters(self) -> bool:
-        """Whether the step trains them and not all weights."""
+        """True if the step trains them and not all weights."""
         return self.planned.run["use_peft"]
-
-
-_FUSED = "Liger's loss makes the logits of a few tokens at a time"
 
 
 def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]:
@@ -121,6 +117,7 @@ def _changes(asked: RunSpec, length: int) -> Iterator[tuple[str, Settings, str]]
     recomputed = "a third more compute (two forward passes)"
     shared = "parameters are gathered, and gradients scattered, in every micro-batch"
     several = asked.world_size > 1  # else there is nothing to share
+    yield asked["recipe"], {}, "none"
     if several:
         yield "sharded", {}, shared
     yield "standard", checkpointed, recomputed
@@ -149,105 +146,69 @@ class NextSteps:
     planner: Planner
     row: Planned
 
-    def without_offload(self) -> list[NextStep]:
-        """The first step that fits on the GPUs alone, and the first that trains adapters there, if
-        the run does not yet. One that needs another package only if no other fits.
-        """
-        found: dict[bool, NextStep] = {}
-        for step in self._changed():
-            run = step.planned.run
-            alone = run.engine.offload_optimizer == "none" and run["max_length"] == self.row.run["max_length"]
-            if step.planned.fits and alone and (step.adapters not in found or found[step.adapters].install):
-                found[step.adapters] = step
-            if True in found and not found[True].install:
-                break
-        return [step for _, step in sorted(found.items())]
+    def beside(self, best: Planned | None) -> list[NextStep]:
+        """The steps to try if nothing fits, or beside offload if only that does."""
+        if best is None:
+            return self._in_order()
+        return self._without_offload() if best.run.engine.offload_optimizer != "none" else []
 
-    def smaller_micro_batch(self, runs: Sequence[RunSpec]) -> list[NextStep]:
-        """The fastest of these runs at the largest micro-batch that fits, below the user's own."""
-        found = []
-        for asked in runs:
-            sizes = [size for size in divisors(share(asked)) if size < asked.batch.micro]
-            with contextlib.suppress(UserError, IndexError):  # not legal, or none is smaller
-                entry = self.planner.largest(self.request.run(asked["recipe"], **_batch(sizes[0])), sizes)
-                if entry.fits:
-                    cost = f"none if {entry.micro_batch} still keep the GPU busy"
-                    cost += f": {entry.accumulation} of them are accumulated"
-                    before = self.planner.at(asked, asked.batch.micro)
-                    found.append(self._step(self.request, entry, {}, cost, before))
-        return sorted(found, key=lambda step: step.planned.time.total or 0)[:1]
-
-    def smaller_evaluation(self, planned: Sequence[Planned]) -> list[NextStep]:
-        """The first of these plans with an evaluation that fits, below the user's own."""
-        for before in planned:
-            if before.evaluation_batch is not None:
-                changes: Settings = {**before.flags, "per_device_eval_batch_size": before.evaluation_batch}
-                entry = self.planner.best(self.request.run(before.name, **changes))
-                return [self._step(self.request, entry, changes, "none: only evaluations get smaller", before)]
-        return []
-
-    def in_order(self) -> Iterator[NextStep]:
+    def _in_order(self) -> list[NextStep]:
         """The steps in the order to try that need less than the run that was asked for.
 
         No run comes twice: none takes as much as another. If the GPU has room, only what needs less
         RAM of the node is a step.
         """
-        seen = set()
-        for step in self._changed():
-            sizes = step.planned.total_bytes, step.planned.host_bytes_per_node
-            if (step.saves_host_bytes if self.row.fits_gpu else step.saves_bytes) > 0 and sizes not in seen:
-                seen.add(sizes)
-                yield step
+        found: dict[tuple[int, int], NextStep] = {}
+        for step in self._every():
+            if (step.saves_host_bytes if self.row.fits_gpu else step.saves_bytes) > 0:
+                found.setdefault((step.planned.total_bytes, step.planned.host_bytes_per_node), step)
+        return list(found.values())
 
-    def _changed(self) -> Iterator[NextStep]:
-        """Each change at the largest micro-batch that fits, or at 1, each with Liger's kernels too
-        if only the logits are too much.
+    def _without_offload(self) -> list[NextStep]:
+        """The first step that fits on the GPUs alone, and the first such that trains adapters."""
+        found: dict[bool, NextStep] = {}
+        for step in self._every():
+            run = step.planned.run
+            alone = run.engine.offload_optimizer == "none" and run["max_length"] == self.row.run["max_length"]
+            if step.planned.fits and alone:
+                found.setdefault(step.adapters, step)
+            if True in found:
+                break
+        return [step for _, step in sorted(found.items())]
 
-        Without those that are not legal here. An Accelerate YAML of the user's holds for
-        `standard`; a step to another recipe leaves it out.
+    def _every(self) -> Iterator[NextStep]:
+        """Each change as it fits best, with Liger's kernels too if only the logits are too much.
+
+        Without those that are not legal here, or that peft refuses. An Accelerate YAML of the
+        user's holds for `standard`; a step to another recipe leaves it out.
         """
-        asked, row = self.row.run, self.row
-        examples = row.micro_batch * row.accumulation
-        smaller = (
-            f"none if 1 still keeps the GPU busy: {examples} of them are accumulated" if row.micro_batch > 1 else ""
-        )
-        changed = _changes(asked, self.planner.estimator.length(asked))
-        for recipe, changes, slowdown in ((asked["recipe"], {}, smaller), *changed):
-            leaves_yaml_out = self.request.accelerate_config and recipe not in ("standard", asked["recipe"])
-            request = replace(self.request, accelerate_config=None) if leaves_yaml_out else self.request
-            dropped = [name for name, value in changes.items() if value is None and asked.explicit(name)]
-            dropped += ["accelerate_config"] if leaves_yaml_out else []
-            without = "".join(f"without --{name}; " for name in dropped)
-            fused = f"{slowdown}; {_FUSED}" if slowdown else f"none: {_FUSED}"
-            for more, cost in (({}, slowdown), ({"use_liger_kernel": True}, fused)):
-                try:
-                    run = request.run(recipe, **_batch(1), **changes, **more)
-                    if more and not self.planner.estimator.has_liger(run):
-                        break
-                    entry = self.planner.largest(run, divisors(share(run)))
-                except UserError:
-                    break
-                install = "liger-kernel" if more and not run.hardware.liger else None
-                cost += f"; pip install {install}" if install else ""
-                yield replace(self._step(request, entry, {**changes, **more}, without + cost), install=install)
+        asked = self.row.run
+        for recipe, changes, slowdown in _changes(asked, self.planner.estimator.length(asked)):
+            with contextlib.suppress(UserError):
+                yield (step := self._step(recipe, changes, slowdown))
+                entry, fused = step.planned, {**changes, "use_liger_kernel": True}
                 without_logits = entry.total_bytes - entry.components.logits
-                if entry.fits_gpu or without_logits > self.planner.usable or run["use_liger_kernel"]:
-                    break
+                if not entry.fits_gpu and without_logits <= self.planner.usable and not entry.run["use_liger_kernel"]:
+                    cost = f"{slowdown}; Liger's loss makes the logits of a few tokens at a time"
+                    step = self._step(recipe, fused, cost)
+                    if FUSED_LOSS in self.planner.estimator.liger(step.planned.run):
+                        yield step
 
-    def _step(
-        self, request: Request, entry: Planned, changes: Settings, slowdown: str, before: Planned | None = None
-    ) -> NextStep:
-        before = before or self.row
+    def _step(self, recipe: str, changes: Settings, slowdown: str) -> NextStep:
+        request, row = self.request, self.row
+        dropped = [name for name, value in changes.items() if value is None and row.run.explicit(name)]
+        if request.accelerate_config and recipe not in ("standard", row.name):
+            request, dropped = replace(request, accelerate_config=None), [*dropped, "accelerate_config"]
+        entry = self.planner.best(request.run(recipe, **changes))
         host = f"{entry.time.host:.0f} s" if entry.time.host >= 1 else f"{entry.time.host:.1g} s"
+        cost = "".join(f"without --{name}; " for name in dropped) + slowdown
+        batch = {"per_device_train_batch_size": entry.micro_batch, "gradient_accumulation_steps": None}
+        words = request.command(recipe, **changes, **entry.flags, **batch)
+        needs_liger = entry.run["use_liger_kernel"] and not entry.run.hardware.liger
         return NextStep(
-            words=request.command(entry.name, **changes, **_batch(entry.micro_batch)),
+            words=f"pip install liger-kernel && {words}" if needs_liger else words,
             planned=entry,
-            saves_bytes=before.total_bytes - entry.total_bytes,
-            saves_host_bytes=before.host_bytes_per_node - entry.host_bytes_per_node,
-            slowdown=slowdown.format(host=f"at least {host} per step"),
+            saves_bytes=row.total_bytes - entry.total_bytes,
+            saves_host_bytes=row.host_bytes_per_node - entry.host_bytes_per_node,
+            slowdown=cost.format(host=f"at least {host} per step"),
         )
-
-
-def _batch(micro: int) -> Settings:
-    """The flags of this micro-batch at the user's global batch."""
-    return {"per_device_train_batch_size": micro, "gradient_accumulation_steps": None}

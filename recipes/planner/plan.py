@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import shlex
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,17 +33,15 @@ class Plan:
     The fastest takes the least time in the parts of a step that are known; of equal ones it is the
     first that computes nothing twice. `choices` are the ways to split the global batch of the
     recommended recipe, or of the first one if none fits; in that case `next_steps` are the changes
-    to try, in order, only a smaller micro-batch if that is enough. If only offload fits, they are
-    what fits without it: a smaller micro-batch, or else other settings, and adapters. If the user's
-    micro-batch fits with checkpointing alone, they are a smaller one that is faster without.
-    `short_of_ram`: nothing fits, and what was asked for lacks only RAM of the nodes. `command` is
-    the whole one for the recommended recipe, empty if none fits, `advice` what `recipes check` says
-    of it, or of what was asked for. `refused` maps the name of each recipe that is not legal with
-    these flags to the reason. `length` is below `asked_length` if the model has fewer positions.
-    `mfu` and `bandwidth` (bytes per second, None if unknown) are what the times assume,
-    `mfu_source`, `link` and `host_source` where that comes from. `unknown_compute` says why times
-    leave compute out, empty if they do not: then `mfu` has no effect. `shape` describes a model
-    that was asked for by its size, empty for another.
+    to try, in order. If only offload fits, they are what fits without it: other settings, and
+    adapters. `short_of_ram`: nothing fits, and what was asked for lacks only RAM of the nodes.
+    `command` is the whole one for the recommended recipe, empty if none fits, `advice` what
+    `recipes check` says of it, or of what was asked for. `refused` maps the name of each recipe
+    that is not legal with these flags to the reason. `length` is below `asked_length` if the model
+    has fewer positions. `mfu` and `bandwidth` (bytes per second, None if unknown) are what the
+    times assume, `mfu_source`, `link` and `host_source` where that comes from. `unknown_compute`
+    says why times leave compute out, empty if they do not: then `mfu` has no effect. `shape`
+    describes a model that was asked for by its size, empty for another.
     """
 
     model: str
@@ -118,7 +116,7 @@ def plan_memory(
     legal, refused = _legal_runs(request, names)
     planned = [_made_to_fit(run, request, planner) for run in legal]
     fitting = [entry for entry in planned if entry.fits]
-    fastest = min(fitting, key=lambda entry: (entry.time.known, _is_checkpointed_to_fit(entry)), default=None)
+    fastest = min(fitting, key=lambda entry: (entry.time.known, "gradient_checkpointing" in entry.flags), default=None)
     best = fastest or planned[0]
     row = next((entry for entry in planned if entry.name == "standard"), planned[0])
     batch = {"per_device_train_batch_size": best.micro_batch, "gradient_accumulation_steps": None}
@@ -139,7 +137,7 @@ def plan_memory(
         advice=tuple(request.advice(run)),
         short_of_ram=fastest is None and row.fits_gpu,
         choices=tuple(planner.splits(best)),
-        next_steps=tuple(_steps(NextSteps(request, planner, row), planned, fastest)),
+        next_steps=tuple(NextSteps(request, planner, row).beside(fastest)),
         refused=refused,
         mfu=mfu,
         mfu_source=mfu_source,
@@ -151,10 +149,10 @@ def plan_memory(
     )
 
 
-def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int, as_it_is: bool = False) -> Planned:
-    """A run at the largest micro-batch that fits `usable_bytes`, or at its own if `as_it_is`."""
-    planner = Planner(Estimator(config), usable_bytes)
-    return planner.at(run, run.batch.micro) if as_it_is else planner.best(run)
+def plan_run(run: RunSpec, config: PreTrainedConfig, usable_bytes: int | None = None) -> Planned:
+    """A run at the largest micro-batch that fits `usable_bytes`, or without them at its own."""
+    planner = Planner(Estimator(config), usable_bytes or sys.maxsize)
+    return planner.best(run) if usable_bytes else planner.at(run, run.batch.micro)
 
 
 def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict[str, str]]:
@@ -171,31 +169,11 @@ def _legal_runs(request: Request, names: list[str]) -> tuple[list[RunSpec], dict
     return runs, {name: str(error) for name, error in refused.items()}
 
 
-def _steps(finder: NextSteps, planned: list[Planned], best: Planned | None) -> Iterable[NextStep]:
-    """What to try if nothing fits (`best` is None): first of all a smaller batch than the one asked
-    for.
-
-    If only offload fits: that without offload, or else other settings without it, if they fit. If
-    the user's micro-batch fits with checkpointing alone: a smaller one without, if that is faster.
-    """
-    runs = [entry.run for entry in planned]
-    if best is None:
-        return finder.smaller_evaluation(planned) or finder.smaller_micro_batch(runs) or finder.in_order()
-    offloads = best.run.engine.offload_optimizer != "none"
-    if not offloads and not (_is_checkpointed_to_fit(best) and asks_for_a_micro_batch(best.run)):
-        return ()
-    smaller = finder.smaller_micro_batch([run for run in runs if run.engine.offload_optimizer == "none"])
-    if offloads:
-        return smaller or finder.without_offload()
-    return [step for step in smaller if (step.planned.time.total or 0) < (best.time.total or math.inf)]
-
-
 def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
-    """The run as it is, or with activation checkpointing if only that fits: faster than offload.
+    """The run as it fits best, with checkpointing if only that fits: it is faster than offload.
 
-    Either with smaller evaluations, if only they fit. A note says what was added.
+    All that is changed leaves the training as it is. A note says what was changed.
     """
-    without = f"micro-batch {run.batch.micro} does not fit" if asks_for_a_micro_batch(run) else "no micro-batch fits"
     entry = planner.best(run)
     states = entry.total_bytes - entry.components.activations - entry.components.logits
     if not entry.fits and states <= planner.usable and not run.explicit("gradient_checkpointing"):
@@ -204,14 +182,10 @@ def _made_to_fit(run: RunSpec, request: Request, planner: Planner) -> Planned:
             checkpointed = planner.best(request.run(run["recipe"], **flags))
             if checkpointed.fits:
                 entry = replace(checkpointed, flags={**flags, **checkpointed.flags})
-    if not entry.flags:
-        return entry
-    note = f"with {shlex.join(with_flags([], entry.flags))}; without it, {without}"
-    return replace(entry, notes=(note, *entry.notes))
-
-
-def _is_checkpointed_to_fit(entry: Planned) -> bool:
-    return "gradient_checkpointing" in entry.flags
+    notes = [f"with {shlex.join(with_flags([], entry.flags))}; without it, no micro-batch fits"] if entry.flags else []
+    if entry.fits and asks_for_a_micro_batch(run) and entry.micro_batch < run.batch.micro:
+        notes.append(f"micro-batch {run.batch.micro} does not fit: {entry.micro_batch} is the largest that does")
+    return replace(entry, notes=(*notes, *entry.notes))
 
 
 def _names(recipe: str | None, argv: Sequence[str], accelerate_config: str | None, processes: int) -> list[str]:

@@ -123,35 +123,26 @@ PUBLIC = (
 
 
 def is_size(model: str) -> bool:
-    """Whether this is a number of parameters: 7B."""
+    """True if this is a number of parameters: 7B."""
     return not Path(model).exists() and bool(re.fullmatch(r"\d+(\.\d+)?[A-Za-z]?", model))
 
 
 def _shape_of(model: str) -> tuple[Shape, Shape]:
     """The shape to plan, and that of the public model it was made of. Raises `UserError`.
 
-    A public model may have 2 % more or less. Else it is scaled: the same vocabulary and heads, and
-    about its depth for each unit of width. What is left over is the MLP's, in multiples of 8.
+    A public model may have 2 % more or less. Else it gets more or fewer layers, and what is then
+    left over is the MLP's, in multiples of 8.
     """
     unit = {"M": 1e6, "B": 1e9}.get(model[-1].upper(), 0)
     asked = float(model[:-1]) * unit if unit else 0
-    if not 2e7 <= asked <= 2e12:
-        raise mistake("model", f"{model} is not a size that a decoder can have", "20M to 2000B, such as 7B")
+    if not 4e7 <= asked <= 2e12:
+        raise mistake("model", f"{model} is not a size that a decoder can have", "40M to 2000B, such as 7B")
     public = min(PUBLIC, key=lambda shape: abs(math.log(shape.parameters / asked)))
     if abs(public.parameters / asked - 1) <= 0.02:
         return public, public
-    shapes = []
-    for groups in range(1, 8 * public.groups):  # query heads stay a multiple of key heads
-        width, inner = (round(size * groups / public.groups / 8) * 8 for size in (public.width, public.inner))
-        heads = groups * (public.heads // public.groups)
-        wide = replace(public, width=width, groups=groups, heads=heads, inner=inner, layers=1)
-        layers = round((asked - wide.tables) / (wide.parameters - wide.tables))
-        if layers >= 1:
-            shapes.append(replace(wide, layers=layers))
-    like = math.log(public.layers / public.width)
-    shape = min(shapes, key=lambda shape: abs(math.log(shape.layers / shape.width) - like))
-    left = (asked - shape.tables) / shape.layers - shape.attention
-    return replace(shape, inner=max(8, round(left / (3 * shape.width) / 8) * 8)), public
+    layers = max(1, round((asked - public.tables) / (public.parameters - public.tables) * public.layers))
+    left = (asked - public.tables) / layers - public.attention
+    return replace(public, layers=layers, inner=round(left / (3 * public.width) / 8) * 8), public
 
 
 def config_of(model: str) -> PreTrainedConfig:
@@ -175,7 +166,7 @@ def config_of(model: str) -> PreTrainedConfig:
 
 
 def description(model: str) -> str:
-    """Which shape a size stands for, on one line."""
+    """The shape that a size stands for, on one line."""
     shape, public = _shape_of(model)
     like = "the shape of" if shape == public else "a shape like that of"
     tied = "tied" if shape.tied else "not tied"

@@ -128,13 +128,13 @@ def model_flops(parameters: int, config: PreTrainedConfig, length: float) -> flo
 
 
 def flops_are_known(config: PreTrainedConfig) -> bool:
-    """Whether `model_flops` holds: for a transformer in which every token uses every parameter."""
+    """True if `model_flops` holds: for a transformer in which every token uses every parameter."""
     known = all(hasattr(config, name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     return known and not any("expert" in name for name in config.to_dict())
 
 
 def unknown_compute(run: RunSpec, config: PreTrainedConfig) -> str:
-    """Why the time of compute is unknown; empty if it is known."""
+    """The reason why the time of compute is unknown; empty if it is known."""
     if not flops_are_known(config.get_text_config()):
         return "the FLOPs of models with experts, or without attention, are not counted"
     if _peak(run):
@@ -167,7 +167,7 @@ def _attention_flops(config: PreTrainedConfig, length: float) -> float:
 
 
 def exchanges(run: RunSpec, accumulation: int) -> int:
-    """How often processes exchange gradients in an optimizer step.
+    """The number of exchanges of gradients in an optimizer step.
 
     DDP and FSDP2 once at any accumulation: Trainer skips it for the other micro-batches, unless
     `sync_each_batch` is set. ZeRO-2 and ZeRO-3 scatter the gradients of every micro-batch.

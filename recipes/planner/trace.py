@@ -1,4 +1,4 @@
-"""What one micro-batch of a model keeps in memory, found by running the model on fake tensors.
+"""The memory of one micro-batch of a model, found by running the model on fake tensors.
 
 The real model runs forward and backward under torch's FakeTensorMode: shapes and lifetimes of
 tensors are real, their memory is not allocated. This module imports torch and transformers, so the
@@ -76,7 +76,8 @@ class LiveBytes(TorchDispatchMode):
 
     def gradient(self, parameter: torch.Tensor) -> None:
         """Count the complete gradient of a parameter as a gradient, no longer as an activation."""
-        self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
+        if parameter.grad is not None:  # what is trained, but did not run
+            self._note(COMPLETE, self.known.get(parameter.grad.untyped_storage()._cdata))
 
     def __torch_dispatch__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
@@ -128,7 +129,7 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         hooked = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(live.gradient) for parameter in hooked]
         with Operations(case.on_cuda, case.capability) as operations, live, torch.set_grad_enabled(not case.evaluation):
-            loss = _loss(model, inputs, case)
+            loss = model(**inputs).loss
             made_forward = len(live.allocations)
             if not case.evaluation:
                 loss.backward()
@@ -136,20 +137,6 @@ def trace(config: PreTrainedConfig, case: Case) -> Traced:
         for hook in hooks:
             hook.remove()
     return traced_of(allocations, made_forward, frozenset(operations.kernels), live.made_by)
-
-
-def _loss(model: torch.nn.Module, inputs: dict[str, torch.Tensor], case: Case) -> torch.Tensor:
-    """As `Trainer.compute_loss`: with `label_smoothing_factor` the model is not given the labels.
-
-    Trainer then computes outside autocast, in the dtype of the logits that the model returns. The
-    factor itself has no influence on memory.
-    """
-    if not case.label_smoothing:
-        return model(**inputs).loss
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    labels = inputs.pop("labels")
-    return LabelSmoother()(model(**inputs), labels, shift_labels=True)
 
 
 def weigh(config: PreTrainedConfig, task: str, adapters: Adapters | None = None) -> Weights:
@@ -209,7 +196,7 @@ def _model(config: PreTrainedConfig, case: Case) -> torch.nn.Module:
     model.tie_weights()
     model.config.use_cache = model.config.get_text_config().use_cache = False  # as launch/training/model.py
     if case.liger:
-        apply_liger(model, case.capability, with_loss=not case.label_smoothing)
+        apply_liger(model, case.liger, case.capability)
     if case.adapters:
         if case.checkpointing:
             model.enable_input_require_grads()  # as launch/training/model.py does
@@ -418,7 +405,7 @@ def _halves(traced: Traced) -> Iterator[tuple[np.ndarray, Sequence[object]]]:
 
 
 def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
-    """Where the piece begins in both: what comes before and after it is the same."""
+    """The place where the piece begins in both: what comes before and after it is the same."""
     added = len(two) - len(one)
     earliest, latest = max(0, len(one) - _same(one[::-1], two[::-1])), _same(one, two) - added
     if added <= 0 or earliest > latest:
@@ -427,12 +414,12 @@ def _first(one: Sequence[object], two: Sequence[object], share: float) -> int:
 
 
 def _same(one: Sequence[object], two: Sequence[object]) -> int:
-    """How many are the same from the start."""
+    """The number of those that are the same from the start."""
     return next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _step(one: np.ndarray, other: np.ndarray, possible: Sequence[int]) -> np.ndarray:
-    """By how much the second ones are freed, and complete, later."""
+    """Allocations by which the second ones are freed, and complete, later."""
     step = other - one
     if step[:, [SIZE, LOGITS]].any() or not np.isin(step[:, [FREED, COMPLETE]], possible).all():
         raise ValueError(_DIFFERENT)

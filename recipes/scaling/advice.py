@@ -1,4 +1,4 @@
-"""What to change, the gain to expect from measured times, and the flags for it.
+"""Changes to make, the gain to expect from measured times, and the flags for it.
 
 Changes that leave the training as it is come first. A gain is a ratio: throughput after over
 throughput before.
@@ -52,7 +52,7 @@ class Advice:
 
 
 def advise(size: Size, series: Series) -> list[Advice]:
-    """What to change at this size: the same training first, then by gain.
+    """Changes to make at this size: the same training first, then by gain.
 
     Empty if no loss is worth naming, or the repeats differ by more.
     """
@@ -78,17 +78,17 @@ def _for(row: Timing, step: float, cause: Cause) -> Iterator[Advice]:
         yield from _communication(row, step, cause.seconds)
     elif cause.key == "contention":
         why = "`recipes doctor` lists what else uses cores, memory or the GPUs' host; fewer processes per node help too"
-        yield _advice("uncontended", "give each process cores of its own", why, row, step, cause.saves)
+        yield _advice("uncontended", "give each process cores of its own", why, row, step, cause.seconds)
     elif cause.key == "straggler":
         why = "all processes wait for the slowest: `recipes doctor` finds its device; exclude or repair its node"
-        yield _advice("straggler", "replace the slow process's device", why, row, step, cause.saves)
+        yield _advice("straggler", "replace the slow process's device", why, row, step, cause.seconds)
     elif cause.key == "data":
         yield _faster_data(row, step, cause.seconds)
     elif cause.key == "work" and not row.hardware.startswith("CPU") and row.hardware:
         if "torch_compile" not in row.command:
             why = "fewer and larger kernels; this gain is the most that it can save"
             flags = {"torch_compile": True, "packing": True}
-            yield _advice("compile", "compile the model", why, row, step, cause.saves, flags)
+            yield _advice("compile", "compile the model", why, row, step, cause.seconds, flags)
     elif cause.key == "logging":
         yield _rarer(row, step, cause, f"log {_LOG_LESS} times less often", _LOG_LESS, "logging_steps")
     elif cause.key == "saving":

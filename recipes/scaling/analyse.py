@@ -1,4 +1,4 @@
-"""What timings say: which rows are one training, its speedup and efficiency at each world size.
+"""The analysis of timings: the rows of one training, its speedup and efficiency at each size.
 
 A job that adds a row with `--measure` cannot know whether others have the same global batch as it,
 or the same batch per process: their rows are paired here. `scale run` knows and says so, and rows
@@ -102,7 +102,7 @@ class Series:
 
 
 def hardware_of(series: Iterable[Series]) -> str:
-    """What the rows were measured on; empty if none says so."""
+    """The hardware of the rows; empty if none names any."""
     return "; ".join(dict.fromkeys(row.hardware for one in series for row in one.rows if row.hardware))
 
 
@@ -141,7 +141,7 @@ def _is_of_a_job(row: Timing) -> bool:
 
 @cache
 def _flags(command: str) -> frozenset[str]:
-    """What was trained and how, whatever the order: each flag with its values, "max_length 512"."""
+    """The training whatever the order of its flags: each flag with its values, "max_length 512"."""
     return frozenset(filter(None, re.split(r"(?:^|\s+)--", command)))
 
 

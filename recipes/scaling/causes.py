@@ -1,4 +1,4 @@
-"""Where the time of a step is lost, in numbers.
+"""The causes that a step loses time to, in numbers.
 
 Lost time is counted against a measured reference: the time of one process with all the work,
 divided by the number of processes. Each cause adds the difference of two measured times to a step,
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, prod, sqrt
+from math import log, sqrt
 from statistics import median
 
 from recipes.scaling.noise import of_median, scatter, together
@@ -38,18 +38,16 @@ _OF_EVERY_STEP = ("communication", "contention", HIDDEN, "work", "straggler")
 
 @dataclass(frozen=True)
 class Cause:
-    """Time that a step of `step` seconds loses to one of `CAUSES`; of HIDDEN, at most.
+    """Seconds by which a step of `step` seconds gets shorter if one of `CAUSES` alone is mended.
 
-    `saves`: seconds of a step that are saved if this cause alone is mended. Causes that multiply
-    each other save more than their part of the loss. `uncertain`: by how many seconds the repeats
-    leave it open; 0 for a single row.
+    Of HIDDEN, at most. `uncertain`: by how many seconds the repeats leave it open; 0 for a single
+    row.
     """
 
     key: str
     seconds: float
     step: float
     evidence: str
-    saves: float
     uncertain: float = 0.0
 
     @property
@@ -69,7 +67,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Losses:
-    """What a step loses: `causes` in the order to fix them, the largest first.
+    """The losses of a step: `causes` in the order to fix them, the largest first.
 
     If data loading sets the pace, it comes before every cause that it overlaps with. `undecided`
     is the reason why no cause can be named: "noise", HIDDEN (not even the most that communication
@@ -118,7 +116,7 @@ def losses_of(row: Timing, training: Training, repeats: Sequence[Timing]) -> Los
 
 
 def _undecided(causes: Sequence[Cause], reason: str) -> str:
-    """Why no cause can be named: `reason` if none is worth it, or noise, which covers others."""
+    """The reason why no cause can be named: `reason`, or noise that covers smaller causes."""
     largest = max((cause.seconds for cause in causes if cause.large and cause.clear), default=0.0)
     if any(cause.large and not cause.clear and cause.seconds > largest for cause in causes):
         return "noise"
@@ -140,7 +138,7 @@ def _waits(row: Timing, step: float) -> Iterator[Cause]:
         seconds = _measured(key, row)
         if seconds is not None:
             of_step = f"{milliseconds(seconds)} of a {milliseconds(step)} step ({seconds / step:.0%})"
-            yield Cause(key, seconds, step, f"{of_step} are {spent}", seconds)
+            yield Cause(key, seconds, step, f"{of_step} are {spent}")
 
 
 def _measured(key: str, row: Timing) -> float | None:
@@ -211,7 +209,7 @@ class Training:
         return together(*(self._off("computing", rows) for rows in (own, self._nearest_alone(_share(row)))))
 
     def _off(self, key: str, own: Sequence[Timing]) -> float | None:
-        """By how much the median of a quantity over the repeats `own` may be off.
+        """The error that the median of a quantity over the repeats `own` may have.
 
         The scatter is that of these repeats or, if larger, of all sizes: two or three repeats can
         agree by chance. None for a single row or unknown values.
@@ -273,29 +271,19 @@ def _values(key: str, rows: Sequence[Timing]) -> list[float]:
 
 
 def _slowdowns(row: Timing, step: float, whole: float | None, share: float | None, left: float | None) -> list[Cause]:
-    """Each factor's part of the time that they take together, by its logarithm.
-
-    So the parts add up, and the largest factor has the largest part, whatever their order. Those
-    against a reference are at most what is `left` of the lost time: the reference can be the slow
-    process itself.
+    """Causes against a reference are at most what is `left` of the lost time: they overlap with the
+    others, and the reference can be the slow process itself.
     """
+    longest = row.no_sync_step_max or row.no_sync_step or share or 0.0
     factors = [factor for factor in _factors(row, whole, share) if factor[1] > 1]
-    product = prod(times for _, times, _ in factors)
-    longest = row.no_sync_step_max or row.no_sync_step or share
-    if not longest or product <= 1:
-        return []
-    lost = longest * (1 - 1 / product)
-    causes = [
-        Cause(key, lost * log(times) / log(product), step, evidence, longest * (1 - 1 / times))
-        for key, times, evidence in factors
-    ]
+    causes = [Cause(key, longest * (1 - 1 / times), step, evidence) for key, times, evidence in factors]
     referred = [cause for cause in causes if cause.key in AGAINST_A_REFERENCE]
+    measured = [cause for cause in causes if cause not in referred]
     if left is None or not referred:
         return causes
-    measured = [cause for cause in causes if cause not in referred]
     left -= sum(cause.seconds for cause in measured)
     by = min(1.0, max(0.0, left) / sum(cause.seconds for cause in referred))
-    return measured + [replace(cause, seconds=cause.seconds * by, saves=cause.saves * by) for cause in referred]
+    return measured + [replace(cause, seconds=cause.seconds * by) for cause in referred]
 
 
 def _factors(row: Timing, whole: float | None, share: float | None) -> Iterator[tuple[str, float, str]]:
@@ -331,7 +319,7 @@ def _hidden(row: Timing, step: float, share: float) -> Iterator[Cause]:
     words = f"forward, backward and optimizer take {milliseconds(beside)} beside the other processes and "
     words += f"{milliseconds(share)} alone{_exchange_words(row)}"
     seconds = min(step, max(0.0, beside - share))
-    yield Cause(HIDDEN, seconds, step, words, seconds)
+    yield Cause(HIDDEN, seconds, step, words)
 
 
 def _computing(row: Timing) -> float | None:

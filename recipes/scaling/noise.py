@@ -1,4 +1,4 @@
-"""By how much repeated measurements leave a value open.
+"""The error that repeated measurements leave a value.
 
 The scatter is a median of differences between repeats, so that one repeat that something disturbed
 does not hide what the others agree on.
@@ -20,12 +20,12 @@ _MOST = 50  # of a group's values are compared in pairs: as many of each size
 
 
 def of_median(values: Sequence[float]) -> float:
-    """By how much the median of these values may be off."""
+    """The error that the median of these values may have."""
     return scatter([values]) / sqrt(len(values))
 
 
 def scatter(groups: Iterable[Sequence[float]]) -> float:
-    """By how much a single value may be off: repeats scatter as all pairs in each group do."""
+    """The error that a single value may have: repeats scatter as all pairs in each group do."""
     few = (sorted(values)[:: -(-len(values) // _MOST)] for values in groups)
     pairs = [abs(one - other) for values in few for one, other in combinations(values, 2)]
     return _SURE * _MEDIAN * median(pairs) / _PAIR if pairs else 0.0

@@ -30,7 +30,7 @@ def of(series: Series) -> list[str]:
 
 
 def verdict(size: Size, series: Series) -> str:
-    """How fast a size is, what it loses most, and what was not measured."""
+    """The speed of a size, its largest loss, and what was not measured."""
     text = "the reference."
     if size.band:
         text = _speed(size, [other for other in series.sizes if other.num_processes < size.num_processes])
@@ -77,7 +77,7 @@ def _cause(size: Size) -> str:
 
 
 def _lead(cause: Cause, size: Size) -> str:
-    """How the main cause is introduced: "most" only if it is at least half of the lost time."""
+    """The introduction of the main cause: "most" only if it is at least half of the lost time."""
     lost, named = size.losses.lost, CAUSES[cause.key]
     if sets_the_pace(cause, size.typical):
         return "Data loading sets the pace"
@@ -92,7 +92,7 @@ def _lead(cause: Cause, size: Size) -> str:
 
 
 def _undecided(size: Size) -> str:
-    """Why no cause is named, and what would show one."""
+    """The reason why no cause is named, and what would show one."""
     if size.losses.undecided == "noise":
         return _too_noisy(size)
     if size.losses.undecided == "no reference":

@@ -266,7 +266,7 @@ def _planned(flags: list[str], model: Path) -> float:
     from recipes.planner.plan import plan_run
     from recipes.run import resolve
 
-    plan = plan_run(resolve(flags), AutoConfig.from_pretrained(model), 0, as_it_is=True)
+    plan = plan_run(resolve(flags), AutoConfig.from_pretrained(model))
     return (plan.components.total - plan.components.context) / GIB
 
 

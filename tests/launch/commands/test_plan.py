@@ -43,11 +43,11 @@ class LooksAtItsData(LlamaForCausalLM):
         return super().forward(input_ids[:, : input_ids.max().item() + 1], **others)
 
 
-def test_it_says_so_if_a_model_cannot_be_traced_but_only_estimated(said, monkeypatch):
+def test_it_says_so_if_a_model_cannot_be_traced(said, monkeypatch):
     AutoConfig.register(LooksAtItsDataConfig.model_type, LooksAtItsDataConfig)
     AutoModelForCausalLM.register(LooksAtItsDataConfig, LooksAtItsData)
     monkeypatch.setitem(MODELS, "untraceable", LooksAtItsDataConfig(**SHAPE))
-    assert "cannot be traced" in said("untraceable", "--gpu 'A100 80GB' --recipe standard")
+    assert "recipes fit, which measures it" in said("untraceable", "--gpu 'A100 80GB' --recipe standard", 2)
 
 
 def test_it_prints_a_row_for_each_recipe_and_the_recommended_one(said):
@@ -66,11 +66,10 @@ def test_json_holds_bytes_and_what_was_planned_and_details_say_how_sure_it_is(sa
     assert (plan["recommended"], plan["length"], plan["asked_length"], plan["margin"]) == ("standard", 99, 99, 0.06)
     assert sum(entry["components"].values()) == entry["total_bytes"]
     assert all(type(size) is int for size in entry["components"].values())
-    assert context["low"] < context["high"] == context["bytes"] and "other cards" in context["source"]
+    assert "the most that others read" in context["source"]
     heads = next(line for line in printed.splitlines() if line.startswith("recipe ")).split()[1:]
     assert all(f"\n{head}: " in printed for head in heads) and "\nnot counted: " in printed
     assert f"\ncontext: {context['bytes'] / 2**20:.0f} MiB, {context['source']}\n" in printed
-    assert all(f"\ncontext of {reading}\n" in printed for reading in context["readings"])
 
 
 def test_a_size_names_the_model_whose_shape_it_has(said):
@@ -98,7 +97,7 @@ def test_a_model_with_code_of_its_own_is_planned_once_it_is_trusted(said, monkey
     argv = "--gpu L4 --recipe standard"
     assert "read it, then --trust_remote_code" in said(str(tmp_path), argv, 2)
     printed = said(str(tmp_path), f"{argv} --trust_remote_code")
-    assert "take standard" in printed and "cannot be traced" not in printed
+    assert "take standard" in printed
 
 
 def test_mistakes_are_refused_without_the_libraries_that_take_seconds(tmp_path):

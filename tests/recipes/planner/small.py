@@ -8,8 +8,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig, TrainingArgume
 from recipes import plan_memory
 from recipes.catalog import RECIPES
 from recipes.factories import arguments_for
-from recipes.planner.fits import Estimator
-from recipes.planner.plan import plan_run
+from recipes.planner.fits import Estimator, Planner
 from recipes.planner.trace import LiveBytes
 from recipes.quiet import silence
 from recipes.rules.check import check
@@ -57,7 +56,7 @@ def alone(*argv, **named):
 
 def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     """The run of a printed command, which is legal, and its plan at its own micro-batch."""
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("pip install liger-kernel && "))
     assert words[:2] == ["recipes", "train"] and words[words.index("--num_processes") + 1] == str(world)
     engine = str(shipped(RECIPES[words[words.index("--recipe") + 1]]().engine))
     engine = words[3] if words[2] == "--accelerate_config" else engine
@@ -67,7 +66,7 @@ def as_printed(command, card=SMALL_CARD, config=LARGE, world=1):
     place = here(world, engine, hardware=hardware, environment={}, trained_by="nobody", packages=frozenset())
     run = resolve(words[words.index("--recipe") :], place)
     assert not [problem for problem in check(run) if problem.severity == "error"], command
-    return run, plan_run(run, config, round(card * 1e9), as_it_is=True)
+    return run, Planner(Estimator(config), round(card * 1e9)).at(run, run.batch.micro)
 
 
 def real_trainer(model, run, rows: int, folder):

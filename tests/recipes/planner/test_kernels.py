@@ -131,6 +131,9 @@ _WIDTHS = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, 
 WORDS = LlamaConfig(**_WIDTHS, vocab_size=32_000)
 
 
+LIGER = frozenset(("fused_linear_cross_entropy", "rms_norm", "swiglu", "geglu"))
+
+
 def logits(traced):
     return traced.moments[:, 1].max()
 
@@ -138,7 +141,7 @@ def logits(traced):
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
 def test_ligers_loss_has_the_logits_of_some_rows_at_a_time(autocast):
     """liger_kernel 0.8.5: as many rows as the width goes into the vocabulary, to a power of 2."""
-    plain, fused = (trace(WORDS, Case(4, 256, autocast=autocast, liger=liger)) for liger in (False, True))
+    plain, fused = (trace(WORDS, Case(4, 256, autocast=autocast, liger=parts)) for parts in (frozenset(), LIGER))
     rows = 4  # 1024 rows / (32,000 / 64), and the next power of 2 of 2.05
     cast_head = 64 if autocast else 0  # its transpose is as wide as logits are
     assert logits(fused) == (rows + cast_head) * 32_000 * (2 if autocast else 4)
@@ -147,23 +150,27 @@ def test_ligers_loss_has_the_logits_of_some_rows_at_a_time(autocast):
     assert fused.moments[:, 2].max() >= 32_000 * 64 * 4  # the gradient of the head
 
 
-def test_ligers_rows_at_a_time_are_those_of_this_micro_batch_whatever_was_planned_before():
-    card = Hardware((Gpu("A100", A100, 80 << 30),), cores=8, liger=True)
-    run = run_of("standard", "--max_length", "80", "--use_liger_kernel", "true", hardware=card)
-    few_words = LlamaConfig(**_WIDTHS, vocab_size=100)
-    estimator = Estimator(few_words)
-    found = [logits(estimator.traced(run, micro)) for micro in (4, 2, 5)]
-    assert found[-1] == logits(trace(few_words, Case(5, 80, autocast="bfloat16", liger=True)))
+def test_liger_is_planned_with_the_parts_that_are_asked_for():
+    def largest(*flags):
+        run = run_of("standard", "--max_length", "64", *flags, hardware=Hardware((Gpu("L4", L4, 24 << 30),), cores=8))
+        return peak(Estimator(WORDS).traced(run, 2))
+
+    with_liger, loss = ("--use_liger_kernel", "true"), '"fused_linear_cross_entropy": false'
+    without_loss = largest(*with_liger, "--liger_kernel_config", f"{{{loss}}}")
+    assert largest(*with_liger) < without_loss < largest()
+    off = f'{{{loss}, "rms_norm": false, "swiglu": false}}'
+    assert largest(*with_liger, "--liger_kernel_config", off) == largest()
+    assert largest(*with_liger, "--label_smoothing_factor", "0.1") == without_loss
 
 
 def test_before_8_0_liger_makes_the_gradient_of_the_head_in_fp32_beside_itself():
-    old, new = (trace(WORDS, Case(2, 64, autocast="float16", liger=True, capability=card)) for card in (T4, A100))
+    old, new = (trace(WORDS, Case(2, 64, autocast="float16", liger=LIGER, capability=card)) for card in (T4, A100))
     assert peak(old) > peak(new)
 
 
-# --- DoRA, and weights in 4 bits ------------------------------------------------------------------
+# --- Adapters, and weights in 4 bits --------------------------------------------------------------
 
-DORA = LlamaConfig(
+ADAPTED = LlamaConfig(
     hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4, vocab_size=260,
     max_position_embeddings=128,
 )  # fmt: skip
@@ -172,16 +179,16 @@ DORA = LlamaConfig(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    return save(LlamaForCausalLM(DORA), tmp_path_factory.mktemp("model"))
+    return save(LlamaForCausalLM(ADAPTED), tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(
-    ("mixed", "four_bits", "dropout", "checkpointing"),
-    [(False, False, 0.1, False), (True, False, 0.0, True), (False, True, 0.0, True), (True, True, 0.1, False)],
+    ("mixed", "four_bits", "dora", "dropout", "checkpointing"),
+    [(False, True, False, 0.1, False), (True, True, False, 0.0, True), (True, False, True, 0.1, False)],
 )
-def test_a_trace_of_dora_keeps_what_the_real_model_keeps(mixed, four_bits, dropout, checkpointing, folder):
+def test_a_trace_of_adapters_keeps_what_the_real_model_keeps(mixed, four_bits, dora, dropout, checkpointing, folder):
     chosen = {"load_in_4bit": four_bits, "lora_dropout": dropout, "gradient_checkpointing": checkpointing}
-    run = run_with(folder, use_peft=True, use_dora=True, max_length=128, bf16=mixed, **chosen)
+    run = run_with(folder, use_peft=True, use_dora=dora, max_length=128, bf16=mixed, **chosen)
     with silence():
         model = load(run).train()
     model.config.use_cache = False
@@ -194,17 +201,10 @@ def test_a_trace_of_dora_keeps_what_the_real_model_keeps(mixed, four_bits, dropo
     scales = [part for one in states for part in (one.absmax, one.code)]
     real = real_peak(model, lambda: model(input_ids=ids, labels=ids).loss.backward(), *scales)
     compute = "bfloat16" if mixed else "float32"
-    adapters = Adapters(16, dropout=dropout, four_bits=compute if four_bits else None, dora=True)
+    adapters = Adapters(16, dropout=dropout, four_bits=compute if four_bits else None, dora=dora)
     how = {"autocast": "bfloat16" if mixed else None, "checkpointing": checkpointing, "adapters": adapters}
     case = Case(2, 128, mask=False, on_cuda=False, attention="sdpa", **how)
-    assert peak(trace(DORA, case)) == pytest.approx(real, rel=0.025)
-
-
-def test_a_plan_of_dora_needs_more_memory_and_time_than_one_of_lora():
-    words = ["--use_peft", "true", "--max_length", "64", "--global_batch_size", "4", "--load_in_4bit", "true"]
-    lora, dora = (alone(*words, *more, gpu="L4") for more in ((), ("--use_dora", "true")))
-    assert dora.total_bytes > lora.total_bytes and dora.traced
-    assert dora.time.compute > lora.time.compute
+    assert peak(trace(ADAPTED, case)) == pytest.approx(real, rel=0.025)
 
 
 # --- What a plan says of them ---------------------------------------------------------------------
@@ -219,6 +219,7 @@ def test_a_plan_of_dora_needs_more_memory_and_time_than_one_of_lora():
         ("--fp16 false --bf16 false --packing --packing_strategy wrapped", GROUPED, "math kernel"),
         ("--use_liger_kernel true", WORDS, ""),
         ("--use_liger_kernel true", GPTNeoXConfig(**_WIDTHS, vocab_size=500), "the real peak is lower"),
+        ("--label_smoothing_factor 0.1", WORDS, "label smoothing computes from the logits is not counted"),
         ("--torch_compile true", WORDS, "torch.compile fuses or computes again is not counted: the real peak"),
         ("--torch_compile_mode reduce-overhead", WORDS, "with CUDA graphs higher"),
     ],

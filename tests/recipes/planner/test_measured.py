@@ -36,15 +36,13 @@ def row(**changes) -> dict:
 @pytest.mark.parametrize(("card", "mib"), [("Tesla T4", 141), ("NVIDIA GeForce RTX 3090", 292), ("A100", 426)])
 def test_a_card_that_others_have_read_takes_what_they_read(card, mib):
     found = context(card)
-    assert round(found.bytes / MIB) == mib and found.low == found.high == found.bytes
-    assert len(found.readings) == 1
+    assert round(found.bytes / MIB) == mib and found.source.startswith("as others read it on ")
 
 
 @pytest.mark.parametrize("card", ["NVIDIA L4", "a GPU of 24 GB"])
-def test_another_card_takes_the_most_of_a_range_and_says_so(card):
+def test_another_card_takes_the_most_that_others_read_and_says_so(card):
     found = context(card)
-    assert found.low < found.high == found.bytes == 426 * MIB
-    assert "141 to 426" in found.source and len(found.readings) == 3
+    assert found.bytes == 426 * MIB and found.source.startswith("the most that others read, on A100 (")
 
 
 def test_of_several_measurements_here_that_of_as_many_processes_and_of_this_torch_counts(measured, monkeypatch):
@@ -64,4 +62,4 @@ def test_a_damaged_file_counts_as_not_measured(content, measured):
 def test_the_plan_holds_the_context_and_where_it_comes_from():
     plan = planned(gpu="T4", recipe="standard")
     assert plan.recipes[0].components.context == plan.context.bytes
-    assert plan.context.source == "as others read it on T4"
+    assert plan.context.source.startswith("as others read it on T4 (")

@@ -19,6 +19,7 @@ from recipes.run.files import shipped
 from tests.recipes.planner.small import CPU, SHAPE, SMALL, run_of
 from tests.support.running import ROOT
 
+EACH = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
 LORA = ("--use_peft", "true", "--lora_r", "8")
 IN_4_BITS = (*LORA, "--load_in_4bit", "true")
 
@@ -103,6 +104,13 @@ def test_zero_keeps_an_fp32_copy_beside_an_optimizer_in_8_bits():
     assert Memory(run, Weights(10**9, 10**9)).optimizer == pytest.approx((4 + 2 * (1 + 4 / 256)) * 10**9 / 2)
 
 
+@pytest.mark.parametrize(("flags", "copies"), [((), 2), (("--accelerator_config", EACH), 1)], ids=["once", "each"])
+def test_accumulated_gradients_are_beside_bucket_views_only_if_they_are_exchanged_once(flags, copies):
+    run = run_of("standard", "--gradient_as_bucket_view", "true", *flags, world=2)
+    found = Memory(run, Weights(10**9, 10**9), accumulation=4).gpu
+    assert found.gradients + found.buffers == copies * 4 * 10**9
+
+
 # --- FSDP2 ----------------------------------------------------------------------------------------
 
 DEEP = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
@@ -111,14 +119,6 @@ DEEP = LlamaConfig(**{**SHAPE, "num_hidden_layers": 12})
 def sharded(*flags, micro=2, world=8, engine="sharded"):
     argv = ["--bf16", "true", "--max_length", "64", *flags]
     return Estimator(DEEP).memory(run_of("sharded", *argv, world=world, engine=engine), micro)
-
-
-def test_every_state_is_shared_by_all():
-    alone, shared = (sharded(world=world).gpu for world in (1, 8))
-    weights = weigh(DEEP, "causal_lm")
-    assert shared.optimizer == pytest.approx(8 * weights.trained / 8, rel=0.01)
-    assert shared.optimizer == pytest.approx(alone.optimizer / 8, rel=0.01)
-    assert shared.parameters - 4 * weights.total / 8 <= 2 * (2 * weights.largest_layer + weights.outside_layers)
 
 
 def test_without_sync_each_batch_a_step_of_several_micro_batches_holds_all_gradients():

@@ -19,7 +19,7 @@ from recipes.scaling.advice import advise
 from recipes.scaling.analyse import Series, Size, analyse
 from recipes.scaling.causes import CAUSES as NAMED
 from recipes.scaling.timings import Timing
-from tests.support.simulated import CAUSES, CLEAR, HEALTHY, Training, draw, gains, measured, train, without
+from tests.support.simulated import CAUSES, CLEAR, HEALTHY, Training, draw, gains, measured, without
 
 NOISE = (0.03, 0.05, 0.15)  # by which runs differ, as a standard deviation
 ALL_HEALTHY = 0.20  # without all effects together: two may hide each other
@@ -160,27 +160,3 @@ def test_nothing_is_advised_where_noise_hides_the_cause(verdicts):
     noisy = [case for case, size, _ in verdicts if size.losses.undecided == "noise"]
     advised = {one.key for case in noisy for one in advise(strong(case.rows).sizes[-1], strong(case.rows))}
     assert noisy and advised <= {"fewer"}  # fewer processes are faster by more than the repeats differ
-
-
-# --- The simulator, where arithmetic on paper says what must come out ----------------------------
-
-PLAIN = Training(global_batch=32, largest_micro_batch=8, forward=0.001, backward=0.002)  # 8 samples for each of 4
-
-
-@pytest.mark.parametrize(
-    ("change", "step"),
-    [
-        ({"launch": 0.004, "optimizer": 0.002}, 0.030),
-        ({"contention": 0.1}, 0.024 * 1.3),
-        ({"slow_computing": 1.5, "slow_rank": 2}, 0.036),
-        ({"gradients": 1e6, "bandwidth": 5e7, "buckets": 2}, 0.016 + 0.030),  # it begins in the middle of backward
-        ({"latency": 0.001, "buckets": 2, "overlapped": False}, 0.024 + 0.012),
-        ({"loading": 0.001, "workers": 0}, 0.032),
-        ({"loading": 0.015, "workers": 2}, 0.060),
-        ({"log": 0.02, "log_every": 10}, 0.026),
-        ({"checkpoint": 0.04, "save_every": 10}, 0.028),
-    ],
-    ids=str,
-)
-def test_a_simulated_step_takes_as_long_as_on_paper(change, step):
-    assert train(replace(PLAIN, **change), 4, 32, Random(0)).step == pytest.approx(step)

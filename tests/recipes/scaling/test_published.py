@@ -56,26 +56,8 @@ def expected_band(table: Table, place: int) -> str:
     return "excellent" if per_mille >= 850 else "good" if per_mille >= 700 else "poor"
 
 
-def serial_fraction(table: Table) -> Fraction | None:
-    """Amdahl's, where Karp and Flatt's is level, with single timings taken as good to 2 percent."""
-    speedups = [rate / table.rates[0] for rate in table.rates]
-    times = [Fraction(size, table.sizes[0]) for size in table.sizes]
-    pairs = list(zip(speedups, times, strict=True))[1:]
-    weights = [(p - 1) / p for _, p in pairs]
-    fractions = [(p / s - 1) / (p - 1) for s, p in pairs]
-    fitted = sum(e * w * w for e, w in zip(fractions, weights, strict=True)) / sum(w * w for w in weights)
-    fitted = min(max(fitted, Fraction(0)), Fraction(1))
-    open_by = [Fraction(2, 100) * p / s / (p - 1) for s, p in pairs]
-    level = all(abs(max(e, 0) - fitted) <= 2 * by for e, by in zip(fractions, open_by, strict=True))
-    return fitted if level and not _turns(speedups) else None
-
-
-def _turns(speedups: list[Fraction]) -> bool:
-    return any(later < max(speedups[:place]) for place, later in enumerate(speedups) if place)
-
-
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
-def test_a_published_table_gets_the_verdict_and_serial_fraction_that_its_numbers_give(table):
+def test_a_published_table_gets_the_verdict_that_its_numbers_give(table):
     series = analysed(table)
     for place, size in enumerate(series.sizes):
         assert size.speedup.median == pytest.approx(float(table.rates[place] / table.rates[0]))
@@ -84,9 +66,6 @@ def test_a_published_table_gets_the_verdict_and_serial_fraction_that_its_numbers
         if place:
             assert size.band == expected_band(table, place)
             assert f"{size.band} (one timing)" in sentences.verdict(size, series)
-    if table.scaling == "strong" and len(table.sizes) > 2:
-        expected = serial_fraction(table)
-        assert series.serial_fraction == (None if expected is None else pytest.approx(float(expected)))
 
 
 def test_the_tables_hold_every_band_and_several_sources():
